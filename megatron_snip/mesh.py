@@ -1,0 +1,68 @@
+"""The mesh of processes, axes (pp, dp, tp): the only maker of process groups.
+
+tp is innermost, so that the processes which talk most are neighbours, as in Megatron-LM; "axis" is an axis
+of the mesh, "dim" a dim of a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as seen from this process."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process stands first on the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process stands last on the axis."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The processes of a run, laid out as [pp, dp, tp]."""
+
+    device_mesh: DeviceMesh
+    pp: Axis
+    dp: Axis
+    tp: Axis
+    rank: int
+    world_size: int
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All processes."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def barrier(self) -> None:
+        """Wait for all processes; every process calls it."""
+        dist.barrier(self.world)
+
+
+def build_mesh(device_type: str, *, pp: int, dp: int, tp: int) -> Mesh:
+    """The mesh over the started process group; every process calls it, pp * dp * tp is the world size."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert pp * dp * tp == world_size, f"{pp} x {dp} x {tp} is not {world_size}"
+    device_mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=AXES)
+    axes = {
+        name: Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name))
+        for name, size in zip(AXES, (pp, dp, tp))
+    }
+    return Mesh(device_mesh, axes["pp"], axes["dp"], axes["tp"], rank, world_size)

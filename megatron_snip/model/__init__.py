@@ -1,0 +1,1 @@
+"""The model: Llama in pipeline stages, and its FLOPs."""

@@ -1,0 +1,30 @@
+"""FLOPs of a training iteration, as Megatron-LM counts them for its throughput figure.
+
+A multiply-add is two FLOPs; backward costs twice forward.  These are model FLOPs: the same whatever
+precision a linear runs in, and recomputation is not counted.
+"""
+
+from __future__ import annotations
+
+from megatron_snip.config import ModelConfig
+from megatron_snip.model.llama import linear_shapes
+
+
+def linear_flops_per_token(m: ModelConfig) -> int:
+    """FLOPs of one GEMM each of all quantisable linears, per token."""
+    return sum(2 * n * k for n, k in linear_shapes(m).values())
+
+
+def parameters(m: ModelConfig, *, tied: bool) -> int:
+    """Parameters of the whole model, padding of the vocabulary included."""
+    linears = sum(n * k for n, k in linear_shapes(m).values())
+    norms = (2 * m.num_layers + 1) * m.hidden_size
+    return linears + norms + m.padded_vocab_size * m.hidden_size * (1 if tied else 2)
+
+
+def iteration_flops(m: ModelConfig, sequences: int) -> float:
+    """FLOPs of one iteration over this many sequences, forward and backward; causal attention counted half."""
+    attention = 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2 * m.num_layers
+    head = 2 * m.padded_vocab_size * m.hidden_size
+    per_token = linear_flops_per_token(m) + attention + head
+    return 3.0 * per_token * m.seq_length * sequences

@@ -1,0 +1,286 @@
+"""Llama, cut into pipeline stages.  Source: arXiv 2302.13971, 2307.09288, 2407.21783 (RoPE scaling).
+
+Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
+plan and a checkpoint mean the same on every layout.  Weights are a function of (seed, name) alone.
+Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
+the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_snip.config import ModelConfig
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
+from megatron_snip.parallel.tensor import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    local,
+    make_parameter,
+)
+from megatron_snip.quant import RoundingKey
+from megatron_snip.runtime import seed_of
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def linear_names(num_layers: int) -> list[str]:
+    """Names of all quantisable linears, in order."""
+    return [
+        f"layers.{i}.{part}.{name}"
+        for i in range(num_layers)
+        for part, names in (("self_attn", ATTENTION_LINEARS), ("mlp", MLP_LINEARS))
+        for name in names
+    ]
+
+
+def linear_shapes(m: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(out_features, in_features) of every quantisable linear, whole, by name."""
+    q, kv = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
+    h, f = m.hidden_size, m.ffn_hidden_size
+    shapes = {
+        "q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q),
+        "gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f),
+    }  # fmt: skip
+    return {name: shapes[name.rsplit(".", 1)[1]] for name in linear_names(m.num_layers)}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every part of the model is built with."""
+
+    model: ModelConfig
+    mesh: Mesh
+    region: Region
+    seed: int
+    dtype: torch.dtype  # of the compute, not of the parameters
+    device: torch.device
+
+    def normal(self, name: str, shape: tuple[int, int], std: float) -> Tensor:
+        """Initial weight [rows, columns]: a function of seed and name, whatever the layout."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
+        return torch.empty(shape).normal_(std=std, generator=generator).to(self.device)
+
+    def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
+        """The parallel linear of this name, freshly initialised."""
+        kind = name.rsplit(".", 1)[1]
+        leaves = kind in ("o_proj", "down_proj")
+        std = self.model.init_method_std
+        if leaves:  # Megatron's scaled initialisation: the residual stream keeps its variance with depth
+            std /= math.sqrt(2 * self.model.num_layers)
+        weight = self.normal(name, linear_shapes(self.model)[name], std)
+        module = RowParallelLinear if leaves else ColumnParallelLinear
+        return module(name, weight, self.region, self.mesh.device_mesh, self.seed)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.epsilon = build.model.norm_epsilon
+        ones = torch.ones(build.model.hidden_size, device=build.device)
+        self.weight = make_parameter(ones, None, build.region.axis, build.mesh.device_mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        weight = local(self.weight)
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.epsilon)
+
+
+def rotary_frequencies(m: ModelConfig) -> Tensor:
+    """Angle per position of each channel pair, [D/2] float32, with Llama 3's scaling if asked."""
+    freq = 1.0 / m.rotary_base ** (torch.arange(0, m.head_dim, 2, dtype=torch.float32) / m.head_dim)
+    if not m.use_rope_scaling:
+        return freq
+    original = m.rope_original_max_position_embeddings
+    turns = original * freq / (2 * math.pi)  # turns that a channel makes over the original length
+    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretch fully, 1: leave alone
+    return keep * freq + (1 - keep) * freq / m.rope_scaling_factor
+
+
+def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and channel, [S, D] each."""
+    angles = torch.outer(torch.arange(m.seq_length, dtype=torch.float32), rotary_frequencies(m))
+    angles = torch.cat([angles, angles], dim=-1).to(device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [S, D]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos + turned * sin
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, build: Build, prefix: str) -> None:
+        super().__init__()
+        m = build.model
+        self.region, self.head_dim = build.region, m.head_dim
+        self.grouped = m.query_groups != m.num_attention_heads
+        for name in ATTENTION_LINEARS:
+            self.add_module(name, build.linear(f"{prefix}.{name}"))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S/tp or S, H] -> the same shape."""
+        x = self.region.enter(x)
+        q, k, v = (
+            linear(x, key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+        )
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2), key)
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)).  Source: arXiv 2002.05202."""
+
+    def __init__(self, build: Build, prefix: str) -> None:
+        super().__init__()
+        self.region = build.region
+        for name in MLP_LINEARS:
+            self.add_module(name, build.linear(f"{prefix}.{name}"))
+
+    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S/tp or S, H] -> the same shape."""
+        x = self.region.enter(x)
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, key)) * self.up_proj(x, key), key)
+        return out
+
+
+class Block(nn.Module):
+    """One Transformer block: attention and SwiGLU, each behind a norm and around a residual."""
+
+    def __init__(self, build: Build, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(build)
+        self.self_attn = Attention(build, f"layers.{index}.self_attn")
+        self.post_attention_layernorm = RMSNorm(build)
+        self.mlp = MLP(build, f"layers.{index}.mlp")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S/tp or S, H] -> the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), key)
+        return out
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """Identity whose gradient is contiguous: pipeline communication sends the raw memory."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+class LlamaStage(nn.Module):
+    """The blocks of one pipeline stage, with the embedding before the first and the loss after the last."""
+
+    def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool, recompute: bool):
+        super().__init__()
+        m = build.model
+        self.build, self.recompute, self.iteration = build, recompute, 0
+        self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
+        vocab = (m.padded_vocab_size, m.hidden_size)
+        self.embed_tokens = self.norm = self.lm_head = None
+        if first:
+            weight = build.normal("embed_tokens", vocab, m.init_method_std)
+            self.embed_tokens = VocabParallelEmbedding(
+                weight, build.region, build.mesh.device_mesh, build.dtype
+            )
+        self.layers = nn.ModuleDict({str(i): Block(build, i) for i in layers})
+        if last:
+            self.norm = RMSNorm(build)
+            if not tied:
+                head = nn.Module()
+                weight = build.normal("lm_head", vocab, m.init_method_std)
+                head.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
+                self.lm_head = head
+        self.last = last
+        cos, sin = rotary_tables(m, build.dtype, build.device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The quantisable linears of this stage by name, in order."""
+        kinds = (ColumnParallelLinear, RowParallelLinear)
+        return {module.name: module for module in self.modules() if isinstance(module, kinds)}
+
+    def hidden(self, x: Tensor, sample_index: Tensor) -> Tensor:
+        """Tokens [B, S] (first stage) or residual stream [B, S/tp or S, H] -> residual stream.
+
+        sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
+        """
+        row0 = int(sample_index[0]) * self.build.model.seq_length
+        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0)
+        x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
+        for block in self.layers.values():
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, self.cos, self.sin, key, use_reentrant=False)
+            else:
+                x = block(x, self.cos, self.sin, key)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
+        assert self.norm is not None, "only the last stage has logits"
+        head = self.lm_head if self.lm_head is not None else self.embed_tokens
+        assert head is not None
+        x = self.build.region.enter(self.norm(x))
+        return F.linear(x, local(head.weight).to(x.dtype))
+
+    def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
+
+        labels [B, S] are needed on the last stage; its loss is the sum over tokens divided by the number
+        of tokens of the whole global batch, so gradients add up over microbatches and processes.
+        """
+        x = self.hidden(x, sample_index)
+        if not self.last:
+            return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
+        assert labels is not None, "the last stage needs labels"
+        losses = vocab_parallel_cross_entropy(
+            self.logits(x).flatten(0, 1), labels.flatten(), self.build.region.axis
+        )
+        return (losses.sum() / self.loss_tokens).reshape(1).clone()
+
+
+def build_stages(
+    build: Build, *, num_stages: int, tied: bool, recompute: bool, of: Callable[[int], bool]
+) -> dict[int, LlamaStage]:
+    """The stages s with `of(s)` true, by their number; blocks are dealt out evenly in order."""
+    each = build.model.num_layers // num_stages
+    return {
+        s: LlamaStage(
+            build,
+            range(s * each, (s + 1) * each),
+            first=s == 0,
+            last=s == num_stages - 1,
+            tied=tied,
+            recompute=recompute,
+        )
+        for s in range(num_stages)
+        if of(s)
+    }

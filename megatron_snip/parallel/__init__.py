@@ -1,0 +1,1 @@
+"""Megatron's parallel layers over a mesh: tensor, pipeline and data parallelism."""

@@ -1,0 +1,96 @@
+"""Data parallelism by FSDP2, and the gradient's norm and clipping over the whole mesh.
+
+The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
+Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
+tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_model_grads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_snip.mesh import Mesh
+
+
+def shard_over_dp(
+    stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, *, reshard: bool
+) -> None:
+    """Shard a stage's FP32 parameters over dp with FSDP2; compute sees them in `dtype`.
+
+    Gradients are reduced in float32.  `reshard` frees gathered parameters after forward; a pipeline keeps
+    them for its next microbatch.  With one process on dp nothing is wrapped.
+    """
+    if mesh.dp.size == 1:
+        return
+    device_mesh: DeviceMesh = mesh.device_mesh["dp"]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*blocks, stage):
+        fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        assert isinstance(module, FSDPModule)
+        # a sum, as the docstring says; gloo cannot divide in the collective, so the first call must precede
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a parameter or gradient that lies in this process; shares its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_replicated_over_tp(name: str) -> bool:
+    """Whether every tp process holds the whole parameter of this name: the norms, and nothing else."""
+    return name.endswith("norm.weight")
+
+
+def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """(name, local part of the gradient) of every parameter that has one."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                yield name, local_of(parameter.grad)
+
+
+@torch.no_grad()
+def sum_norm_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Sum the norms' gradients over tp in one collective; called under sequence parallelism by all of tp."""
+    grads = [grad for name, grad in local_gradients(modules) if is_replicated_over_tp(name)]
+    if mesh.tp.size == 1 or not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=mesh.tp.group)
+    torch._foreach_copy_(
+        [grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads]))
+    )
+
+
+@torch.no_grad()
+def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
+    """This process's share of the squared gradient norm; the sum over all processes is the whole.
+
+    Squares are added in double precision, so that the cut into stages does not change the norm.
+    """
+    grads = [
+        grad
+        for name, grad in local_gradients(modules)
+        if grad.numel() and (mesh.tp.is_first or not is_replicated_over_tp(name))
+    ]
+    if not grads:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(grads)).double()
+    return float(norms.square().sum())
+
+
+@torch.no_grad()
+def clip_coefficient(norm: float, largest: float) -> float:
+    """What every gradient is multiplied by so that the whole has at most norm `largest`; 0 clips nothing."""
+    if largest <= 0.0 or not math.isfinite(norm) or norm <= largest:
+        return 1.0
+    return largest / (norm + 1e-6)

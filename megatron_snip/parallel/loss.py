@@ -1,0 +1,49 @@
+"""Cross entropy over logits whose vocabulary is split over tp.  Source: Megatron-LM, arXiv 1909.08053.
+
+loss_t = log sum_v exp(z_tv) - z_t,label;  its gradient is softmax(z_t) - onehot(label).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.mesh import Axis
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+        z = logits.float()
+        rows = z.shape[-1]
+        top = z.amax(dim=-1)
+        if axis.size > 1:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
+        z = z - top.unsqueeze(-1)
+        column = labels - axis.rank * rows
+        elsewhere = (column < 0) | (column >= rows)
+        column = column.masked_fill(elsewhere, 0)
+        at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        exp = z.exp_()
+        sums = torch.stack([exp.sum(dim=-1), at_label])
+        if axis.size > 1:
+            dist.all_reduce(sums, group=axis.group)
+        ctx.save_for_backward(exp.div_(sums[0].unsqueeze(-1)), column, elsewhere)
+        ctx.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        softmax, column, elsewhere = ctx.saved_tensors
+        here = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        grad = softmax.scatter_add(-1, column.unsqueeze(-1), -here)
+        return (grad * grads[0].unsqueeze(-1)).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    """Loss of each token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every process."""
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis)
+    return loss

@@ -1,0 +1,132 @@
+"""Running all microbatches of a batch through the pipeline: forward and backward, or forward alone.
+
+With one stage a plain loop; else torch.distributed.pipelining's 1F1B (interleaved when a process holds
+several stages).  A probe is one more `forward_backward` without an optimiser step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from megatron_snip.mesh import Mesh
+
+
+class BatchLike(Protocol):
+    """What a batch holds: M microbatches of B sequences of S tokens."""
+
+    tokens: Tensor  # [M, B, S] int64
+    labels: Tensor  # [M, B, S] int64
+    sample_index: Tensor  # [M, B] int64, on the CPU
+
+
+def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
+    return losses.sum()
+
+
+class Pipeline:
+    """The stages of this process and the schedule that runs them.  Every process makes and calls it alike."""
+
+    def __init__(
+        self,
+        stages: dict[int, nn.Module],
+        *,
+        num_stages: int,
+        mesh: Mesh,
+        microbatches: int,
+        activation: tuple[int, ...],
+        tokens: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.stages, self.mesh, self.device = stages, mesh, device
+        self.microbatches = microbatches
+        self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
+        self._schedules: dict[bool, Any] = {}
+        self._make = {
+            "num_stages": num_stages, "activation": activation, "tokens": tokens, "dtype": dtype
+        }  # fmt: skip
+
+    def _schedule(self, training: bool) -> Any:
+        """Schedules for training and evaluation are apart: torch would set up anew at each change."""
+        if training not in self._schedules:
+            n = cast(int, self._make["num_stages"])
+            shape = {
+                "like": torch.empty(self._make["activation"], dtype=self._make["dtype"], device="meta"),
+                "loss": torch.empty(1, device="meta"),
+                "tokens": torch.empty(self._make["tokens"], dtype=torch.int64, device="meta"),
+            }
+            stages = [
+                PipelineStage(
+                    module,
+                    s,
+                    n,
+                    self.device,
+                    # static shapes: else the first step runs a pass of its own over uninitialised memory
+                    input_args=shape["tokens"] if s == 0 else shape["like"].requires_grad_(training),
+                    output_args=(shape["loss"] if s == n - 1 else shape["like"]).requires_grad_(training),
+                    group=self.mesh.pp.group,
+                )
+                for s, module in self.stages.items()
+            ]
+            options: dict[str, Any] = {"loss_fn": _sum_of, "scale_grads": False}
+            if len(stages) == 1:
+                self._schedules[training] = Schedule1F1B(stages[0], self.microbatches, **options)
+            else:
+                self._schedules[training] = ScheduleInterleaved1F1B(
+                    cast(Any, stages), self.microbatches, **options
+                )
+        return self._schedules[training]
+
+    def _set_iteration(self, iteration: int) -> None:
+        for stage in self.stages.values():
+            cast(Any, stage).iteration = iteration
+
+    def forward_backward(self, batch: BatchLike, iteration: int) -> float:
+        """Run the batch and leave its gradients in `.grad`, added to what is there.
+
+        Returns this process's share of the loss: the sum over all processes is tp times the loss in nats.
+        """
+        self._set_iteration(iteration)
+        if self.mesh.pp.size == 1:
+            return self._plain(batch, training=True)
+        return self._pipelined(batch, training=True)
+
+    @torch.no_grad()
+    def evaluate(self, batch: BatchLike, iteration: int) -> float:
+        """The same share of the loss without gradients."""
+        self._set_iteration(iteration)
+        if self.mesh.pp.size == 1:
+            return self._plain(batch, training=False)
+        return self._pipelined(batch, training=False)
+
+    def _plain(self, batch: BatchLike, *, training: bool) -> float:
+        (stage,) = self.stages.values()
+        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
+        losses = []
+        for m in range(len(tokens)):
+            if training and isinstance(stage, FSDPModule):
+                last = m == len(tokens) - 1
+                stage.set_is_last_backward(last)
+                stage.set_requires_gradient_sync(last)
+            loss = stage(tokens[m], batch.sample_index[m], labels[m])
+            if training:
+                loss.sum().backward()
+            losses.append(loss.detach())
+        return sum(float(loss) for loss in losses)
+
+    def _pipelined(self, batch: BatchLike, *, training: bool) -> float:
+        schedule = self._schedule(training)
+        tokens, labels = batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1).to(self.device)
+        args = (tokens.to(self.device),) if self._has_first else ()
+        options: dict[str, Any] = {"sample_index": batch.sample_index.flatten()}
+        if self._has_last:
+            options |= {"labels": labels, "target": labels}
+        losses: list[Tensor] = []
+        run = schedule.step if training else schedule.eval
+        run(*args, losses=losses, **options)
+        return sum(float(loss.detach()) for loss in losses)

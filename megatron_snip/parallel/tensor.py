@@ -1,0 +1,188 @@
+"""Tensor parallelism: Megatron's column- and row-parallel linears and the vocabulary-parallel embedding.
+
+    column-parallel  Y = X W^T, W [N,K] split along N: each process has all of X and a part of Y
+    row-parallel     Y = X W^T, W [N,K] split along K: each process has a part of X; the Ys are summed
+    sequence parallel: outside these layers activations [B, S/tp, H] are split along the sequence
+
+`Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
+dtype, as Megatron's do.  Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
+Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
+from megatron_snip.quant.linear import LinearObserver
+
+
+# torch 2.13 renamed both; the old names warn there and the new ones are missing before
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, group=axis.group)
+    return y
+
+
+def _all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[B, S/tp, ...] of each process -> [B, S, ...]."""
+    parts = x.new_empty((axis.size, *x.shape))
+    _all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    return parts.transpose(0, 1).reshape(x.shape[0], axis.size * x.shape[1], *x.shape[2:])
+
+
+def _reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Partial sums [B, S, ...] -> this process's [B, S/tp, ...] of the sum."""
+    b, s = x.shape[:2]
+    parts = x.reshape(b, axis.size, s // axis.size, *x.shape[2:]).transpose(0, 1).contiguous()
+    out = x.new_empty(parts.shape[1:])
+    _reduce_scatter(out, parts.flatten(0, 1), group=axis.group)
+    return out
+
+
+class _Collective(torch.autograd.Function):
+    """A collective forward and its transpose backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Any, backward: Any) -> Tensor:
+        ctx.axis, ctx.transpose = axis, backward
+        return x.view_as(x) if forward is None else forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0] if ctx.transpose is None else ctx.transpose(grads[0], ctx.axis)
+        return grad, None, None, None
+
+
+@dataclass(frozen=True)
+class Region:
+    """The stretch of a block whose activations are split over tensor parallel processes."""
+
+    axis: Axis
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
+        if self.axis.size == 1:
+            return x
+        if self.sequence_parallel:
+            return _Collective.apply(x, self.axis, _all_gather_sequence, _reduce_scatter_sequence)
+        return _Collective.apply(x, self.axis, None, _all_reduce)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Partial sums [B, S, H] -> their sum, [B, S/tp or S, H]."""
+        if self.axis.size == 1:
+            return x
+        if self.sequence_parallel:
+            return _Collective.apply(x, self.axis, _reduce_scatter_sequence, _all_gather_sequence)
+        return _Collective.apply(x, self.axis, _all_reduce, None)
+
+
+def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
+
+    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.
+    """
+    if axis.size == 1:
+        return nn.Parameter(full)
+    local = full if dim is None else full.chunk(axis.size, dim)[axis.rank].contiguous()
+    placement = Replicate() if dim is None else Shard(dim)
+    device_mesh = device_mesh["tp"]
+    return nn.Parameter(DTensor.from_local(local, device_mesh, [placement], run_check=False))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this process computes with, a plain tensor of the shard's shape [...]."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _ParallelLinear(nn.Module):
+    """A quantisable linear without bias; `precision`, `impl` and `observer` may change between steps."""
+
+    split_dim: int
+
+    def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh, seed: int) -> None:
+        super().__init__()
+        self.name, self.region, self.seed = name, region, seed
+        self.out_features, self.in_features = weight.shape
+        self.weight = make_parameter(weight, self.split_dim, region.axis, device_mesh)
+        self.precision = LinearPrecision.uniform("bf16")
+        self.impl = "emulated"
+        self.observer: LinearObserver | None = None
+        self._stream = name_stream(name)
+        shard = weight.shape[self.split_dim] // region.axis.size
+        offsets = [0, 0]
+        offsets[self.split_dim] = region.axis.rank * shard
+        self._output_col0, self._input_col0 = offsets
+
+    def _local_linear(self, x: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S, K_local] -> [B, S, N_local]."""
+        y = quantized_linear(
+            x.flatten(0, 1),
+            local(self.weight).to(x.dtype),
+            self.precision,
+            key=dataclasses.replace(key, stream=self._stream),
+            impl=self.impl,
+            input_col0=self._input_col0,
+            output_col0=self._output_col0,
+            observer=self.observer,
+        )
+        return y.unflatten(0, x.shape[:2])
+
+    def extra_repr(self) -> str:
+        """Shape, split and present precision, for `print(model)`."""
+        return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Output channels split over tp.  The caller has entered the region, once for all linears that share x."""
+
+    split_dim = 0
+
+    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S, K], the same on each process -> [B, S, N/tp]."""
+        return self._local_linear(x, key)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Input channels split over tp; leaves the region."""
+
+    split_dim = 1
+
+    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
+        """x [B, S, K/tp] -> [B, S/tp or S, N]."""
+        return self.region.leave(self._local_linear(x, key))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The embedding table [V, H], its rows split over tp."""
+
+    def __init__(self, weight: Tensor, region: Region, device_mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.region, self.dtype = region, dtype
+        self.weight = make_parameter(weight, 0, region.axis, device_mesh)
+        self._rows = weight.shape[0] // region.axis.size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] int64 -> [B, S/tp or S, H] in the compute dtype."""
+        weight = local(self.weight)
+        if self.region.axis.size == 1:
+            return F.embedding(tokens, weight).to(self.dtype)
+        row = tokens - self.region.axis.rank * self._rows
+        elsewhere = (row < 0) | (row >= self._rows)
+        x = F.embedding(row.masked_fill(elsewhere, 0), weight).to(self.dtype)
+        return self.region.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))

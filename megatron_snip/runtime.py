@@ -1,0 +1,92 @@
+"""The process: device, backend, seeds, logging on one rank.  The only reader of environment variables.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a lone process needs none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs: its rank, the world's size and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+def environment_rank() -> int:
+    """This process's rank as torchrun tells it, before anything is started; 0 for a lone process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """Processes of the run as torchrun tells it; 1 for a lone process."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(backend: str, timeout_minutes: float) -> Runtime:
+    """Join the process group and take a device.  Every process calls it once; `stop` undoes it."""
+    rank, world_size = environment_rank(), environment_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        if not torch.cuda.is_available():
+            raise ValueError("--distributed-backend nccl needs a GPU and none is here; use gloo")
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are here; "
+                "start one process a GPU (torchrun --nproc_per_node)"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    timeout = timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # a lone process needs no address
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Runtime(rank, world_size, local_rank, device, backend)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def set_up_logging(rank: int) -> None:
+    """Log to stderr: rank 0 tells everything, the others warnings only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(message)s", "%Y-%m-%d %H:%M:%S"))
+    LOGGER.handlers[:] = [handler]
+    LOGGER.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    LOGGER.propagate = False
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that is a function of its parts alone, the same in every process."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_iteration(seed: int, iteration: int) -> None:
+    """Make torch's generators a function of (seed, iteration), so that a resume has no state to restore."""
+    torch.manual_seed(seed_of(seed, "iteration", iteration))

@@ -1,0 +1,119 @@
+"""What a run tells: metrics.jsonl, Megatron's progress line, wandb.
+
+metrics.jsonl has one JSON object an iteration, with the keys that Megatron users chart.  A resumed run cuts
+it back to the checkpoint's iteration, so no iteration stands in it twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Mapping
+
+from megatron_snip.config import Config
+from megatron_snip.train.checkpoint import write_atomically
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class MetricsWriter:
+    """metrics.jsonl and wandb of a run; only rank 0 makes one."""
+
+    def __init__(self, config: Config, run_id: str, iteration: int) -> None:
+        run_dir = Path(config.logging.run_dir)
+        self.path = run_dir / "metrics.jsonl"
+        rows = [row for row in read_metrics(self.path) if row["iteration"] <= iteration]
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
+        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project else None
+
+    def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
+        """One iteration's metrics; the line is handed to the system at once.
+
+        tables: what only wandb shows, made by `wandb_plan`.
+        """
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({**row, **(tables or {})})
+
+    def wandb_plan(self, linears: Mapping[str, str], picture: Path | None) -> dict[str, Any]:
+        """A plan as a wandb Table and, where a picture is given, an Image; nothing without wandb."""
+        if self._wandb is None:
+            return {}
+        wandb = importlib.import_module("wandb")
+        table = wandb.Table(columns=["linear", "precision"], data=[list(item) for item in linears.items()])
+        out = {"snip/plan": table}
+        if picture is not None and picture.is_file():
+            out["snip/plan heatmap"] = wandb.Image(str(picture))
+        return out
+
+    def close(self) -> None:
+        """End the file and the wandb run."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def start_wandb(config: Config, run_id: str) -> Any:
+    """A wandb run whose x axis is the iteration.  ValueError if wandb is not installed.
+
+    The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
+    """
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError as error:
+        raise ValueError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]'") from error
+    log = config.logging
+    folder = Path(log.wandb_save_dir or Path(log.run_dir) / "wandb")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=log.wandb_project,
+        name=log.wandb_exp_name or Path(log.run_dir).name,
+        id=run_id,
+        resume="allow",
+        mode=log.wandb_mode,
+        dir=str(folder),
+        config=config.to_dict(),
+    )
+    run.define_metric("iteration")
+    run.define_metric("*", step_metric="iteration")
+    return run
+
+
+def progress_line(row: Mapping[str, Any], total: int, *, nan_iterations: int, tflops: float | None) -> str:
+    """Megatron's progress line for one row of metrics; `iteration-time` is in seconds."""
+    throughput = "" if tflops is None else f" throughput per GPU (TFLOP/s/GPU): {tflops:.1f} |"
+    return (
+        f" [{datetime.now()}] iteration {row['iteration']:8d}/{total:8d} |"
+        f" consumed samples: {row['consumed-samples']:12d} |"
+        f" elapsed time per iteration (ms): {row['iteration-time'] * 1000:.1f} |{throughput}"
+        f" learning rate: {row['learning-rate']:.6E} | global batch size: {row['batch-size']:5d} |"
+        f" lm loss: {row['lm loss']:.6E} | loss scale: 1.0 | grad norm: {row['grad-norm']:.3f} |"
+        f" number of skipped iterations: {nan_iterations:3d} | number of nan iterations: {nan_iterations:3d} |"
+    )
+
+
+def validation_line(iteration: int, loss: float) -> str:
+    """Megatron's line for a validation."""
+    return (
+        f" validation loss at iteration {iteration} on validation set | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {math.exp(min(loss, 20.0)):.6E} |"
+    )

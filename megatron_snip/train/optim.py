@@ -1,0 +1,150 @@
+"""AdamW over FP32 master weights, and the learning-rate schedules.  Source: arXiv 1711.05101, Megatron-LM.
+
+The optimiser works on the local parts of sharded parameters as plain tensors: apex knows no DTensor, and
+plain tensors cost less.  Sharding comes back when the state is saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+from typing import Any, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_snip.config import TrainingConfig
+from megatron_snip.parallel.data import is_replicated_over_tp, local_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(t: TrainingConfig, iteration: int) -> float:
+    """Learning rate of an iteration, counted from 1: linear warm-up, then the decay style's curve."""
+    if t.lr_warmup_iters > 0 and iteration <= t.lr_warmup_iters:
+        return t.lr * iteration / t.lr_warmup_iters
+    if t.lr_decay_style == "constant":
+        return t.lr
+    end = t.lr_decay_iters or t.train_iters
+    if iteration > end:
+        return t.min_lr
+    if t.lr_decay_style == "WSD":
+        decay = t.lr_wsd_decay_iters or max(1, end // 10)
+        share = max(0.0, (iteration - (end - decay)) / decay)
+        return t.lr + (t.min_lr - t.lr) * share
+    share = (iteration - t.lr_warmup_iters) / max(1, end - t.lr_warmup_iters)
+    if t.lr_decay_style == "cosine":
+        share = 0.5 * (1.0 - math.cos(math.pi * share))
+    return t.lr + (t.min_lr - t.lr) * share
+
+
+def _fused_adam_of_apex() -> Any:
+    """NVIDIA's FusedAdam; ValueError with the way out where it is not installed."""
+    build = "build NVIDIA's from source (github.com/NVIDIA/apex), or use --optimizer-impl torch"
+    try:
+        return importlib.import_module("apex.optimizers").FusedAdam
+    except (ImportError, AttributeError) as error:
+        try:
+            version = importlib.metadata.version("apex")
+        except importlib.metadata.PackageNotFoundError:
+            raise ValueError(f"--optimizer-impl apex: apex is not installed; {build}") from error
+        raise ValueError(
+            f"--optimizer-impl apex: the installed apex {version} is not NVIDIA's (PyPI's apex is an "
+            f"unrelated web toolkit); uninstall it and {build}"
+        ) from error
+
+
+def check_optimizer_impl(t: TrainingConfig) -> None:
+    """ValueError if the chosen implementation cannot run here."""
+    if t.optimizer_impl == "apex":
+        _fused_adam_of_apex()
+        if not torch.cuda.is_available():
+            raise ValueError("--optimizer-impl apex needs a GPU and none is here; use --optimizer-impl torch")
+
+
+class Optimizer:
+    """AdamW on this process's parts of the parameters, named as in the checkpoint."""
+
+    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
+        self.config = config
+        self.steps = 0  # updates made; skipped iterations make none
+        self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
+        # shares memory with the parameter, so that an update in place is the parameter's
+        self._local = {
+            name: nn.Parameter(local_of(p.detach()), requires_grad=True)
+            for name, p in self.parameters.items()
+        }
+        decayed = [p for name, p in self._local.items() if not is_replicated_over_tp(name)]
+        others = [p for name, p in self._local.items() if is_replicated_over_tp(name)]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        options: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+        }
+        groups = [group for group in groups if group["params"]]
+        if config.optimizer_impl == "apex":
+            self._adam = _fused_adam_of_apex()(groups, adam_w_mode=True, **options)
+        else:
+            self._adam = torch.optim.AdamW(groups, fused=True, **options)
+        for p in self._local.values():  # allocated now, so that a checkpoint can be read in place
+            self._adam.state[p] = {name: torch.zeros_like(p) for name in MOMENTS}
+        self.set_steps(0)
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of updates made, on which Adam's bias correction depends."""
+        self.steps = steps
+        if self.config.optimizer_impl == "apex":
+            for group in self._adam.param_groups:
+                group["step"] = steps
+        else:
+            for p in self._local.values():
+                self._adam.state[p]["step"] = torch.tensor(float(steps), device=p.device)
+
+    @torch.no_grad()
+    def step(self, lr: float, coefficient: float) -> None:
+        """Update with the gradients times `coefficient` (the clipping of the whole mesh)."""
+        for name, p in self._local.items():
+            grad = self.parameters[name].grad
+            p.grad = None if grad is None else local_of(grad)
+        grads = [p.grad for p in self._local.values() if p.grad is not None]
+        if coefficient != 1.0:
+            torch._foreach_mul_(grads, coefficient)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for name, p in self.parameters.items():
+            p.grad = None
+            self._local[name].grad = None
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Adam's m and v of a parameter, the local part, its shape [...]."""
+        state = self._adam.state[self._local[name]]
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    def gradient(self, name: str) -> Tensor:
+        """The local part of a parameter's gradient as it stands, [...]."""
+        grad = self.parameters[name].grad
+        assert grad is not None, f"{name} has no gradient"
+        return local_of(grad)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state under `optim.<parameter>.<moment>`, sharded as its parameter, for a checkpoint."""
+        out: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            for moment, value in zip(MOMENTS, self.moments(name), strict=True):
+                if isinstance(p, DTensor):
+                    value = DTensor.from_local(
+                        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    )
+                out[f"optim.{name}.{moment}"] = value
+        return out
