@@ -5,10 +5,14 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a lone 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -67,8 +71,9 @@ def start(backend: str, timeout_minutes: float) -> Runtime:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group, all processes together: gloo aborts one that leaves others in mid-talk."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -90,3 +95,37 @@ def seed_of(*parts: int | str) -> int:
 def seed_iteration(seed: int, iteration: int) -> None:
     """Make torch's generators a function of (seed, iteration), so that a resume has no state to restore."""
     torch.manual_seed(seed_of(seed, "iteration", iteration))
+
+
+class StopSignal:
+    """Remembers SIGTERM, so that the loop can save and leave at the end of an iteration."""
+
+    def __init__(self, listen: bool) -> None:
+        self.received = False
+        if listen:
+            signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn a ValueError, which is the user's, into one line and exit status 2; set up logging.
+
+    An error that every process finds is told by rank 0 alone; the others wait a moment, because torchrun
+    ends all of them as soon as one has failed.
+    """
+    rank = environment_rank()
+    set_up_logging(rank)
+    try:
+        yield
+    except ValueError as error:
+        common = not dist.is_initialized()
+        if rank == 0 or not common:
+            where = "" if common else f" [rank {rank}]"
+            print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2.0)
+        sys.stdout.flush()
+        os._exit(2)  # other processes may be inside a collective: no leave-taking

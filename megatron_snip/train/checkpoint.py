@@ -21,20 +21,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_snip.mesh import Mesh
+from megatron_snip.snip.jsonfile import write_atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
 LOGGER = logging.getLogger("megatron_snip")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a kill leaves the old or the new one, never a part."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def folder_of(save: Path, iteration: int) -> Path:
@@ -70,13 +61,13 @@ def save_checkpoint(
     mesh.barrier()
     dcp.save(dict(tensors), storage_writer=FileSystemWriter(aside, sync_files=True))
     if mesh.rank == 0:
-        write_atomically(aside / STATE, json.dumps(state))
+        write_atomic(aside / STATE, json.dumps(state))
         old = final.with_name(final.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():  # an earlier run was killed after it wrote this one and continued from before
             os.rename(final, old)
         os.rename(aside, final)
-        write_atomically(save / TRACKER, f"{iteration}\n")
+        write_atomic(save / TRACKER, f"{iteration}\n")
         shutil.rmtree(old, ignore_errors=True)
     mesh.barrier()
 

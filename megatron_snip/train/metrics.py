@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from megatron_snip.config import Config
-from megatron_snip.train.checkpoint import write_atomically
+from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -39,7 +39,7 @@ class MetricsWriter:
         run_dir = Path(config.logging.run_dir)
         self.path = run_dir / "metrics.jsonl"
         rows = [row for row in read_metrics(self.path) if row["iteration"] <= iteration]
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project else None
 
@@ -53,16 +53,13 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log({**row, **(tables or {})})
 
-    def wandb_plan(self, linears: Mapping[str, str], picture: Path | None) -> dict[str, Any]:
-        """A plan as a wandb Table and, where a picture is given, an Image; nothing without wandb."""
+    def wandb_plan(self, linears: Mapping[str, str]) -> dict[str, Any]:
+        """A plan as a wandb Table; nothing without wandb."""
         if self._wandb is None:
             return {}
         wandb = importlib.import_module("wandb")
-        table = wandb.Table(columns=["linear", "precision"], data=[list(item) for item in linears.items()])
-        out = {"snip/plan": table}
-        if picture is not None and picture.is_file():
-            out["snip/plan heatmap"] = wandb.Image(str(picture))
-        return out
+        rows = [list(item) for item in linears.items()]
+        return {"snip/plan": wandb.Table(columns=["linear", "precision"], data=rows)}
 
     def close(self) -> None:
         """End the file and the wandb run."""

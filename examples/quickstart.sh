@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# The first command: pretrain a small Llama under SNIP on this machine's CPU, from nothing to a report.
+#
+#   bash examples/quickstart.sh [--fresh] [options of pretrain_llama.py]
+#
+# Without --fresh the run in runs/quickstart goes on from its last checkpoint (from iteration 0 if it has none).
+# With --fresh an existing runs/quickstart is moved aside to runs/quickstart.<time> and a new run starts.
+# Other options win over examples/quickstart.toml.  Text, tokenizer and tokens are made once.
+#
+# Environment: QUICKSTART_DATA   folder of text, tokenizer and tokens      (data/quickstart)
+#              QUICKSTART_RUN    the run folder                            (runs/quickstart)
+#              QUICKSTART_BYTES  bytes of text to gather, about            (16000000)
+#              PYTHON, SKIP_SET_UP   see tools/set_up.sh
+# Relative paths in them are relative to the repository.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+data="${QUICKSTART_DATA:-data/quickstart}"
+run="${QUICKSTART_RUN:-runs/quickstart}"
+
+fresh=0
+options=()
+for word in "$@"; do
+    if [ "$word" = --fresh ]; then fresh=1; else options+=("$word"); fi
+done
+
+# shellcheck source=tools/set_up.sh
+. tools/set_up.sh base
+
+# make_once FOLDER COMMAND...: the command fills FOLDER.partial, which becomes FOLDER when it has succeeded, so
+# a folder that exists is complete.
+make_once() {
+    local folder="$1"
+    shift
+    if [ -d "$folder" ]; then
+        return
+    fi
+    echo "[quickstart] making $folder" >&2
+    rm -rf "$folder.partial"
+    mkdir -p "$folder.partial"
+    "$@"
+    mv "$folder.partial" "$folder"
+}
+
+gather() {
+    local bytes="${QUICKSTART_BYTES:-16000000}"
+    python tools/gather_text.py --output "$data/text.partial" --max-bytes "$bytes" \
+        --min-bytes "$((bytes < 4000000 ? bytes : 4000000))"
+}
+
+train_tokenizer() {
+    python tools/train_tokenizer.py --input "$data/text/train.jsonl" --vocab-size 4096 --max-bytes 8000000 \
+        --output-prefix "$data/tokenizer.partial/tokenizer"
+}
+
+tokenize() {
+    local part
+    for part in train valid; do
+        python tools/preprocess_data.py --input "$data/text/$part.jsonl" \
+            --output-prefix "$data/tokens.partial/$part" --append-eod --workers 2 \
+            --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer/tokenizer.model"
+    done
+}
+
+make_once "$data/text" gather
+make_once "$data/tokenizer" train_tokenizer
+make_once "$data/tokens" tokenize
+
+if [ "$fresh" = 1 ] && [ -e "$run" ]; then
+    aside="$run.$(date +%Y%m%d-%H%M%S)"
+    echo "[quickstart] moving the old run to $aside" >&2
+    mv -n "$run" "$aside"
+    [ ! -e "$run" ] || give_up "$aside is in the way; try again"
+fi
+if [ -e "$run/checkpoints/latest_checkpointed_iteration.txt" ]; then
+    echo "[quickstart] resuming $run (--fresh starts anew)" >&2
+fi
+
+# Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.
+export OMP_NUM_THREADS=1
+exec torchrun --standalone --nproc_per_node 4 pretrain_llama.py --config examples/quickstart.toml \
+    --train-data-path "$data/tokens/train_text_document" \
+    --valid-data-path "$data/tokens/valid_text_document" \
+    --tokenizer-model "$data/tokenizer/tokenizer.model" \
+    --run-dir "$run" --load "$run/checkpoints" ${options[@]+"${options[@]}"}

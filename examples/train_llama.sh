@@ -1,0 +1,71 @@
+# shellcheck shell=bash
+# Sourced by examples/llama_*/train_llama_*.sh, which set `name` (llama_1b, ...) and a default for NUM_NODES.
+#
+#   bash examples/<name>/train_<name>.sh [CHECKPOINT_PATH] [LOGS_PATH] [TOKENIZER_ARG] [DATA_ARG] [options ...]
+#
+# CHECKPOINT_PATH  folder that checkpoints are saved to and continued from   (checkpoints/<name>)
+# LOGS_PATH        the run folder: metrics, plans, report                    (runs/<name>)
+# TOKENIZER_ARG    MOCK, a sentencepiece *.model file, or a Hugging Face folder       (MOCK)
+# DATA_ARG         MOCK, the prefix of a .bin/.idx pair, or "weight prefix weight prefix ..."   (MOCK)
+# Further options go to pretrain_llama.py and win over all others.
+#
+# Environment: GPUS_PER_NODE (8), NUM_NODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (6000); on
+# several nodes the same command runs once on each, with its own NODE_RANK.  SAVE_GRACE_SECONDS (100) is the
+# time that processes have to save after SIGTERM.
+# Relative paths are relative to the folder the command is given in.
+set -euo pipefail
+
+CHECKPOINT_PATH="${1:-checkpoints/$name}"
+LOGS_PATH="${2:-runs/$name}"
+TOKENIZER_ARG="${3:-MOCK}"
+DATA_ARG="${4:-MOCK}"
+shift "$(($# < 4 ? $# : 4))"
+
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_PORT="${MASTER_PORT:-6000}"
+
+examples="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-100}"
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "$GPUS_PER_NODE"
+    --nnodes "$NUM_NODES"
+    --node_rank "$NODE_RANK"
+    --master_addr "$MASTER_ADDR"
+    --master_port "$MASTER_PORT"
+)
+
+# The file holds the published shape, the layout, the batch sizes, the schedule and SNIP's options.  What
+# stands in the arrays below wins over it, for example TRAINING_ARGS+=(--lr 2e-4 --train-iters 10000).
+MODEL_ARGS=(--config "$examples/$name/$name.toml")
+
+TRAINING_ARGS=(--bf16 --exit-signal-handler)
+
+MODEL_PARALLEL_ARGS=(--distributed-timeout-minutes 30)
+
+DATA_ARGS=()
+case "$TOKENIZER_ARG" in
+    MOCK) ;; # the vocabulary's size stands in the file
+    *.model) DATA_ARGS+=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER_ARG") ;;
+    *) DATA_ARGS+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_ARG") ;;
+esac
+if [ "$DATA_ARG" = MOCK ]; then
+    DATA_ARGS+=(--mock-data)
+else
+    read -r -a prefixes <<<"$DATA_ARG"
+    DATA_ARGS+=(--data-path "${prefixes[@]}" --split "99,1,0" --data-cache-path "$LOGS_PATH/data_cache")
+fi
+
+EVAL_AND_LOGGING_ARGS=(
+    --run-dir "$LOGS_PATH"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --log-throughput
+)
+
+exec torchrun "${DISTRIBUTED_ARGS[@]}" "$examples/../pretrain_llama.py" \
+    "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}" "$@"

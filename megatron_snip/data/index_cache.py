@@ -1,0 +1,86 @@
+"""A folder that keeps sample indices between runs.
+
+Convention: an index is a pure function of its description, so a file's name is the description's hash.  An
+entry is ``<hash>.<array>.npy`` files and ``<hash>.json`` with the description, shapes, dtypes and CRC-32s.
+The JSON is written last, and every file by rename, so ranks may write one entry at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_snip.data.files import atomic_output
+
+LOGGER = logging.getLogger("megatron_snip.data")
+Array = npt.NDArray[Any]
+
+
+def array_hash(array: Array) -> str:
+    """A hash of an array's dtype and values, for descriptions."""
+    digest = hashlib.blake2b(array.dtype.str.encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _facts(array: Array) -> dict[str, Any]:
+    crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return {"shape": list(array.shape), "dtype": array.dtype.str, "crc32": crc}
+
+
+def cached(
+    folder: str | os.PathLike[str] | None,
+    description: Mapping[str, Any],
+    build: Callable[[], dict[str, Array]],
+) -> dict[str, Array]:
+    """``build()``'s arrays, from ``folder`` if it has them whole, else built and written there.
+
+    ``description`` is JSON and must say all that the arrays depend on.  Arrays read back are memory maps.  A
+    damaged entry is built anew with a warning.  Raises ValueError if the folder cannot be written.
+    """
+    if folder is None:
+        return build()
+    text = json.dumps(description, sort_keys=True)
+    stem = Path(folder) / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    entry = stem.with_suffix(".json")
+    if entry.exists():
+        try:
+            return _read(stem, json.loads(text))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            LOGGER.warning("index cache entry %s is damaged (%s); building it anew", entry, error)
+    arrays = build()
+    try:
+        for name, array in arrays.items():
+            with atomic_output(f"{stem}.{name}.npy") as path, open(path, "wb") as stream:
+                np.save(stream, array, allow_pickle=False)
+        facts = {name: _facts(array) for name, array in arrays.items()}
+        record = {"description": description, "arrays": facts}
+        with atomic_output(entry) as path:
+            path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--data-cache-path {folder} cannot be written ({error}); give another folder or leave it out"
+        ) from error
+    return arrays
+
+
+def _read(stem: Path, description: Any) -> dict[str, Array]:
+    record = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+    if record["description"] != description:
+        raise ValueError("it describes another index")
+    arrays = {}
+    for name, facts in record["arrays"].items():
+        array = np.load(f"{stem}.{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        if _facts(array) != facts:
+            raise ValueError(f"{name} is not what was written")
+        arrays[name] = array
+    return arrays

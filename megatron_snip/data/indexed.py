@@ -1,0 +1,293 @@
+"""Indexed datasets: token ids in ``<prefix>.bin``, where each sequence lies in ``<prefix>.idx``.
+
+Source: Megatron-LM core 0.16.1, megatron/core/datasets/indexed_dataset.py; the files are interchangeable.
+Convention: little endian, no padding.  .idx: magic (9 bytes), uint64 version 1, uint8 dtype code, uint64 S,
+uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in .bin, int64[D] first sequence of each document
+and, last, S.  A document without tokens adds no sequence but repeats a document index.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_snip.data.files import temporary_beside
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
+}
+CHECKED_AT_ONCE = 1 << 22  # Sequences whose offsets are verified in one go; bounds the memory of the check.
+
+Array = npt.NDArray[Any]
+
+
+class IndexedDatasetError(ValueError):
+    """A .bin/.idx pair that cannot be used; the message names the file and what is wrong."""
+
+
+class MissingDatasetFileError(IndexedDatasetError, FileNotFoundError):
+    """One file of a .bin/.idx pair is not there."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype Megatron's tools choose for ids below ``vocab_size``: uint16 below 65500, else int32."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def _require_file(path: Path, prefix: str) -> None:
+    if path.is_file():
+        return
+    hint = f"; give the prefix without {path.suffix}" if prefix.endswith((".bin", ".idx")) else ""
+    raise MissingDatasetFileError(f"dataset {prefix} has no file {path}{hint or '; check the prefix'}")
+
+
+class IndexedDataset:
+    """The sequences of one .bin/.idx pair, read through memory maps: nothing is loaded until it is asked for.
+
+    ``sequence_lengths`` int32 [S] in tokens, ``document_indices`` int64 [D]: read-only views of the file.
+    Raises IndexedDatasetError (a ValueError) if a file is missing or the two do not fit each other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self._idx_path, bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
+        _require_file(self._idx_path, self.prefix)
+        _require_file(bin_path, self.prefix)
+        self.dtype, num_sequences, num_documents = self._read_header()
+        raw: Array = np.memmap(self._idx_path, mode="r").view(np.ndarray)
+        lengths_end = HEADER.size + 4 * num_sequences
+        pointers_end = lengths_end + 8 * num_sequences
+        # The header is 34 bytes, so these views are unaligned; numpy reads such views correctly.
+        self.sequence_lengths: Array = raw[HEADER.size : lengths_end].view("<i4")
+        self._pointers: Array = raw[lengths_end:pointers_end].view("<i8")
+        self.document_indices: Array = raw[pointers_end : pointers_end + 8 * num_documents].view("<i8")
+        self._check_documents()
+        self.num_tokens = self._check_pointers()
+        expected = self.num_tokens * self.dtype.itemsize
+        if (size := bin_path.stat().st_size) != expected:
+            relation = "shorter" if size < expected else "longer"
+            raise IndexedDatasetError(
+                f"{bin_path} has {size} bytes, {relation} than the {expected} its .idx says; "
+                "the two are not from one run, or a copy was cut: make them again"
+            )
+        # np.memmap refuses an empty file.
+        self._tokens: Array = (
+            np.memmap(bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
+            if size
+            else np.empty(0, dtype=self.dtype)
+        )
+
+    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
+        path, size = self._idx_path, self._idx_path.stat().st_size
+        with open(path, "rb") as stream:
+            header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC[: len(header)]) or len(header) < len(MAGIC):
+            raise IndexedDatasetError(f"{path} starts with {header[:9]!r}, not {MAGIC!r}: no Megatron .idx")
+        if len(header) < HEADER.size:
+            raise IndexedDatasetError(f"{path} is truncated: {size} bytes, its header has {HEADER.size}")
+        _, version, code, num_sequences, num_documents = HEADER.unpack(header)
+        if version != VERSION:
+            raise IndexedDatasetError(f"{path} has format version {version}; only version {VERSION} is known")
+        if code not in DTYPES:
+            raise IndexedDatasetError(f"{path} has dtype code {code}; the known codes are {sorted(DTYPES)}")
+        expected = HEADER.size + 12 * num_sequences + 8 * num_documents
+        if size < expected:
+            raise IndexedDatasetError(
+                f"{path} is truncated: {size} bytes, but its {num_sequences} sequences need {expected}; "
+                "make it again"
+            )
+        if size > expected:
+            raise IndexedDatasetError(
+                f"{path} has {size} bytes, more than the {expected} its counts need "
+                "(multimodal datasets, which carry a mode per sequence, are not supported)"
+            )
+        return DTYPES[code], num_sequences, num_documents
+
+    def _check_documents(self) -> None:
+        documents, num_sequences = self.document_indices, len(self.sequence_lengths)
+        problem = ""
+        if not len(documents):
+            problem = "there are none"
+        elif documents[0] != 0:
+            problem = f"the first is {documents[0]}, not 0"
+        elif documents[-1] != num_sequences:
+            problem = f"the last is {documents[-1]}, not the number of sequences, {num_sequences}"
+        elif np.any(documents[1:] < documents[:-1]):
+            problem = "they do not ascend"
+        if problem:
+            raise IndexedDatasetError(f"{self._idx_path} has inconsistent document indices: {problem}")
+
+    def _check_pointers(self) -> int:
+        """The number of tokens; raises unless each sequence starts where the one before it ends."""
+        total, itemsize = 0, self.dtype.itemsize
+        for start in range(0, len(self), CHECKED_AT_ONCE):
+            lengths = self.sequence_lengths[start : start + CHECKED_AT_ONCE].astype(np.int64)
+            ends = total + np.cumsum(lengths)
+            pointers = self._pointers[start : start + CHECKED_AT_ONCE]
+            if lengths.min() < 0 or np.any(pointers != (ends - lengths) * itemsize):
+                raise IndexedDatasetError(
+                    f"{self._idx_path} has sequence offsets that do not fit its lengths; make it again"
+                )
+            total = int(ends[-1])
+        return total
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        # Pickling the memory map would copy the tokens.
+        return IndexedDataset, (self.prefix,)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
+        """Tokens [offset, offset + length) of one sequence, by default to its end; a read-only view.
+
+        Raises IndexError for a sequence or a range that is not there.
+        """
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"dataset {self.prefix} has {len(self)} sequences, none is number {sequence}")
+        available = int(self.sequence_lengths[sequence])
+        stop = available if length is None else offset + length
+        if not 0 <= offset <= stop <= available:
+            raise IndexError(
+                f"sequence {sequence} of dataset {self.prefix} has {available} tokens, not [{offset}, {stop})"
+            )
+        start = int(self._pointers[sequence]) // self.dtype.itemsize
+        return self._tokens[start + offset : start + stop]
+
+
+class IndexedDatasetBuilder:
+    """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither.
+
+    As a context manager it finalises at the end of the block, and removes what it wrote if the block raises.
+    Raises ValueError for a dtype that Megatron's format cannot name.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        wanted = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPES.items() if known == wanted]
+        if not codes:
+            known = sorted(dtype.name for dtype in DTYPES.values())
+            raise ValueError(f"dtype {np.dtype(dtype)} has no code in an .idx; use one of {known}")
+        self._code, self.dtype = codes[0], wanted
+        self._lengths, self._documents = array("i"), array("q", [0])
+        self._bin_temporary = temporary_beside(self.prefix + ".bin")
+        self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
+        self._open = True
+        self._num_tokens = 0
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._open:
+            self.finalize()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._documents) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens added so far."""
+        return self._num_tokens
+
+    def add_document(self, tokens: Sequence[int] | Array) -> None:
+        """Append one document as one sequence; without tokens it adds a document and no sequence.
+
+        Raises ValueError for an id that the dtype cannot hold.
+        """
+        assert self._open, "the builder is already finalised"
+        values = np.asarray(tokens)
+        if values.size:
+            if self.dtype.kind in "iu" and values.dtype != self.dtype:
+                limits = np.iinfo(self.dtype)
+                if values.min() < limits.min or values.max() > limits.max:
+                    raise ValueError(
+                        f"document {self.num_documents} for {self.prefix} has ids in [{values.min()}, "
+                        f"{values.max()}], outside {self.dtype.name}; build with a wider dtype"
+                    )
+            self._stream.write(values.astype(self.dtype, copy=False).tobytes())
+            self._lengths.append(values.size)
+            self._num_tokens += values.size
+        self._documents.append(len(self._lengths))
+
+    def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
+        """Append many documents; ``data`` holds their ids in the dtype, ``lengths`` their sizes."""
+        assert self._open and len(data) == sum(lengths) * self.dtype.itemsize, "bytes do not fit the lengths"
+        self._stream.write(data)
+        self._num_tokens += sum(lengths)
+        for length in lengths:
+            if length:
+                self._lengths.append(length)
+            self._documents.append(len(self._lengths))
+
+    def merge(self, prefix: str | os.PathLike[str]) -> None:
+        """Append all documents of another pair.  Raises ValueError if its dtype is another one."""
+        assert self._open, "the builder is already finalised"
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"dataset {other.prefix} holds {other.dtype.name}, {self.prefix} is being written as "
+                f"{self.dtype.name}; tokenise both with one tokenizer"
+            )
+        first = len(self._lengths)
+        self._lengths.frombytes(other.sequence_lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
+        self._num_tokens += other.num_tokens
+        with open(other.prefix + ".bin", "rb") as source:
+            shutil.copyfileobj(source, self._stream, 1 << 24)
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names; an older pair of that name is replaced."""
+        assert self._open, "the builder is already finalised"
+        lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, np.intc)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        idx_path = Path(self.prefix + ".idx")
+        idx_temporary = temporary_beside(idx_path)
+        try:
+            self._close_stream()
+            with open(idx_temporary, "wb") as stream:
+                stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
+                stream.write(lengths.astype("<i4").tobytes())
+                stream.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").tobytes())
+                stream.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
+                stream.flush()
+                os.fsync(stream.fileno())
+            # An old index must not meet the new tokens, so it goes first.
+            idx_path.unlink(missing_ok=True)
+            os.replace(self._bin_temporary, self.prefix + ".bin")
+            os.replace(idx_temporary, idx_path)
+            self._open = False
+        finally:
+            idx_temporary.unlink(missing_ok=True)
+            self.abort()
+
+    def _close_stream(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def abort(self) -> None:
+        """Remove what was written so far; after `finalize` it does nothing."""
+        self._open = False
+        self._stream.close()
+        self._bin_temporary.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""From samples to one data-parallel rank's microbatches.
+
+Source of the dealing: Megatron-LM core 0.16.1, legacy/data/data_samplers.py (MegatronPretrainingSampler).
+Convention: L = seq_length; microbatch m of rank r holds the global samples
+consumed + m * (micro_batch_size * dp_size) + r * micro_batch_size + [0, micro_batch_size).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_snip.data.sampling import Dataset
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch; M microbatches of B samples.
+
+    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t];
+    ``sample_index`` int64 [M, B], the global number of each sample.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    sample_index: Tensor
+
+
+class _Prefetch(threading.Thread):
+    """Makes one batch in the background.  A daemon, so a blocked read never keeps the process alive."""
+
+    def __init__(self, loader: Loader, consumed_samples: int) -> None:
+        super().__init__(name=f"prefetch of sample {consumed_samples}", daemon=True)
+        self._loader, self.consumed_samples = loader, consumed_samples
+        self._result: Batch | BaseException | None = None
+
+    def run(self) -> None:
+        """Make the batch; what goes wrong is kept for the one who asks for it."""
+        try:
+            self._result = self._loader.make(self.consumed_samples)
+        except BaseException as error:  # noqa: BLE001 - re-raised in the caller by result()
+            self._result = error
+
+    def result(self) -> Batch:
+        """Wait for the batch; raises what making it raised."""
+        self.join()
+        assert self._result is not None
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+
+class Loader:
+    """Batches of a dataset for data-parallel rank ``dp_rank`` of ``dp_size``.
+
+    It has no state but a batch read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on
+    any number of ranks.  Raises ValueError if the global batch does not divide into microbatches.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        prefetch: bool = True,
+    ) -> None:
+        together = micro_batch_size * dp_size
+        if global_batch_size < 1 or together < 1 or global_batch_size % together:
+            raise ValueError(
+                f"--global-batch-size {global_batch_size} is no multiple of --micro-batch-size "
+                f"{micro_batch_size} times {dp_size} data-parallel ranks; make it one"
+            )
+        assert 0 <= dp_rank < dp_size
+        self.dataset = dataset
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.num_microbatches = global_batch_size // together
+        self._prefetch = prefetch
+        self._next: _Prefetch | None = None
+
+    def sample_index(self, consumed_samples: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """The global numbers of this rank's samples, int64 [M, B]."""
+        microbatch = np.arange(self.num_microbatches, dtype=np.int64)[:, None]
+        within = np.arange(self.micro_batch_size, dtype=np.int64)[None, :]
+        return consumed_samples + (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size + within
+
+    def batch(self, consumed_samples: int) -> Batch:
+        """This rank's share of the global batch that starts at sample ``consumed_samples``.
+
+        The next batch is then read in the background.  Raises ValueError if the dataset ends before the
+        batch does, and whatever reading a sample raises.
+        """
+        pending, self._next = self._next, None
+        if pending is not None and pending.consumed_samples == consumed_samples:
+            batch = pending.result()
+        else:
+            batch = self.make(consumed_samples)
+        following = consumed_samples + self.global_batch_size
+        if self._prefetch and following + self.global_batch_size <= len(self.dataset):
+            self._next = _Prefetch(self, following)
+            self._next.start()
+        return batch
+
+    def make(self, consumed_samples: int) -> Batch:
+        """The batch itself, in this thread: a pure function of the dataset and the cursor."""
+        last = consumed_samples + self.global_batch_size
+        if consumed_samples < 0 or last > len(self.dataset):
+            raise ValueError(
+                f"the batch of samples [{consumed_samples}, {last}) lies outside the dataset of "
+                f"{len(self.dataset)} samples; build it with more samples"
+            )
+        index = self.sample_index(consumed_samples)
+        samples = np.stack([self.dataset[int(number)] for number in index.ravel()])
+        shape = (*index.shape, samples.shape[1] - 1)
+        return Batch(
+            tokens=torch.from_numpy(np.ascontiguousarray(samples[:, :-1]).reshape(shape)),
+            labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:]).reshape(shape)),
+            sample_index=torch.from_numpy(index),
+        )
+
+    def close(self) -> None:
+        """Wait for the batch being read ahead, if any, and drop it."""
+        pending, self._next = self._next, None
+        if pending is not None:
+            pending.join()

@@ -1,0 +1,156 @@
+"""Which tokens make which sample: pure functions of lengths, counts and a seed.
+
+Source: Megatron-LM core 0.16.1, gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_config.py and
+helpers.cpp; the arrays are equal to Megatron's, so the same seed gives the same samples in the same order.
+Convention: a sample is seq_length + 1 tokens of the documents in shuffled order, back to back, and the next
+one starts at the last token of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# A last epoch of which less than this share is needed is shuffled apart, so that the samples left out are
+# only ever the last epoch's.
+LAST_EPOCH_SHARE = 0.80
+SPLITS = ("training", "validation", "test")
+LOOP_BLEND_LIMIT = 32  # Up to this many datasets a plain loop beats numpy's cost per call.
+
+Array = npt.NDArray[Any]
+Range = tuple[int, int]
+
+
+def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
+    """The ranges [first, last) of sequences for training, validation and test; None for a share of zero.
+
+    ``split`` is up to three shares with commas between, "99,1,0".  Raises ValueError if it is not.
+    """
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    finite = all(np.isfinite(share) and share >= 0 for share in shares)
+    if not 1 <= len(shares) <= len(SPLITS) or not finite or not sum(shares) > 0:
+        raise ValueError(f"--split is {split!r}; give up to three shares, not all 0, such as 99,1,0")
+    shares += [0.0] * (len(SPLITS) - len(shares))
+    # The additions run in Megatron's order, so a bound on the edge of two integers rounds alike.
+    weights = (np.array(shares) / np.sum(np.array(shares))).tolist()
+    bounds = [0.0]
+    for weight in weights:
+        bounds.append(bounds[-1] + weight)
+    edges = [int(round(bound * float(num_sequences))) for bound in bounds]
+    return tuple((edges[i], edges[i + 1]) if bounds[i + 1] > bounds[i] else None for i in range(len(SPLITS)))
+
+
+def epochs_needed(tokens_per_epoch: int, num_samples: int, seq_length: int) -> int:
+    """Epochs whose tokens hold ``num_samples`` samples."""
+    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def gpt_index(
+    sequence_lengths: Array, sequences: Range, num_samples: int, seq_length: int, seed: int
+) -> dict[str, Array]:
+    """The order of the samples, as three arrays.
+
+    document_index int32 [epochs * documents]: sequences in the order in which their tokens are laid out;
+    sample_index int32 or int64 [samples + 1, 2]: where each sample starts, as (position in document_index,
+    offset in tokens); shuffle_index uint32 or int64 [samples]: the sample to read at each step.
+    ``sequence_lengths`` [S] are the dataset's, ``sequences`` the range [first, last) of them to use.
+    """
+    lengths = np.asarray(sequence_lengths[sequences[0] : sequences[1]])
+    per_epoch = int(lengths.sum(dtype=np.int64))
+    assert per_epoch > seq_length and num_samples > 0, "fewer tokens than one sample; callers refuse that"
+    epochs = epochs_needed(per_epoch, num_samples, seq_length)
+    without_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    in_one_epoch = (per_epoch - 1) // seq_length
+    apart = epochs > 1 and num_samples - without_last < int(LAST_EPOCH_SHARE * in_one_epoch)
+
+    random = np.random.RandomState(seed)
+    documents = np.arange(sequences[0], sequences[1], dtype=np.int32)
+    rounds = [epochs - 1, 1] if apart else [epochs]
+    parts = [np.tile(documents, count) for count in rounds]
+    for part in parts:
+        random.shuffle(part)
+    document_index = np.concatenate(parts) if apart else parts[0]
+    starts = _sample_starts(lengths, document_index - np.int32(sequences[0]), seq_length)
+    total = len(starts) - 1
+    shuffle_index = _shuffled(without_last if apart else total, total, random)
+    return {"document_index": document_index, "sample_index": starts, "shuffle_index": shuffle_index}
+
+
+def _sample_starts(lengths: Array, document_order: Array, seq_length: int) -> Array:
+    """(document, offset) of each sample's first token and, last, of the token after the last whole sample.
+
+    Megatron walks over the documents; here the k-th start is looked up, as it is token k * seq_length of the
+    stream.  Empty documents hold no token and are passed over, but for the very first start, which is (0, 0).
+    """
+    ends = np.cumsum(lengths[document_order], dtype=np.int64)
+    num_samples = (int(ends[-1]) - 1) // seq_length
+    tokens = np.arange(num_samples + 1, dtype=np.int64) * seq_length
+    document = np.searchsorted(ends, tokens, side="right")
+    offset = tokens - (ends[document] - lengths[document_order[document]])
+    document[0], offset[0] = 0, 0
+    largest = max(len(document_order), int(lengths.max()))
+    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    return np.stack([document, offset], axis=1).astype(dtype)
+
+
+def _shuffled(first: int, total: int, random: np.random.RandomState) -> Array:
+    """[0, first) shuffled, then [first, total) shuffled."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    parts = [np.arange(first, dtype=dtype)]
+    if first != total:
+        parts.append(np.arange(first, total, dtype=dtype))
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
+
+
+def blending_index(weights: Sequence[float], size: int) -> dict[str, Array]:
+    """Which dataset each of ``size`` samples comes from, int16 [size], and its number there, int64 [size].
+
+    Sample i is taken from the dataset whose count is furthest below weight * max(i, 1), the first one in a
+    tie.  ``weights`` must sum to 1.
+    """
+    if len(weights) > LOOP_BLEND_LIMIT:
+        chosen = _blend_with_numpy(np.array(weights, dtype=np.float64), size)
+    else:
+        chosen = _blend_with_loop(list(weights), size)
+    number = np.empty(size, dtype=np.int64)
+    for dataset in range(len(weights)):
+        where = np.flatnonzero(chosen == dataset)
+        number[where] = np.arange(len(where))
+    return {"dataset_index": chosen, "dataset_sample_index": number}
+
+
+def _blend_with_loop(weights: list[float], size: int) -> Array:
+    chosen = np.empty(size, dtype=np.int16)
+    counts = [0] * len(weights)
+    others = list(enumerate(weights))[1:]
+    first = weights[0]
+    for i in range(size):
+        step = i or 1
+        best, largest = 0, first * step - counts[0]
+        for dataset, weight in others:
+            error = weight * step - counts[dataset]
+            if error > largest:
+                best, largest = dataset, error
+        chosen[i] = best
+        counts[best] += 1
+    return chosen
+
+
+def _blend_with_numpy(weights: Array, size: int) -> Array:
+    chosen = np.empty(size, dtype=np.int16)
+    counts, errors = np.zeros_like(weights), np.empty_like(weights)
+    for i in range(size):
+        np.multiply(weights, i or 1, out=errors)
+        np.subtract(errors, counts, out=errors)
+        best = int(errors.argmax())
+        chosen[i] = best
+        counts[best] += 1
+    return chosen

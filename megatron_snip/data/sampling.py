@@ -1,0 +1,320 @@
+"""Datasets of samples: one corpus, a blend of several, or made-up tokens.
+
+Source: Megatron-LM core 0.16.1 (GPTDataset, BlendedDataset, BlendedMegatronDatasetBuilder); sample_index.py
+holds the order.  Convention: sample i is int64 [seq_length + 1]; inputs are all but the last token, labels
+all but the first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_snip.data.index_cache import array_hash, cached
+from megatron_snip.data.indexed import IndexedDataset
+from megatron_snip.data.sample_index import SPLITS, blending_index, gpt_index, split_ranges
+
+TRAINING, VALIDATION = 0, 1
+# Megatron builds this share more samples of each dataset of a blend than its weight asks for, and the number
+# of samples decides the number of epochs and with it the order, so it is kept.
+BLEND_SURPLUS = 0.005
+MOCK_JUMP_ODDS = 8  # A mock token continues the count before it but for one in so many.
+
+Tokens = npt.NDArray[np.int64]
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+class Dataset(Protocol):
+    """Samples by number; reading one changes nothing, so several threads may."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Tokens: ...
+
+
+def _check_index(index: int, size: int, what: str) -> None:
+    if not 0 <= index < size:
+        raise IndexError(f"{what} has {size} samples, none is number {index}")
+
+
+class GPTDataset:
+    """Samples of one corpus in Megatron's order.  Only the index is in memory, never the tokens.
+
+    ``split_range`` is the range [first, last) of sequences to use, ``num_samples`` how many samples are asked
+    for: the corpus is repeated, in a new order, until it has that many.  With ``vocab_size`` the ids of each
+    sample are checked as it is read.  Raises ValueError if the range holds less than one sample, or if the
+    file holds no integers.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        split_range: tuple[int, int],
+        num_samples: int,
+        seq_length: int,
+        seed: int,
+        *,
+        vocab_size: int | None = None,
+        cache_path: PathLike | None = None,
+    ) -> None:
+        self.indexed, self.seq_length, self.vocab_size = indexed, seq_length, vocab_size
+        if indexed.dtype.kind not in "iu":
+            raise ValueError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are no token ids")
+        if num_samples < 1:
+            raise ValueError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
+        first, last = split_range
+        lengths = np.asarray(indexed.sequence_lengths[first:last])
+        if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
+            raise ValueError(
+                f"dataset {indexed.prefix} has {tokens} tokens in sequences [{first}, {last}), less than one "
+                f"sample of {seq_length + 1}; add data, change --split or shorten --seq-length"
+            )
+        description = {
+            "kind": "GPTDataset, as Megatron-LM core 0.16.1",
+            "sequences": [first, last],
+            "sequence_lengths": array_hash(lengths),
+            "num_samples": num_samples,
+            "seq_length": seq_length,
+            "seed": seed,
+        }
+        arrays = cached(
+            cache_path,
+            description,
+            lambda: gpt_index(indexed.sequence_lengths, (first, last), num_samples, seq_length, seed),
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Sample ``index``, int64 [seq_length + 1].  Raises ValueError for an id outside the vocabulary."""
+        _check_index(index, len(self), f"dataset {self.indexed.prefix}")
+        slot = int(self.shuffle_index[index])
+        first, offset = (int(value) for value in self.sample_index[slot])
+        last, stop = (int(value) for value in self.sample_index[slot + 1])
+        parts = []
+        for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
+            begin = offset if position == first else 0
+            length = stop + 1 - begin if position == last else None
+            parts.append(self.indexed.get(sequence, begin, length))
+        sample: Tokens = np.concatenate(parts).astype(np.int64, copy=False)
+        assert len(sample) == self.seq_length + 1, "the sample index does not fit the tokens"
+        if self.vocab_size is not None:
+            self._check_ids(sample, self.vocab_size)
+        return sample
+
+    def _check_ids(self, sample: Tokens, vocab_size: int) -> None:
+        low, high = int(sample.min()), int(sample.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"dataset {self.indexed.prefix} holds token id {low if low < 0 else high}, outside the "
+                f"vocabulary of {vocab_size}; give its own tokenizer, or a --vocab-size above its ids"
+            )
+
+
+class BlendedDataset:
+    """``size`` samples of several datasets in proportion to ``weights``, in Megatron's greedy order.
+
+    Raises ValueError if a dataset holds fewer samples than the blend takes from it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        size: int,
+        *,
+        cache_path: PathLike | None = None,
+    ) -> None:
+        assert len(datasets) == len(weights) > 0 and all(weight > 0 for weight in weights)
+        self.datasets, self.weights = list(datasets), _normalised(weights)
+        description = {
+            "kind": "BlendedDataset, as Megatron-LM core 0.16.1",
+            "weights": [weight.hex() for weight in self.weights],
+            "size": size,
+        }
+        arrays = cached(cache_path, description, lambda: blending_index(self.weights, size))
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        taken = np.bincount(self.dataset_index, minlength=len(datasets))
+        for number, dataset in enumerate(datasets):
+            if taken[number] > len(dataset):
+                raise ValueError(
+                    f"the blend takes {taken[number]} samples from its dataset {number} (weight "
+                    f"{weights[number]}), which has {len(dataset)}; lower its weight or ask for fewer samples"
+                )
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> Tokens:
+        _check_index(index, len(self), "the blend")
+        dataset = self.datasets[int(self.dataset_index[index])]
+        return dataset[int(self.dataset_sample_index[index])]
+
+
+class MockDataset:
+    """Made-up tokens that a model can learn: counting runs that start at random ids, low ids more often.
+
+    A token is its predecessor plus one, modulo ``vocab_size``, but for one in eight, which starts a new run
+    at vocab_size * u1 * u2 * u3 with u uniform.  Sample i depends on (seed, stream, i) alone and is equal on
+    every machine and numpy version (raw Philox words and integer arithmetic).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        seed: int,
+        *,
+        num_samples: int = sys.maxsize,
+        stream: int = TRAINING,
+    ) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
+        self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self._key = np.array([seed, stream], dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Sample ``index``, int64 [seq_length + 1]."""
+        _check_index(index, self.num_samples, "the mock dataset")
+        length = self.seq_length + 1
+        counter = np.array([0, 0, index, 0], dtype=np.uint64)
+        words = np.random.Philox(counter=counter, key=self._key).random_raw(4 * length).reshape(4, length)
+        jumps = words[0] % np.uint64(MOCK_JUMP_ODDS) == 0
+        jumps[0] = True
+        first, second, third = (words[1:] % np.uint64(self.vocab_size)).astype(np.int64)
+        starts = first * second // self.vocab_size * third // self.vocab_size
+        position = np.arange(length)
+        run_start = np.maximum.accumulate(np.where(jumps, position, 0))
+        tokens: Tokens = (starts[run_start] + position - run_start) % self.vocab_size
+        return tokens
+
+
+def _normalised(weights: Sequence[float]) -> list[float]:
+    array = np.array(weights, dtype=np.float64)
+    result: list[float] = (array / np.sum(array)).tolist()
+    return result
+
+
+def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """``[prefix]`` -> ([prefix], None); ``[w1, p1, w2, p2, ...]`` -> (prefixes, weights).
+
+    Raises ValueError for anything else.
+    """
+    if len(paths) == 1:
+        return [paths[0]], None
+    way_out = "give one prefix, or weight prefix weight prefix ..."
+    if not paths or len(paths) % 2:
+        raise ValueError(f"--data-path has {len(paths)} items, {list(paths)}; {way_out}")
+    weights = []
+    for text in paths[::2]:
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"--data-path has {text!r} where a positive weight should be; {way_out}")
+        weights.append(weight)
+    return list(paths[1::2]), weights
+
+
+class _Builder:
+    """What is common to all datasets of one `build_datasets` call."""
+
+    def __init__(
+        self, seq_length: int, seed: int, vocab_size: int | None, cache_path: PathLike | None
+    ) -> None:
+        self.seq_length, self.seed = seq_length, seed
+        self.vocab_size, self.cache_path = vocab_size, cache_path
+        self.opened: dict[str, IndexedDataset] = {}
+
+    def corpus(self, prefix: str, split: str, part: int, num_samples: int) -> GPTDataset | None:
+        """One corpus' samples; None if the split gives this part a share of zero."""
+        if prefix not in self.opened:
+            self.opened[prefix] = IndexedDataset(prefix)
+        indexed = self.opened[prefix]
+        chosen = split_ranges(split, len(indexed))[part]
+        if chosen is None:
+            return None
+        if chosen[0] == chosen[1]:
+            raise ValueError(
+                f"--split {split} leaves no sequence of dataset {prefix} ({len(indexed)} sequences) for "
+                f"{SPLITS[part]}; raise that share, or give 0 to do without"
+            )
+        return GPTDataset(
+            indexed,
+            chosen,
+            num_samples,
+            self.seq_length,
+            self.seed,
+            vocab_size=self.vocab_size,
+            cache_path=self.cache_path,
+        )
+
+    def blend(self, paths: Sequence[str], split: str, part: int, num_samples: int) -> Dataset | None:
+        """One corpus, or the weighted blend of several, with Megatron's sizes."""
+        prefixes, raw_weights = parse_blend(paths)
+        if raw_weights is None:
+            return self.corpus(prefixes[0], split, part, num_samples)
+        weights = _normalised(raw_weights)
+        targets = [math.ceil(num_samples * weight) for weight in weights]
+        corpora = []
+        for prefix, target in zip(prefixes, targets):
+            corpus = self.corpus(prefix, split, part, math.ceil(target * (1 + BLEND_SURPLUS)))
+            if corpus is None:
+                return None
+            corpora.append(corpus)
+        return BlendedDataset(corpora, weights, sum(targets), cache_path=self.cache_path)
+
+
+def build_datasets(
+    train_paths: Sequence[str],
+    valid_paths: Sequence[str],
+    data_path: Sequence[str],
+    split: str,
+    mock: bool,
+    num_train_samples: int,
+    num_valid_samples: int,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None,
+    cache_path: PathLike | None,
+) -> tuple[Dataset, Dataset | None]:
+    """The training and the validation dataset, each with at least as many samples as asked for.
+
+    Either ``mock``, or ``data_path`` cut by ``split``, or ``train_paths`` and perhaps ``valid_paths``; a path
+    list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``.  Validation is None if no sample of it is asked for, if
+    the split gives it 0 or if there are only ``train_paths``.  Raises ValueError for anything that cannot be
+    read or is too small.
+    """
+    if mock:
+        if vocab_size is None:
+            raise ValueError("--mock-data needs the size of the vocabulary; give --vocab-size")
+        mock_valid = MockDataset(vocab_size, seq_length, seed, stream=VALIDATION)
+        return MockDataset(vocab_size, seq_length, seed), mock_valid if num_valid_samples else None
+    if bool(data_path) == bool(train_paths) or (data_path and valid_paths):
+        raise ValueError("give either --data-path with --split, or --train-data-path with --valid-data-path")
+    builder = _Builder(seq_length, seed, vocab_size, cache_path)
+    train = builder.blend(data_path or train_paths, split if data_path else "1", TRAINING, num_train_samples)
+    if train is None:
+        raise ValueError(f"--split {split} gives training a share of 0; raise its first number")
+    if not num_valid_samples:
+        return train, None
+    if data_path:
+        return train, builder.blend(data_path, split, VALIDATION, num_valid_samples)
+    # The whole of a dataset of its own: a split whose only share is the validation's.
+    return train, builder.blend(valid_paths, "0,1", VALIDATION, num_valid_samples) if valid_paths else None

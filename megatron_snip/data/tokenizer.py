@@ -1,0 +1,228 @@
+"""Tokenizers behind one small interface.
+
+Source: Megatron-LM core 0.16.1, megatron/core/tokenizers: sentencepiece and Hugging Face text is encoded
+without BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference: NullTokenizer's EOD is
+the last of its ``vocab_size`` ids, so that --vocab-size stays the model's; Megatron adds one more id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+# What a lone tokenizer.json, which names no EOS, may call it.
+KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<EOD>")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.  ``eod`` is the id put after each document; all ids are below ``vocab_size``."""
+
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any special token."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens are left out."""
+
+
+def _existing(tokenizer_type: str, model: str | None) -> Path:
+    if not model:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+    path = Path(model)
+    if not path.exists():
+        raise ValueError(f"--tokenizer-model {model} does not exist; give a local file or folder")
+    return path
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece .model file, such as Llama-2's or one of tools/train_tokenizer.py."""
+
+    def __init__(self, model: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ValueError("this tokenizer needs sentencepiece: pip install sentencepiece") from error
+        if not model.is_file():
+            raise ValueError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model.read_bytes())
+        except RuntimeError as error:
+            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model: {error}") from error
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise ValueError(
+                f"--tokenizer-model {model} has no EOS piece to end documents with; train it with one"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without BOS and EOS."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; control pieces are left out."""
+        text: str = self._processor.decode([int(token) for token in ids])
+        return text
+
+
+class TokenizerJson:
+    """A Hugging Face tokenizer.json, through the light `tokenizers` library.
+
+    The EOS is taken from the tokenizer_config.json or special_tokens_map.json beside it, else by its usual
+    names.  Raises ValueError if there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ValueError("this tokenizer needs tokenizers: pip install tokenizers") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json: {error}") from error
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _configured_eos(path.parent)
+        candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
+        if not candidates:
+            raise ValueError(
+                f"--tokenizer-model {path} has no end-of-text token ({named or ', '.join(KNOWN_EOS)}); "
+                'name it as "eos_token" in a tokenizer_config.json beside it'
+            )
+        self.eod = vocabulary[candidates[0]]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        return text
+
+
+def _configured_eos(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        eos = settings.get("eos_token") if isinstance(settings, dict) else None
+        if isinstance(eos, dict):
+            eos = eos.get("content")
+        if eos:
+            return str(eos)
+    return None
+
+
+class TransformersTokenizer:
+    """Any other tokenizer in a local folder, through transformers (an optional extra); nothing is downloaded."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ValueError(
+                f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: "
+                "pip install transformers"
+            ) from error
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True
+            )
+        except Exception as error:  # transformers raises many kinds
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(f"--tokenizer-model {path}: transformers cannot read it: {first}") from error
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"--tokenizer-model {path} has no EOS token to end documents with; add one to it"
+            )
+        self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)
+        self.eod = int(self._tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        return text
+
+
+class NullTokenizer:
+    """Text that is ids already, "3 14 15"; the last id of the vocabulary is EOD."""
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise ValueError(
+                f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD"
+            )
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        """The ids that the text spells.  Raises ValueError for anything else than ids of the vocabulary."""
+        words = text.split()
+        for word in words:
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise ValueError(f"NullTokenizer reads ids below {self.vocab_size}, not {word[:40]!r}")
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids, spelled out."""
+        return " ".join(str(int(token)) for token in ids)
+
+
+def _sentencepiece(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
+    return SentencePieceTokenizer(_existing(tokenizer_type, model))
+
+
+def _hugging_face(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
+    path = _existing(tokenizer_type, model)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return TokenizerJson(file)
+    return TransformersTokenizer(path)
+
+
+def _null(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
+    if vocab_size is None:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
+    return NullTokenizer(vocab_size)
+
+
+_BUILDERS: dict[str, Callable[[str, str | None, int | None], Tokenizer]] = {
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _sentencepiece,
+    "HuggingFaceTokenizer": _hugging_face,
+    "NullTokenizer": _null,
+}
+TOKENIZER_TYPES = tuple(_BUILDERS)
+
+
+def build_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer that --tokenizer-type and --tokenizer-model (a local file or folder) name.
+
+    ``vocab_size`` is NullTokenizer's alone.  Raises ValueError for an unknown type or a file that is missing
+    or cannot be read.
+    """
+    if tokenizer_type not in _BUILDERS:
+        raise ValueError(
+            f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}"
+        )
+    return _BUILDERS[tokenizer_type](tokenizer_type, tokenizer_model, vocab_size)

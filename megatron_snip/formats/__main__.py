@@ -1,0 +1,51 @@
+"""``python -m megatron_snip.formats [name ...]``: print the table of formats."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_snip.formats import ROLES, Format, format_names, get_format
+
+_HEADER = (
+    "format",
+    "element",
+    "bits/element",
+    "max",
+    "min normal",
+    "min subnormal",
+    "input (dim 1)",
+    "weight",
+    "scale",
+    "stochastic",
+)
+
+
+def _row(fmt: Format) -> tuple[str, ...]:
+    """One line of the table; the tile of an input is shown for reduction dim 1."""
+    if fmt.element is None:
+        return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 3))
+    element = fmt.element
+    blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
+    numbers = (fmt.bits_per_element, element.max, element.min_normal, element.min_subnormal)
+    stochastic = ", ".join(role for role in ROLES if role in fmt.stochastic_roles) or "-"
+    return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, fmt.scale, stochastic)
+
+
+def table(names: list[str]) -> str:
+    """The formats of those names as aligned text.  Raises ValueError for an unknown name."""
+    rows = [_HEADER, *(_row(get_format(name)) for name in names)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main() -> None:
+    """Print the formats named on the command line, by default all registered ones."""
+    try:
+        print(table(sys.argv[1:] or format_names()))
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

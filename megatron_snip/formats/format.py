@@ -1,0 +1,112 @@
+"""Formats: an element, the block that shares a scale, and the kind of scale, as data.
+
+Convention: ``x ~= scale * q`` with q on the element's grid, so a scale always decodes.
+A new format is one literal: ``register(Format(name=..., element=..., ...))`` in known.py.
+Source of the block shapes: SNIP (arXiv 2602.01410) and DeepSeek-V3 (arXiv 2412.19437, sec. 3.3),
+1x128 tiles for activations and gradients and 128x128 blocks for weights.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_snip.formats.element import Element, element_named
+
+ROLES = ("input", "weight", "grad_output")
+
+_EXMY = re.compile(r"e(\d)m(\d)")
+_SCALE_BITS = {"fp32": 32}
+_FORMATS: dict[str, Format] = {}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one GEMM operand is stored.
+
+    element: the grid, or None when the operand stays in the compute dtype (bf16).
+    tile: elements along the reduction dim that share a scale.
+    weight_block: side of the square block of a weight; None gives weights tiles too.
+    scale: kind of scale; "fp32" is 1 / (element max / amax).
+    stochastic_roles: roles that round stochastically unless the caller says otherwise.
+    Raises ValueError for an unknown role or scale kind and for sizes below 1.
+    """
+
+    name: str
+    element: Element | None
+    tile: int = 128
+    weight_block: int | None = 128
+    scale: str = "fp32"
+    stochastic_roles: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.scale not in _SCALE_BITS:
+            raise ValueError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
+        if unknown := sorted(self.stochastic_roles - set(ROLES)):
+            raise ValueError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
+        if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
+            raise ValueError(
+                f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more"
+            )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether operands change at all; False for bf16."""
+        return self.element is not None
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of one element without its scale: 16, 8 or 4 decide a GEMM's speed."""
+        return 16 if self.element is None else self.element.bits
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits an element with its share of a tile's scale."""
+        if self.element is None:
+            return 16.0
+        return self.element.bits + _SCALE_BITS[self.scale] / self.tile
+
+    def block_shape(self, role: str, dim: int) -> tuple[int, int]:
+        """Rows and columns that share a scale in a 2-D operand reduced along ``dim``.
+
+        Raises ValueError for an unknown role or a dim other than 0 and 1.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role={role!r}: choose one of {', '.join(ROLES)}")
+        if dim not in (0, 1):
+            raise ValueError(f"dim={dim!r}: operands are 2-D, so the reduction dim is 0 or 1")
+        if role == "weight" and self.weight_block is not None:
+            return self.weight_block, self.weight_block
+        return (1, self.tile) if dim == 1 else (self.tile, 1)
+
+
+def register(fmt: Format) -> Format:
+    """Add a format to the registry and return it.  Raises ValueError if the name is taken."""
+    if fmt.name in _FORMATS:
+        raise ValueError(f"format {fmt.name}: this name is taken; choose another one")
+    _FORMATS[fmt.name] = fmt
+    return fmt
+
+
+def format_names() -> list[str]:
+    """Names of the registered formats in order of registration; eXmY names are valid besides."""
+    return list(_FORMATS)
+
+
+def get_format(name: str) -> Format:
+    """The format of that name: a registered one, or any eXmY with the default tiles.
+
+    Raises ValueError for an unknown name, listing the known ones.
+    """
+    fmt = _FORMATS.get(name)
+    return fmt if fmt is not None else _exmy(name)
+
+
+@cache
+def _exmy(name: str) -> Format:
+    """A format for an unregistered eXmY: default tiles, round to nearest everywhere."""
+    match = _EXMY.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"unknown format {name!r}; known: {', '.join(_FORMATS)}, or an element such as e3m2")
+    return Format(name=name, element=element_named(int(match[1]), int(match[2])))

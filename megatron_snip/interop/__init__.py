@@ -1,0 +1,1 @@
+"""Moving weights and plans to and from other frameworks."""

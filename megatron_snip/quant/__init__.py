@@ -1,0 +1,30 @@
+"""Casts to low-precision formats and the linear that uses them."""
+
+from __future__ import annotations
+
+from megatron_snip.quant.cast import Quantized
+from megatron_snip.quant.dispatch import fake_quantize, quantize
+from megatron_snip.quant.linear import (
+    LinearObserver,
+    Operands,
+    linear_implementations,
+    quantized_linear,
+    register_linear,
+)
+from megatron_snip.quant.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.rounding import RoundingKey, name_stream
+
+__all__ = [
+    "GEMMS",
+    "LinearObserver",
+    "LinearPrecision",
+    "Operands",
+    "Quantized",
+    "RoundingKey",
+    "fake_quantize",
+    "linear_implementations",
+    "name_stream",
+    "quantize",
+    "quantized_linear",
+    "register_linear",
+]

@@ -1,0 +1,1 @@
+"""Compiled casts, one file per device, each bit for bit the specification in cast.py."""

@@ -1,0 +1,124 @@
+"""Random bits for stochastic rounding, as a function of position: no generator state.
+
+Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), in plain
+torch int64 arithmetic.  Element (row, col) of an operand, both counted over the whole tensor
+whatever the layout, reads word ``col & 3`` of
+
+    counter = (col >> 2, row & 0xffffffff, row >> 32, iteration)
+    key     = (low, high 32 bits of mix64(mix64(seed) ^ stream))
+
+and keeps the word's upper 24 bits.  mix64 is SplitMix64's step (Steele et al., OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import ROLES
+from megatron_snip.quant.precision import GEMMS
+
+RANDOM_BITS = 24
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def mix64(z: int) -> int:
+    """SplitMix64's output for state ``z``: a bijection of 64-bit integers that mixes every bit."""
+    z = (z + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def name_stream(name: str) -> int:
+    """The 32-bit stream of a linear's name: CRC-32 of its UTF-8 bytes, the same in every process."""
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """Names the random bits of one operand.
+
+    seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, GEMM, role); start
+    from ``name_stream`` and let ``for_operand`` add the rest.  row0, col0: global position of the
+    operand's first element, row = global sample index * seq-length + position, col = channel.
+    Raises ValueError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
+    """
+
+    seed: int
+    iteration: int
+    stream: int
+    row0: int = 0
+    col0: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.iteration <= _MASK32:
+            raise ValueError(f"RoundingKey: iteration={self.iteration} does not fit 32 bits; count from 0")
+        if not (0 <= self.row0 < 2**63 and 0 <= self.col0 < 2**34):
+            raise ValueError(f"RoundingKey: row0={self.row0}, col0={self.col0}; give positions from 0 up")
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Philox's key: two 32-bit words made of seed and stream."""
+        mixed = mix64(mix64(self.seed) ^ (self.stream & _MASK64))
+        return mixed & _MASK32, mixed >> 32
+
+    def for_operand(
+        self, gemm: str, role: str, row0: int | None = None, col0: int | None = None
+    ) -> RoundingKey:
+        """The key of one operand of one GEMM; positions left out stay this key's.
+
+        Raises ValueError for an unknown GEMM or role.
+        """
+        if gemm not in GEMMS or role not in ROLES:
+            raise ValueError(
+                f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}"
+            )
+        operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
+        return RoundingKey(
+            seed=self.seed,
+            iteration=self.iteration,
+            stream=mix64((self.stream + (operand << 32)) & _MASK64),
+            row0=self.row0 if row0 is None else row0,
+            col0=self.col0 if col0 is None else col0,
+        )
+
+
+def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
+    """The 24-bit random integers of an operand: int64 [rows, cols], element (0, 0) at (row0, col0)."""
+    row = torch.arange(key.row0, key.row0 + rows, device=device)[:, None]
+    first_group, last_group = key.col0 >> 2, (key.col0 + max(cols, 1) - 1) >> 2
+    group = torch.arange(first_group, last_group + 1, device=device)[None, :]
+    iteration = torch.full_like(group, key.iteration)
+    counter = torch.broadcast_tensors(group, row & _MASK32, row >> 32, iteration)
+    words = torch.stack(philox(counter, key.words), dim=-1).flatten(start_dim=1)
+    skip = key.col0 & 3
+    return words[:, skip : skip + cols] >> (32 - RANDOM_BITS)
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10: four int64 tensors of 32-bit words in, four out, elementwise."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, by halves of ``b`` so that int64 never overflows."""
+    upper, lower = a * (b >> 16), a * (b & 0xFFFF)
+    high = (upper + (lower >> 16)) >> 16
+    low = (((upper & 0xFFFF) << 16) + lower) & _MASK32
+    return high, low

@@ -1,0 +1,1 @@
+"""SNIP: statistics -> divergences -> ILP -> plan.  Empty: the solver's process imports no torch."""

@@ -1,0 +1,257 @@
+"""When to probe, solve and swap: one coordinator a process, all of them in step.
+
+    before iteration i:      probe -> statistics, the same on every process
+                             quality_loss, efficiency -> rank 0 starts the solver in the background
+    before iteration i + lag: rank 0 broadcasts the plan; all compare its hash; all apply it, or none does
+
+A solve that fails, is late or is infeasible keeps the plan in force, and says so in log and metrics.
+What is under way (matrices and due iteration) is part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.mesh import Mesh
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.cost import LinearShape, achieved, efficiency, stages
+from megatron_snip.snip.divergence import (
+    ObjectiveInputs,
+    finite_or_held,
+    get_objective,
+    loss_divergence,
+    non_finite_linears,
+    weight_divergence,
+)
+from megatron_snip.snip.plan import Plan, build_plan
+from megatron_snip.snip.probes import Pass, ProbedLinear, StatisticsProbe
+from megatron_snip.snip.solver import BackgroundSolver, SolverFailed, SolveRequest, SolverTimeout
+from megatron_snip.snip.stats import ProbeStats
+
+LOGGER = logging.getLogger("megatron_snip")
+Metrics = dict[str, Any]
+
+
+def check_snip(snip: SnipConfig) -> None:
+    """ValueError for an unknown objective, an option that cannot be read, or a target beyond the options."""
+    get_objective(snip.snip_objective)
+    LinearPrecision.parse(snip.snip_warmup_precision)
+    options = [LinearPrecision.parse(text) for text in snip.snip_options.split(",")]
+    one = [LinearShape("layers.0.any", 1, 1)]
+    most = float(efficiency(one, options, measure_of(options)).max())
+    if snip.snip_target > most:
+        raise ValueError(
+            f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
+            "lower it or add an option"
+        )
+
+
+def measure_of(options: Sequence[LinearPrecision]) -> str:
+    """What a target counts: FP4's share of the FLOPs; modelled time where BF16 is an option, as FP8 then saves."""
+    return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A solve under way, known to every process."""
+
+    probed: int  # iteration before which statistics were taken
+    due: int  # iteration from which its plan is to hold
+    request: SolveRequest
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values for a checkpoint."""
+        return {"probed": self.probed, "due": self.due, "request": self.request.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Pending:
+        """The value that `to_dict` wrote."""
+        return cls(values["probed"], values["due"], SolveRequest.from_dict(values["request"]))
+
+
+class Coordinator:
+    """Plans the precision of this process's `linears`, together with all other processes."""
+
+    def __init__(
+        self,
+        snip: SnipConfig,
+        shapes: Sequence[LinearShape],
+        options: Sequence[LinearPrecision],
+        probe: StatisticsProbe,
+        linears: Mapping[str, ProbedLinear],
+        mesh: Mesh,
+        run_dir: Path,
+        seed: int,
+    ) -> None:
+        self.snip, self.shapes, self.options, self.probe = snip, list(shapes), list(options), probe
+        self.linears, self.mesh, self.run_dir, self.seed = linears, mesh, run_dir, seed
+        self.plan: Plan | None = None
+        self.pending: Pending | None = None
+        self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
+        self._solver: BackgroundSolver | None = None
+
+    def before_step(
+        self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]
+    ) -> Metrics:
+        """Apply what is due and probe what is due; every process calls it before every iteration."""
+        metrics = self._finish_if_due(iteration)
+        since = iteration - self.snip.snip_start
+        if since >= 0 and since % self.snip.snip_interval == 0:
+            metrics |= self._begin(iteration, gradients, zero_grad)
+            metrics |= self._finish_if_due(iteration)  # lag 0
+        return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
+
+    def close(self) -> None:
+        """End a solve under way."""
+        if self._solver is not None:
+            self._solver.cancel()
+            self._solver = None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "plan": self.plan.to_dict() if self.plan else None,
+            "pending": self.pending.to_dict() if self.pending else None,
+            "history": self.history,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: the plan in force, and the solve under way started anew with its matrices."""
+        if state["plan"]:
+            plan = Plan.from_dict(state["plan"], "checkpoint")
+            plan.check_names(shape.name for shape in self.shapes)
+            self._set(plan)
+        self.history = list(state["history"])
+        if state["pending"]:
+            self._start(Pending.from_dict(state["pending"]))
+
+    def _begin(self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]) -> Metrics:
+        """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
+        objective = get_objective(self.snip.snip_objective)
+        start, stats = time.perf_counter(), None
+        if objective.needs_stats:
+            stats = self.probe.run(gradients, zero_grad, iteration)
+        metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
+        if stats is not None:
+            metrics |= self._divergence_metrics(stats)
+            if self.mesh.rank == 0:
+                stats.save(self.run_dir / "stats" / f"iter_{iteration:07d}.json")
+        inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
+        try:
+            quality, fixed, held = finite_or_held(self.snip.snip_objective, inputs)
+        except ValueError as error:
+            return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
+        if held:
+            LOGGER.warning(f"iteration {iteration}: held at the base option, statistics not finite: {', '.join(held)}")
+        request = SolveRequest(
+            quality_loss=quality,
+            efficiency=efficiency(self.shapes, self.options, measure_of(self.options)),
+            target=self.snip.snip_target,
+            stage=stages(self.shapes) if self.snip.snip_stage_target else None,
+            fixed=np.asarray(fixed) if held else None,
+        )
+        self._start(Pending(iteration, iteration + self.snip.snip_apply_lag, request))
+        return metrics
+
+    def _start(self, pending: Pending) -> None:
+        self.close()
+        self.pending = pending
+        if self.mesh.rank == 0:
+            try:
+                self._solver = BackgroundSolver(pending.request)
+            except SolverFailed as error:  # reported when it is due, on every process
+                LOGGER.warning(f"iteration {pending.probed}: {error}")
+
+    def _finish_if_due(self, iteration: int) -> Metrics:
+        if self.pending is None or self.pending.due != iteration:
+            return {}
+        start = time.perf_counter()
+        answer: list[Any] = [self._solved(self.pending) if self.mesh.rank == 0 else None]
+        dist.broadcast_object_list(answer, src=0, group=self.mesh.world, device=self.probe.device)
+        self.pending = None
+        waited = {"snip/wait_seconds": time.perf_counter() - start}
+        if isinstance(answer[0], str):
+            return waited | self._keep(iteration, answer[0])
+        plan = Plan.from_dict(answer[0], "plan from rank 0")
+        if not self._agreed(plan):
+            return waited | self._keep(iteration, "the plan's hash differs between processes")
+        return waited | self._apply(plan)
+
+    def _solved(self, pending: Pending) -> dict[str, Any] | str:
+        """Rank 0: the plan as plain values, or why there is none."""
+        solver, self._solver = self._solver, None
+        if solver is None:
+            return "the solver's process did not start"
+        try:
+            solution = solver.result(self.snip.snip_solve_timeout)
+        except (SolverTimeout, SolverFailed, ValueError) as error:
+            return str(error)
+        finally:
+            solver.cancel()
+        plan = build_plan(
+            solution,
+            self.shapes,
+            self.options,
+            iteration=pending.due,
+            objective=self.snip.snip_objective,
+            target=self.snip.snip_target,
+        )
+        plan.save(self.run_dir / "plans" / f"iter_{pending.due:07d}.json")
+        return plan.to_dict()
+
+    def _agreed(self, plan: Plan) -> bool:
+        """Whether every process holds this very plan; every process calls it."""
+        number = int(plan.hash[:15], 16)  # 60 bits fit an int64
+        pair = torch.tensor([number, -number], device=self.probe.device)
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.mesh.world)
+        return bool(pair[0] == number and pair[1] == -number)
+
+    def _set(self, plan: Plan) -> None:
+        for name, linear in self.linears.items():
+            linear.precision = plan.linears[name]
+        self.plan = plan
+
+    def _apply(self, plan: Plan) -> Metrics:
+        churn = self.plan.churn(plan) if self.plan else 1.0
+        self._set(plan)
+        self.history.append({"iteration": plan.iteration, "hash": plan.hash, "achieved": plan.achieved})
+        fp4 = achieved(self.shapes, plan.linears)
+        LOGGER.info(
+            f"iteration {plan.iteration}: plan {plan.hash} holds, {fp4:.1%} of linear FLOPs in FP4, "
+            f"{churn:.0%} of linears changed, solver {plan.solver.status} in {plan.solver.seconds:.2f} s"
+        )
+        return {
+            "snip/achieved": fp4,
+            "snip/target": plan.target,
+            "snip/objective": plan.solver.objective,
+            "snip/gap": plan.solver.gap,
+            "snip/solver_seconds": plan.solver.seconds,
+            "snip/churn": churn,
+            "snip/plans_made": len(self.history),
+            "snip/solve_failed": 0,
+        }
+
+    def _keep(self, iteration: int, why: str) -> Metrics:
+        """The plan in force stays."""
+        LOGGER.warning(f"iteration {iteration}: no new plan, the one in force stays: {why}")
+        return {"snip/solve_failed": 1, "snip/solve_error": why}
+
+    def _divergence_metrics(self, stats: ProbeStats) -> Metrics:
+        """Loss and weight divergence of each linear at its costliest option."""
+        bad = set(non_finite_linears(stats, list(stats.linears)))
+        names = [name for name in stats.linears if name not in bad]
+        metrics: Metrics = {"snip/non_finite_linears": len(bad)}
+        for kind, function in (("loss_divergence", loss_divergence), ("weight_divergence", weight_divergence)):
+            values = function(stats, names, self.options).max(axis=1) if names else []
+            metrics |= {f"snip/{kind}/{name}": float(value) for name, value in zip(names, values, strict=True)}
+        return metrics

@@ -1,0 +1,107 @@
+"""JSON files that are whole or absent, and errors that name the field.  Used by plan.py and stats.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonFileError(ValueError):
+    """A field is missing, unknown or wrong; the caller adds the file's name and the way out."""
+
+
+def is_object(value: Any) -> bool:
+    """A JSON object."""
+    return isinstance(value, dict)
+
+
+def is_text(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+def is_count(value: Any) -> bool:
+    """A whole number of 0 or more; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_number(value: Any) -> bool:
+    """Any number, NaN and infinities included."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """A finite number."""
+    return is_number(value) and math.isfinite(value)
+
+
+def is_numbers(value: Any) -> bool:
+    """An object of numbers."""
+    return isinstance(value, dict) and all(is_number(number) for number in value.values())
+
+
+#: What a check asks for, in an error's words.
+EXPECTED: Mapping[Callable[[Any], bool], str] = {
+    is_object: "an object",
+    is_text: "a string",
+    is_count: "a whole number of 0 or more",
+    is_number: "a number",
+    is_finite: "a finite number",
+    is_numbers: "an object of numbers",
+}
+
+
+def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
+    """The object in a file.  Raises ValueError naming the file if it is missing, cut short or no object."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the {what} ({error.strerror}); {way_out}") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}"
+        )
+    return values
+
+
+def check_fields(values: Any, checks: Mapping[str, Callable[[Any], bool]], where: str) -> None:
+    """Every field of ``checks`` is there and passes, and no other is.  ``where`` goes before a field's name.
+
+    Raises JsonFileError naming the first field that is missing, then unknown, then of the wrong type.
+    """
+    if not isinstance(values, dict):
+        raise JsonFileError(f"field {where.rstrip('.')} is {values!r}, but must be an object")
+    if missing := sorted(checks.keys() - values.keys()):
+        raise JsonFileError(f"field {where}{missing[0]} is missing")
+    if unknown := sorted(values.keys() - checks.keys()):
+        raise JsonFileError(f"field {where}{unknown[0]} is unknown; known: {', '.join(checks)}")
+    for name, check in checks.items():
+        if not check(values[name]):
+            raise JsonFileError(f"field {where}{name} is {values[name]!r}, but must be {EXPECTED[check]}")
+
+
+def check_version(values: Mapping[str, Any], known: int) -> None:
+    """Raises JsonFileError for any other version, before the fields of an unknown one are judged."""
+    if values.get("version", known) != known:
+        raise JsonFileError(f"field version is {values['version']!r}, but this code reads version {known}")
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    """Write a file so that readers and crashes see the old one or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,204 @@
+"""A plan: which precision each linear runs in, from which iteration on, and its JSON file.
+
+    {"version": 1, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
+     "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
+     "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
+     "hash": "0123456789abcdef"}
+
+Source: DESIGN.md.  Convention: names are Hugging Face's with the global block index.
+The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
+and linears: what ranks must agree on, not how it was found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.snip.cost import LinearShape, achieved
+from megatron_snip.snip.ilp import Solution
+from megatron_snip.snip.jsonfile import (
+    JsonFileError,
+    check_fields,
+    check_version,
+    is_count,
+    is_finite,
+    is_object,
+    is_text,
+    read_json,
+    write_atomic,
+)
+
+VERSION = 1
+_WAY_OUT = "use a file that Plan.save wrote, or make a new plan (--precision snip, tools/generate_plan.py)"
+_FIELDS = {
+    "version": is_count,
+    "iteration": is_count,
+    "objective": is_text,
+    "target": is_finite,
+    "achieved": is_finite,
+    "linears": is_object,
+    "solver": is_object,
+    "hash": is_text,
+}
+_SOLVER_FIELDS = {
+    "status": is_text,
+    "objective": is_finite,
+    "bound": is_finite,
+    "gap": is_finite,
+    "seconds": is_finite,
+}
+
+
+@dataclass(frozen=True)
+class SolverRecord:
+    """How the solver found a plan; the fields of ilp.Solution.  status "none": nothing was solved."""
+
+    status: str = "none"
+    objective: float = 0.0
+    bound: float = 0.0
+    gap: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Precision of each linear from ``iteration`` on.
+
+    objective: name of the quality objective, or how else it was made; target and achieved: what was asked for
+    and what the plan saves, shares of the linears' FLOPs in FP4.
+    """
+
+    iteration: int
+    linears: Mapping[str, LinearPrecision]
+    objective: str = "uniform"
+    target: float = 0.0
+    achieved: float = 0.0
+    solver: SolverRecord = field(default_factory=SolverRecord)
+
+    @classmethod
+    def uniform(
+        cls,
+        names: Iterable[str],
+        precision: LinearPrecision | str,
+        *,
+        iteration: int = 0,
+        shapes: Sequence[LinearShape] | None = None,
+    ) -> Plan:
+        """Every linear in one precision, given as such or as an option string.  achieved needs the shapes."""
+        if isinstance(precision, str):
+            precision = LinearPrecision.parse(precision)
+        linears = dict.fromkeys(names, precision)
+        saved = achieved(shapes, linears) if shapes is not None else 0.0
+        return cls(iteration, linears, target=saved, achieved=saved)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over iteration and linears; see the head of this file."""
+        linears = {name: [getattr(p, gemm) for gemm in GEMMS] for name, p in self.linears.items()}
+        content = {"iteration": self.iteration, "linears": linears}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object at the head of this file."""
+        linears = {name: {gemm: getattr(p, gemm) for gemm in GEMMS} for name, p in self.linears.items()}
+        return {
+            "version": VERSION,
+            "iteration": self.iteration,
+            "objective": self.objective,
+            "target": self.target,
+            "achieved": self.achieved,
+            "linears": linears,
+            "solver": vars(self.solver),
+            "hash": self.hash,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
+        """The plan of ``to_dict``.  Raises ValueError naming ``source``, the field and the way out."""
+        try:
+            check_version(values, VERSION)
+            check_fields(values, _FIELDS, "")
+            check_fields(values["solver"], _SOLVER_FIELDS, "solver.")
+            plan = cls(
+                iteration=values["iteration"],
+                linears={name: _precision(name, entry) for name, entry in values["linears"].items()},
+                objective=values["objective"],
+                target=float(values["target"]),
+                achieved=float(values["achieved"]),
+                solver=SolverRecord(**values["solver"]),
+            )
+            if plan.hash != values["hash"]:
+                raise JsonFileError(
+                    f"field hash is {values['hash']!r}, but iteration and linears give {plan.hash!r}: "
+                    "the file was changed by hand or is damaged"
+                )
+        except JsonFileError as error:
+            raise ValueError(f"{source}: {error}; {_WAY_OUT}") from None
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, whole or not at all; folders on the way are made."""
+        write_atomic(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read ``save``'s file.  Raises ValueError naming the file, the field and the way out."""
+        return cls.from_dict(read_json(path, "plan", _WAY_OUT), str(path))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises ValueError unless the plan names exactly these linears."""
+        wanted = set(names)
+        if unknown := sorted(self.linears.keys() - wanted):
+            raise ValueError(f"plan of iteration {self.iteration} names no such linear: {_listed(unknown)}")
+        if missing := sorted(wanted - self.linears.keys()):
+            raise ValueError(f"plan of iteration {self.iteration} leaves out linears: {_listed(missing)}")
+
+    def churn(self, other: Plan) -> float:
+        """Share of linears, 0..1, whose precision differs between the plans; a linear of one only differs."""
+        names = self.linears.keys() | other.linears.keys()
+        changed = sum(self.linears.get(name) != other.linears.get(name) for name in names)
+        return changed / len(names) if names else 0.0
+
+    def fp4_share(self, shapes: Sequence[LinearShape]) -> float:
+        """Share of the linears' FLOPs in FP4, 0..1.  Raises ValueError if the names do not match."""
+        self.check_names(shape.name for shape in shapes)
+        return achieved(shapes, self.linears)
+
+
+def build_plan(
+    solution: Solution,
+    shapes: Sequence[LinearShape],
+    options: Sequence[LinearPrecision],
+    *,
+    iteration: int,
+    objective: str,
+    target: float,
+) -> Plan:
+    """The plan of a solution, from ``iteration`` on: linear ``shapes[l]`` runs in ``options[choice[l]]``."""
+    if len(solution.choice) != len(shapes):
+        raise ValueError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
+    linears = {shape.name: options[int(option)] for shape, option in zip(shapes, solution.choice)}
+    record = SolverRecord(
+        solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6)
+    )
+    return Plan(iteration, linears, objective, float(target), achieved(shapes, linears), record)
+
+
+def _precision(name: str, entry: Any) -> LinearPrecision:
+    where = f"linears[{name!r}]"
+    check_fields(entry, dict.fromkeys(GEMMS, is_text), f"{where}.")
+    try:
+        return LinearPrecision(**entry)
+    except ValueError as error:
+        raise JsonFileError(f"field {where}: {error}") from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

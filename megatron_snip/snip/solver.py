@@ -1,0 +1,271 @@
+"""The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
+
+``BackgroundSolver(request)`` starts ``python -m megatron_snip.snip.solver``, a process that imports numpy
+and HiGHS but not torch.  Its request arrives as one line of JSON on stdin, its answer leaves as the last line
+on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
+
+Who ends the child: itself, when done, when stdin closes or its parent is gone (looked at every half second),
+or when its own alarm rings; and the parent, in ``result`` and ``cancel``, which always reap it.
+Only tests and this module's own process use ``command``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.snip.ilp import InfeasibleTarget, Solution, solve
+
+#: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
+GRACE_SECONDS = 60.0
+_PARENT_CHECK_SECONDS = 0.5
+
+
+class SolverTimeout(RuntimeError):
+    """The answer did not come in time; the child has been ended."""
+
+
+class SolverFailed(RuntimeError):
+    """The child died, could not be started, or its answer is no answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class SolveRequest:
+    """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
+
+    quality_loss and efficiency [L, O]; stage, ties, fixed [L] or None; the rest as in ``ilp.solve``.
+    ``to_dict`` gives plain JSON values, ``from_dict`` the same request again, bit for bit.
+    """
+
+    quality_loss: NDArray[np.float64]
+    efficiency: NDArray[np.float64]
+    target: float
+    stage: NDArray[np.int64] | None = None
+    ties: NDArray[np.int64] | None = None
+    fixed: NDArray[np.int64] | None = None
+    gap: float = 1e-4
+    node_limit: int = 20_000
+    time_limit: float = 30.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, numbers and None under the fields' names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
+        """The request of ``to_dict``.  Raises ValueError for missing or unknown fields."""
+        names = {field.name for field in fields(cls)}
+        if wrong := sorted(names ^ set(values)):
+            raise ValueError(f"solve request has missing or unknown fields {wrong}; expected {sorted(names)}")
+        arrays = {name: np.array(values[name], np.float64) for name in ("quality_loss", "efficiency")}
+        ids = {
+            name: None if values[name] is None else np.array(values[name], np.int64)
+            for name in ("stage", "ties", "fixed")
+        }
+        return cls(**{**values, **arrays, **ids})
+
+    def solve(self) -> Solution:
+        """Solve here and now; see ``ilp.solve``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return solve(**values)
+
+
+class BackgroundSolver:
+    """One solve under way.  ``done()`` never waits; ``result()`` waits; ``cancel()`` ends it.
+
+    command: the child to start instead of this module, for tests.  Raises SolverFailed if it cannot start.
+    Usable as a context manager, which cancels on leaving.
+    """
+
+    def __init__(self, request: SolveRequest, *, command: Sequence[str] | None = None) -> None:
+        self.request = request
+        self._outcome: Solution | Exception | None = None
+        self._deadline = time.monotonic() + request.time_limit + GRACE_SECONDS
+        # Files instead of pipes: a child that talks too much must not block, and nobody has to read along.
+        self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._child = subprocess.Popen(
+                list(command or (sys.executable, "-m", __name__)),
+                stdin=subprocess.PIPE,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                cwd=Path(__file__).resolve().parents[2],  # where -m finds this package, however we were found
+            )
+        except OSError as error:
+            self._close_files()
+            raise SolverFailed(f"the solver's process did not start: {error}") from error
+        line = json.dumps(request.to_dict()).encode() + b"\n"
+        # A child that never reads would block the write of a long request, so a thread does it.
+        self._writer = threading.Thread(target=self._write, args=(line,), name="solver-stdin", daemon=True)
+        self._writer.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._child.pid
+
+    def done(self) -> bool:
+        """Whether ``result()`` would return or raise at once."""
+        return self._outcome is not None or self._child.poll() is not None
+
+    def result(self, timeout: float | None = None) -> Solution:
+        """The solution; waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
+
+        Raises SolverTimeout if there is none by then (the child is ended: a late answer is dropped),
+        SolverFailed, InfeasibleTarget, or the ValueError of ``ilp.solve``.  Later calls repeat the outcome.
+        """
+        if self._outcome is None:
+            self._outcome = self._wait(timeout)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def cancel(self) -> None:
+        """End and reap the child; a result that is in already stays.  May be called at any time and again."""
+        if self._outcome is None:
+            self._end()
+            self._outcome = SolverFailed("the solve was cancelled")
+
+    def __enter__(self) -> BackgroundSolver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def _wait(self, timeout: float | None) -> Solution | Exception:
+        left = max(0.0, self._deadline - time.monotonic())
+        seconds = left if timeout is None else min(timeout, left)
+        try:
+            code = self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._end()
+            return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds; it was ended")
+        output, errors = self._read(self._stdout), self._read(self._stderr)
+        self._end()
+        if code != 0:
+            how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+            return SolverFailed(f"the solver's process failed ({how}){_last_line(errors)}")
+        return _parse_answer(output, len(self.request.quality_loss))
+
+    def _end(self) -> None:
+        """Kill if alive, reap, close everything."""
+        if self._child.poll() is None:
+            self._child.kill()
+        self._child.wait()
+        self._writer.join()  # the pipe has lost its reader, so a blocked write has failed
+        with contextlib.suppress(OSError):
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+        self._close_files()
+
+    def _write(self, line: bytes) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):  # a dead child is reported by its exit status
+            self._child.stdin.write(line)
+            self._child.stdin.flush()  # and left open: its end tells the child to stop
+
+    def _close_files(self) -> None:
+        self._stdout.close()
+        self._stderr.close()
+
+    @staticmethod
+    def _read(file: Any) -> str:
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return f": {lines[-1][:300]}" if lines else ""
+
+
+def _parse_answer(output: str, count: int) -> Solution | Exception:
+    """The answer on the last line of the child's output; HiGHS may print before it."""
+    lines = output.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1])
+        kind = answer["kind"]
+        if kind == "infeasible":
+            return InfeasibleTarget(str(answer["message"]), float(answer["reachable"]))
+        if kind == "value_error":
+            return ValueError(str(answer["message"]))
+        choice = np.array(answer["choice"], np.int64)
+        if kind != "solution" or choice.shape != (count,):
+            raise ValueError("no solution for these linears")
+        numbers = {name: float(answer[name]) for name in ("objective", "bound", "gap", "seconds")}
+        return Solution(choice=choice, status=str(answer["status"]), **numbers)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        shown = lines[-1][:200] if lines else ""
+        return SolverFailed(f"the solver's answer cannot be read ({error!r}): {shown!r}")
+
+
+def _answer(line: str) -> dict[str, Any]:
+    """The child's work: a request's JSON to an answer's."""
+    try:
+        request = SolveRequest.from_dict(json.loads(line))
+        found = request.solve()
+    except InfeasibleTarget as error:
+        return {"kind": "infeasible", "message": str(error), "reachable": error.reachable}
+    except ValueError as error:
+        return {"kind": "value_error", "message": str(error)}
+    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    return {"kind": "solution", **values, "choice": found.choice.tolist()}
+
+
+def _exit_with_parent(parent: int) -> NoReturn:
+    """End this process once stdin closes or the parent is gone.
+
+    The second check is for a pipe whose other end was inherited by a process forked from the parent.
+    HiGHS lets go of the interpreter while it solves, so this thread runs.
+    """
+    while True:
+        readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECONDS)
+        if os.getppid() != parent or (readable and not os.read(0, 4096)):
+            os._exit(3)
+
+
+def main() -> None:
+    """Read one request from stdin, write one answer to stdout; the child's whole life."""
+    parent = os.getppid()
+    # The default action ends the process even where no Python code can run.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    signal.alarm(int(GRACE_SECONDS))
+    line = _read_line()
+    signal.alarm(int(json.loads(line)["time_limit"] + GRACE_SECONDS))
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    answer = json.dumps(_answer(line))
+    sys.stdout.write("\n" + answer + "\n")  # whatever HiGHS printed stays on lines of its own
+    sys.stdout.flush()
+    os._exit(0)  # skip the interpreter's teardown with a thread inside select()
+
+
+def _read_line() -> str:
+    """One line from file descriptor 0, unbuffered, so that the watching thread sees all that follows."""
+    parts = bytearray()
+    while not parts.endswith(b"\n"):
+        part = os.read(0, 1 << 16)
+        if not part:
+            sys.exit("stdin closed before the request was complete")
+        parts += part
+    return parts.decode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The training loop, on one screen, and what surrounds it: start, save, validate, log, end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.model.flops import iteration_flops
+from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
+from megatron_snip.train.metrics import MetricsWriter, progress_line, validation_line
+from megatron_snip.train.report import format_summary, write_report
+from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
+from megatron_snip.train.setup import Parts, build, check, with_defaults
+from megatron_snip.train.step import StepResult
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+class Trainer:
+    """One run: its parts, its place in the data, and what it writes."""
+
+    def __init__(self, config: Config, parts: Parts, start: Start) -> None:
+        self.config, self.parts, self.start = config, parts, start
+        self.iteration = start.iteration
+        self.nan_iterations = 0  # skipped ones of the whole run
+        self.nan_in_a_row = 0
+        self.signal = runtime.StopSignal(config.training.exit_signal_handler)
+        self.began = self.logged = time.perf_counter()
+        self.logged_iteration = start.iteration
+        self._load()
+        self.writer = None
+        if parts.mesh.rank == 0:
+            open_run_folder(config, start)
+            self.writer = MetricsWriter(config, start.run_id, start.iteration)
+        parts.mesh.barrier()
+
+    def run(self) -> None:
+        """Train to the last iteration, or until something asks to leave."""
+        t, parts = self.config.training, self.parts
+        while self.iteration < t.train_iters:
+            begin = time.perf_counter()
+            iteration = self.iteration + 1
+            runtime.seed_iteration(t.seed, iteration)
+            batch = parts.train_loader.batch(self.iteration * t.global_batch_size)
+            row: dict[str, Any] = {"iteration": iteration}
+            if parts.coordinator is not None:
+                probe = lambda: parts.stepper.gradients(batch, iteration)[0]  # noqa: E731, B023
+                row |= parts.coordinator.before_step(iteration, probe, parts.optimizer.zero_grad)
+            result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
+            self.iteration = iteration
+            self._count_skipped(result)
+            row |= self._row(result, time.perf_counter() - begin)
+            if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
+                row |= self._validate()
+            self._log(row, result)
+            leave = result.stop or self._due(t.exit_interval)
+            if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
+                self._save()
+            if leave:
+                LOGGER.info(f"leaving after iteration {iteration}, as asked")
+                break
+
+    def close(self) -> None:
+        """Write the report and let go of files, threads and the solver."""
+        if self.parts.coordinator is not None:
+            self.parts.coordinator.close()
+        self.parts.train_loader.close()
+        if self.writer is not None:
+            self.writer.close()
+            run_dir = Path(self.config.logging.run_dir)
+            report = write_report(run_dir)
+            print(f"\n{format_summary(run_dir)}\nreport: {report}", flush=True)
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.iteration % int(interval or 1) == 0
+
+    def _asked_to_stop(self) -> bool:
+        minutes = self.config.training.exit_duration_in_mins
+        late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
+        return self.signal.received or late
+
+    def _count_skipped(self, result: StepResult) -> None:
+        limit = self.config.training.max_skipped_iterations
+        self.nan_iterations += result.skipped
+        self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
+        if self.nan_in_a_row >= limit:
+            raise ValueError(
+                f"loss or gradient was not finite in {limit} iterations in a row, the last {self.iteration}; "
+                "lower --lr or raise precision, and continue from the last checkpoint"
+            )
+
+    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        batch_size = self.config.training.global_batch_size
+        return {
+            "lm loss": result.loss if math.isfinite(result.loss) else None,
+            "grad-norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "learning-rate": result.lr,
+            "batch-size": batch_size,
+            "consumed-samples": self.iteration * batch_size,
+            "skipped": self.nan_iterations,
+            "iteration-time": seconds,
+        }
+
+    def _validate(self) -> dict[str, Any]:
+        """Mean loss over the first batches of the validation data, the same ones each time."""
+        loader, log = self.parts.valid_loader, self.config.logging
+        if loader is None or not log.eval_interval:
+            return {}
+        size = self.config.training.global_batch_size
+        losses = [
+            self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)
+        ]
+        loss = sum(losses) / len(losses)
+        if self._is_last_rank():
+            print(validation_line(self.iteration, loss), flush=True)
+        return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
+
+    def _is_last_rank(self) -> bool:
+        return self.parts.mesh.rank == self.parts.mesh.world_size - 1
+
+    def _log(self, row: dict[str, Any], result: StepResult) -> None:
+        if self.writer is not None:
+            tables = {}
+            if "snip/achieved" in row and self.parts.coordinator and self.parts.coordinator.plan:
+                plan = self.parts.coordinator.plan.linears
+                tables = self.writer.wandb_plan({name: str(p) for name, p in plan.items()})
+            self.writer.write(row, tables)
+        if self._is_last_rank() and self._due(self.config.logging.log_interval):
+            now = time.perf_counter()
+            seconds = (now - self.logged) / (self.iteration - self.logged_iteration)
+            self.logged, self.logged_iteration = now, self.iteration
+            tflops = None
+            if self.config.logging.log_throughput:
+                flops = iteration_flops(self.config.model, self.config.training.global_batch_size)
+                tflops = flops / seconds / self.parts.mesh.world_size / 1e12
+            shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
+            total = self.config.training.train_iters
+            print(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops), flush=True)
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        coordinator = self.parts.coordinator
+        state = {
+            "version": 1,
+            "run_id": self.start.run_id,
+            "iteration": self.iteration,
+            "consumed_samples": self.iteration * self.config.training.global_batch_size,
+            "optimizer_steps": self.parts.optimizer.steps,
+            "nan_iterations": self.nan_iterations,
+            "nan_in_a_row": self.nan_in_a_row,
+            "config": self.config.to_dict(),
+            "snip": coordinator.state() if coordinator else None,
+        }
+        save_checkpoint(self.config.save_dir, self.iteration, self.parts.tensors(), state, self.parts.mesh)
+        LOGGER.info(
+            f"saved iteration {self.iteration} to {self.config.save_dir} in {time.perf_counter() - start:.1f} s"
+        )
+
+    def _load(self) -> None:
+        start, parts = self.start, self.parts
+        if start.load is None:
+            LOGGER.info("starting from new weights at iteration 0")
+            return
+        tensors = parts.tensors()
+        state = start.state
+        if state is None or self.config.checkpoint.no_load_optim:
+            tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
+        load_tensors(start.load, start.load_iteration, tensors)
+        LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
+        if state is None:
+            return
+        if state["config"]["training"]["global_batch_size"] != self.config.training.global_batch_size:
+            raise ValueError(
+                f"--global-batch-size is {self.config.training.global_batch_size}, the checkpoint's run used "
+                f"{state['config']['training']['global_batch_size']}; keep it, or start a new run with --finetune"
+            )
+        for change in changed_options(self.config, state):
+            LOGGER.warning(f"this run continues with a changed option, {change}")
+        if not self.config.checkpoint.no_load_optim:
+            parts.optimizer.set_steps(state["optimizer_steps"])
+        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], state["nan_in_a_row"]
+        if parts.coordinator is not None and state["snip"]:
+            parts.coordinator.load_state(state["snip"])
+
+
+def train(config: Config) -> None:
+    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input."""
+    config, plan = check(config, runtime.environment_world_size())
+    config = with_defaults(config)
+    start = find_start(config)
+    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    parts = build(config, here, plan)
+    start = parts.agree_on(start)
+    trainer = Trainer(config, parts, start)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    runtime.stop()

@@ -1,0 +1,282 @@
+"""What happened in a run, from its folder alone: a summary as text, and report.html with pictures.
+
+    python -m megatron_snip.train.report RUN_DIR
+
+Reads metrics.jsonl (one JSON object per iteration) and plans/*.json, writes report.html (self-contained),
+report_loss.png and report_plans.png, and report_divergence.png where divergences were recorded.
+Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be read
+are named in the report, and what was not recorded is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.snip.plan import Plan
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+p.path { color: #667; margin-top: .2rem; font-family: ui-monospace, monospace; font-size: 13px }
+table { border-collapse: collapse } td, th { padding: .25rem .9rem; border-bottom: 1px solid #e3e7ec; text-align: left }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+img { max-width: 100% } p.note { color: #8a4b00 } code { font-size: 13px }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as read: metrics in file order, plans by iteration, and what could not be read."""
+
+    path: Path
+    metrics: list[dict[str, Any]]
+    plans: list[Plan]
+    notes: list[str]
+
+    def column(self, key: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a metric, where it was recorded as a finite number."""
+        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if _is_finite(m.get(key))]
+        return [iteration for iteration, _ in pairs], [float(value) for _, value in pairs]
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder.  Raises ValueError if it is no folder or holds neither metrics nor plans."""
+    path = Path(run_dir)
+    metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
+    if not metrics_file.is_file() and not plan_files:
+        raise ValueError(
+            f"{path}: neither metrics.jsonl nor plans/*.json is here; give a folder of --run-dir"
+        )
+    notes: list[str] = []
+    metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
+    plans = []
+    for file in plan_files:
+        try:
+            plans.append(Plan.load(file))
+        except ValueError as error:
+            notes.append(str(error))
+    return Run(path, metrics, sorted(plans, key=lambda plan: plan.iteration), notes)
+
+
+def summary(run_dir: str | Path) -> dict[str, Any]:
+    """The run in numbers: name -> value, or None where it was not recorded.
+
+    Losses in nats; "fp4_share" of the last plan, 0..1; seconds of wall clock; shares of the total seconds.
+    """
+    return _summary(read_run(run_dir))
+
+
+def format_summary(run_dir: str | Path) -> str:
+    """``summary`` as a small table of text."""
+    rows = _rows(summary(run_dir))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write report.html and its pictures into the run folder; returns the path of report.html."""
+    from megatron_snip.train import (
+        report_pictures,  # matplotlib takes a second that training need not wait for
+    )
+
+    run = read_run(run_dir)
+    sections = []
+    if run.metrics:
+        picture = report_pictures.loss(run.path / "report_loss.png", _curves(run), _plan_marks(run.plans))
+        sections.append(("Loss", "", picture))
+    if run.plans:
+        picture = report_pictures.plans(run.path / "report_plans.png", run.plans)
+        text = "Precision of each linear, block by block, as each plan set it."
+        sections.append(("Plans", text, picture))
+    if divergences := _divergences(run):
+        file = run.path / "report_divergence.png"
+        text = "The last values recorded. Grey: none."
+        sections.append(("Divergences", text, report_pictures.divergences(file, divergences)))
+    path = run.path / "report.html"
+    path.write_text(_html(run, sections), encoding="utf-8")
+    return path
+
+
+def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; a broken last line is expected of a killed run, others are noted."""
+    lines = file.read_bytes().split(b"\n")
+    metrics, broken = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or not isinstance(entry.get("iteration"), int):
+                raise ValueError("no iteration")
+            metrics.append(entry)
+        except ValueError:
+            broken.append(number)
+    if broken and broken[-1] == len(lines):  # no newline behind it: cut off while it was written
+        broken.pop()
+    if broken:
+        notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
+    return metrics
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    def ends(key: str) -> tuple[float | None, float | None]:
+        values = run.column(key)[1]
+        return (values[0], values[-1]) if values else (None, None)
+
+    def total(key: str) -> float | None:
+        values = run.column(key)[1]
+        return sum(values) if values else None
+
+    seconds = total("iteration-time")
+    first_loss, last_loss = ends("lm loss")
+    first_validation, last_validation = ends("lm loss validation")
+    probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
+    last_plan = run.plans[-1] if run.plans else None
+    return {
+        "iterations": len(run.metrics),
+        "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+        "first_validation_loss": first_validation,
+        "last_validation_loss": last_validation,
+        "skipped": int(max(run.column("skipped")[1], default=0)),  # a running count
+        "plans": len(run.plans),
+        "fp4_share": last_plan.achieved if last_plan else None,
+        "target": last_plan.target if last_plan else None,
+        "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
+        "seconds": seconds,
+        "probe_seconds": probing,
+        "solver_seconds": solving,
+        "probe_share": probing / seconds if probing is not None and seconds else None,
+        "solver_share": solving / seconds if solving is not None and seconds else None,
+    }
+
+
+def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary table: (name, value with its unit)."""
+
+    def pair(first: str, last: str) -> str:
+        if values[first] is None:
+            return "none recorded"
+        return f"{values[first]:.4f} -> {values[last]:.4f}"
+
+    def time(seconds: float | None, share: float | None) -> str:
+        if seconds is None:
+            return "none recorded"
+        of_run = f" ({share:.2%} of the run)" if share is not None else ""
+        return _duration(seconds) + of_run
+
+    reached = "no plan"
+    if values["fp4_share"] is not None:
+        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%})"
+    plans = str(values["plans"])
+    if values["last_churn"] is not None:
+        plans += f" (the last changed {values['last_churn']:.1%} of the linears)"
+    iterations = str(values["iterations"])
+    if values["skipped"]:
+        iterations += f" ({values['skipped']} skipped)"
+    return [
+        ("validation loss", pair("first_validation_loss", "last_validation_loss")),
+        ("training loss", pair("first_loss", "last_loss")),
+        ("in FP4", reached),
+        ("plans", plans),
+        ("iterations", iterations),
+        ("time in probes", time(values["probe_seconds"], values["probe_share"])),
+        ("time in solving", time(values["solver_seconds"], values["solver_share"])),
+        ("time in iterations", time(values["seconds"], None)),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, _ = divmod(round(seconds), 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _curves(run: Run) -> dict[str, tuple[list[int], list[float]]]:
+    return {"training": run.column("lm loss"), "validation": run.column("lm loss validation")}
+
+
+def _plan_marks(plans: Sequence[Plan]) -> list[tuple[int, float]]:
+    """(iteration, FP4 share) of each plan."""
+    return [(plan.iteration, plan.achieved) for plan in plans]
+
+
+def _divergences(run: Run) -> dict[str, dict[str, float]]:
+    """Kind -> linear -> the last value recorded, from metrics named snip/<kind>/<linear>."""
+    found: dict[str, dict[str, float]] = {}
+    for metric in run.metrics:
+        for key, value in metric.items():
+            prefix, _, rest = key.partition("/")
+            kind, _, linear = rest.partition("/")
+            if prefix == "snip" and linear and _is_finite(value):
+                found.setdefault(kind, {})[linear] = float(value)
+    wanted = ("loss_divergence", "weight_divergence")
+    return {kind: found[kind] for kind in wanted if kind in found}
+
+
+def _html(run: Run, sections: Sequence[tuple[str, str, Path]]) -> str:
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in _rows(_summary(run))
+    )
+    title = html.escape(run.path.resolve().name)
+    parts = [
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>",
+        f"<h1>{title}</h1><p class='path'>{html.escape(str(run.path))}</p><table>{rows}</table>",
+        *(f"<p class='note'>{html.escape(note)}</p>" for note in run.notes),
+    ]
+    for heading, text, picture in sections:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        parts.append(f"<h2>{heading}</h2>{f'<p>{text}</p>' if text else ''}")
+        parts.append(f"<img alt='{heading}' src='data:image/png;base64,{data}'>")
+    if run.plans:
+        parts.append(_plan_table(run.plans))
+    return "\n".join(parts) + "</html>\n"
+
+
+def _plan_table(plans: Sequence[Plan]) -> str:
+    """One line per plan: what it saves, how it was found, how much it changed."""
+    heads = ("iteration", "objective", "target", "in FP4", "changed", "solver", "gap", "seconds", "hash")
+    lines = []
+    for before, plan in zip([None, *plans], plans):
+        cells = [
+            str(plan.iteration), plan.objective, f"{plan.target:.2%}", f"{plan.achieved:.2%}",
+            f"{plan.churn(before):.1%}" if before else "", plan.solver.status, f"{plan.solver.gap:.1e}",
+            f"{plan.solver.seconds:.2f}", plan.hash,
+        ]  # fmt: skip
+        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the report of the folder named on the command line and print its summary."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m megatron_snip.train.report RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        path = write_report(arguments[0])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(format_summary(arguments[0]))
+    print(f"\n{path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""The run folder: where a run starts from, and what keeps two runs apart.
+
+A run has an id, made when it starts at iteration 0 and kept in config.json and in every checkpoint.
+Nothing is written before every process has passed the checks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.config import Config
+from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.train.checkpoint import latest_iteration, read_state
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    iteration: int  # updates already made
+    state: dict[str, Any] | None  # state.json of the checkpoint, None for a start from new weights
+    load: Path | None  # folder of checkpoints to read tensors from
+    load_iteration: int  # which of them
+    run_id: str
+
+
+def find_start(config: Config) -> Start:
+    """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs."""
+    c, run_dir = config.checkpoint, Path(config.logging.run_dir)
+    saved = latest_iteration(Path(c.load)) if c.load else None
+    if c.load and saved is None and c.exit_on_missing_checkpoint:
+        raise ValueError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
+    if saved is None or c.finetune:
+        _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
+        start = Start(0, None, None, 0, secrets.token_hex(8))
+        if saved is not None:
+            start = Start(0, None, Path(str(c.load)), saved, start.run_id)
+        return start
+    assert c.load is not None
+    state = read_state(Path(c.load), saved)
+    here = run_id_of(run_dir)
+    if here is not None and here != state["run_id"]:
+        raise ValueError(
+            f"--run-dir {run_dir} holds run {here}, but {c.load} belongs to run {state['run_id']}; "
+            "give another --run-dir, or --finetune to start a new run from these weights"
+        )
+    return Start(state["iteration"], state, Path(c.load), saved, state["run_id"])
+
+
+def run_id_of(run_dir: Path) -> str | None:
+    """Id of the run that a folder holds; None if it holds none."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_text())["run_id"])
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot be read ({error!r}); move the folder aside") from error
+
+
+def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
+    """A run from iteration 0 needs folders without a run, unless `--load` says that it may begin again."""
+    run_dir, save = Path(config.logging.run_dir), config.save_dir
+    held = latest_iteration(save)
+    if held is not None:
+        raise ValueError(
+            f"{save} already holds checkpoints up to iteration {held}; --load {save} continues them, "
+            "or give another --run-dir and --save"
+        )
+    if not resuming and (run_dir / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"--run-dir {run_dir} already holds a run; --load {save} continues it, or give another --run-dir"
+        )
+
+
+def open_run_folder(config: Config, start: Start) -> None:
+    """Write config.json, and put aside what a killed run wrote after the checkpoint; rank 0 calls it."""
+    run_dir = Path(config.logging.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    metrics = run_dir / "metrics.jsonl"
+    if start.iteration == 0 and metrics.is_file():  # killed before its first checkpoint
+        metrics.rename(run_dir / f"metrics.{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    for kind in ("plans", "stats"):
+        (run_dir / kind).mkdir(exist_ok=True)
+        for path in (run_dir / kind).glob("iter_*.json"):
+            number = path.stem.removeprefix("iter_")
+            # a plan of a later iteration was made after the checkpoint; it will be made again
+            if number.isdigit() and int(number) > start.iteration:
+                path.unlink()
+    write_atomic(run_dir / "config.json", json.dumps({"run_id": start.run_id, **config.to_dict()}, indent=1))
+
+
+def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
+    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes."""
+    now, out = config.to_dict(), []
+    for group in ("model", "training", "data", "precision", "snip"):
+        for name, value in now[group].items():
+            old = state["config"].get(group, {}).get(name)
+            if old != value:
+                out.append(f"{name}: {old} -> {value}")
+    return out

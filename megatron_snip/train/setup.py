@@ -1,0 +1,250 @@
+"""From options to the parts of a run.  `check` reads only and needs no process group; `build` makes the parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import TILE, Config, validate
+from megatron_snip.data.loader import Loader
+from megatron_snip.data.sampling import build_datasets
+from megatron_snip.data.tokenizer import build_tokenizer
+from megatron_snip.formats import format_names
+from megatron_snip.mesh import Mesh, build_mesh
+from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
+from megatron_snip.parallel.data import shard_over_dp
+from megatron_snip.parallel.pipeline import Pipeline
+from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant import LinearPrecision, linear_implementations
+from megatron_snip.runtime import Runtime
+from megatron_snip.snip.coordinator import Coordinator, check_snip
+from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.probes import AdamSettings, StatisticsProbe
+from megatron_snip.train.optim import Optimizer, check_optimizer_impl
+from megatron_snip.train.run_folder import Start
+from megatron_snip.train.step import Stepper
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
+    """Everything that can be found wrong before processes meet; ValueError for the first.
+
+    Returns the options with the vocabulary filled in from the tokenizer, and the plan of --precision plan.
+    """
+    validate(config, world_size)
+    m, p = config.model, config.precision
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, m.vocab_size)
+    if m.vocab_size is None:
+        config = config.replace(vocab_size=tokenizer.vocab_size)
+    elif tokenizer.vocab_size > m.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, --vocab-size is {m.vocab_size}; raise it or drop it"
+        )
+    tp = config.parallel.tensor_model_parallel_size
+    if config.model.padded_vocab_size % tp:
+        raise ValueError(
+            f"the padded vocabulary {config.model.padded_vocab_size} is not a multiple of tensor parallel {tp}; "
+            "change --make-vocab-size-divisible-by"
+        )
+    if p.linear_impl != "auto" and p.linear_impl not in linear_implementations():
+        raise ValueError(
+            f"--linear-impl {p.linear_impl} is unknown; known: auto, {', '.join(linear_implementations())}"
+        )
+    check_optimizer_impl(config.training)
+    plan = None
+    if p.precision == "plan":
+        plan = Plan.load(str(p.precision_plan))
+        plan.check_names(linear_names(m.num_layers))
+    elif p.precision == "snip":
+        check_snip(config.snip)
+    else:
+        try:
+            LinearPrecision.parse(p.precision)
+        except ValueError as error:
+            known = ", ".join([*format_names(), "plan", "snip"])
+            raise ValueError(f"--precision {p.precision} is unknown; known: {known}") from error
+    return config, plan
+
+
+@dataclass
+class Parts:
+    """What the training loop works with."""
+
+    mesh: Mesh
+    stages: dict[int, LlamaStage]
+    optimizer: Optimizer
+    stepper: Stepper
+    train_loader: Loader
+    valid_loader: Loader | None
+    coordinator: Coordinator | None
+
+    @property
+    def linears(self) -> dict[str, Any]:
+        """The quantisable linears of this process by name."""
+        return {name: linear for stage in self.stages.values() for name, linear in stage.linears().items()}
+
+    def agree_on(self, start: Start) -> Start:
+        """Rank 0's start, on every process: a new run's id is drawn by each of them."""
+        shared: list[Any] = [start.run_id]
+        dist.broadcast_object_list(shared, src=0, group=self.mesh.world)
+        return dataclasses.replace(start, run_id=shared[0])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and moments by their names in a checkpoint."""
+        weights = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
+        return {**weights, **self.optimizer.tensors()}
+
+
+def _stages_of(config: Config) -> int:
+    pp, each = config.parallel.pipeline_model_parallel_size, config.parallel.num_layers_per_virtual_pipeline_stage
+    return pp if each is None else config.model.num_layers // each
+
+
+def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
+    """This process's stages, initialised, sharded over dp, by stage number."""
+    m, t, pp = config.model, config.training, mesh.pp.size
+    dtype = torch.bfloat16 if t.bf16 else torch.float32
+    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device)
+    stages = build_stages(
+        build,
+        num_stages=_stages_of(config),
+        tied=not m.untie_embeddings_and_output_weights,
+        recompute=t.recompute_granularity == "full",
+        of=lambda s: s % pp == mesh.pp.rank,
+    )
+    impl = "emulated" if config.precision.linear_impl == "auto" else config.precision.linear_impl
+    for stage in stages.values():
+        stage.loss_tokens = t.global_batch_size * m.seq_length
+        for linear in stage.linears().values():
+            linear.impl = impl
+        shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=pp == 1)
+    return stages
+
+
+def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
+    """The pipeline over this process's stages."""
+    m, t = config.model, config.training
+    s = m.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    return Pipeline(
+        dict(stages),
+        num_stages=_stages_of(config),
+        mesh=mesh,
+        microbatches=config.num_microbatches(mesh.dp.size),
+        activation=(t.micro_batch_size, s, m.hidden_size),
+        tokens=(t.micro_batch_size, m.seq_length),
+        dtype=torch.bfloat16 if t.bf16 else torch.float32,
+        device=device,
+    )
+
+
+def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
+    """Loaders of training and validation; rank 0 makes the sample indices first, the others find its cache."""
+    d, t, log = config.data, config.training, config.logging
+    samples = t.global_batch_size * (log.eval_iters if log.eval_interval else 0)
+    datasets = None
+    for turn in (True, False):
+        if turn == (mesh.rank == 0):
+            datasets = build_datasets(
+                d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
+                t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
+                config.model.vocab_size, d.data_cache_path,
+            )  # fmt: skip
+        if d.data_cache_path:
+            mesh.barrier()
+    assert datasets is not None
+    options = {
+        "global_batch_size": t.global_batch_size,
+        "micro_batch_size": t.micro_batch_size,
+        "dp_rank": mesh.dp.rank,
+        "dp_size": mesh.dp.size,
+    }
+    train, valid = datasets
+    return Loader(train, **options), Loader(valid, **options, prefetch=False) if valid is not None else None
+
+
+def _stage_of_layer(config: Config, name: str) -> int:
+    """Pipeline process (not chunk) that holds a linear, for per-stage targets."""
+    num_stages = _stages_of(config)
+    layer = int(name.split(".")[1])
+    return layer // (config.model.num_layers // num_stages) % config.parallel.pipeline_model_parallel_size
+
+
+def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
+    """SNIP's coordinator over this process's linears."""
+    t = config.training
+    shapes = [
+        LinearShape(name, n, k, stage=_stage_of_layer(config, name))
+        for name, (n, k) in linear_shapes(config.model).items()
+    ]
+    options = [LinearPrecision.parse(text) for text in config.snip.snip_options.split(",")]
+    probe = StatisticsProbe(
+        parts.linears,
+        names=[shape.name for shape in shapes],
+        formats={fmt for option in options for fmt in (option.fprop, option.dgrad, option.wgrad)},
+        optimizer=parts.optimizer,
+        adam=AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad),
+        mesh=parts.mesh,
+        tokens=t.global_batch_size * config.model.seq_length,
+        device=device,
+    )
+    return Coordinator(
+        config.snip, shapes, options, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed
+    )
+
+
+def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
+    """All parts of a run with fresh weights; every process calls it alike."""
+    dp = config.data_parallel_size(runtime.world_size)
+    p = config.parallel
+    mesh = build_mesh(
+        runtime.device.type, pp=p.pipeline_model_parallel_size, dp=dp, tp=p.tensor_model_parallel_size
+    )
+    stages = build_model(config, mesh, runtime.device)
+    optimizer = Optimizer(stages.values(), config.training)
+    pipeline = build_pipeline(config, mesh, stages, runtime.device)
+    train_loader, valid_loader = build_loaders(config, mesh)
+    parts = Parts(
+        mesh, stages, optimizer, Stepper(config, mesh, pipeline, optimizer), train_loader, valid_loader, None
+    )
+    _set_precision(config, parts, plan)
+    if config.precision.precision == "snip":
+        parts.coordinator = build_coordinator(config, parts, runtime.device)
+    _warn_about_cut_blocks(config, parts)
+    return parts
+
+
+def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
+    kind = config.precision.precision
+    uniform = config.snip.snip_warmup_precision if kind == "snip" else kind
+    for name, linear in parts.linears.items():
+        linear.precision = plan.linears[name] if plan is not None else LinearPrecision.parse(uniform)
+
+
+def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:
+    """Scales follow the shard where tp cuts a 128-block: say so once, since layouts then differ a little."""
+    tp = parts.mesh.tp.size
+    kinds = {
+        name.rsplit(".", 1)[1]
+        for name, linear in parts.linears.items()
+        if tp > 1 and ((linear.out_features, linear.in_features)[linear.split_dim] // tp) % TILE
+    }
+    if kinds and config.precision.precision != "bf16":
+        LOGGER.info(
+            f"tensor parallel {tp} cuts the {TILE}-wide scale blocks of {', '.join(sorted(kinds))}: their scales "
+            "close at the shard's edge, so results differ a little from other layouts"
+        )
+
+
+def with_defaults(config: Config) -> Config:
+    """Options with derived ones filled in, as config.json and checkpoints keep them."""
+    m = config.model
+    model = dataclasses.replace(m, num_query_groups=m.query_groups, kv_channels=m.head_dim)
+    return dataclasses.replace(config, model=model)

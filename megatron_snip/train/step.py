@@ -1,0 +1,72 @@
+"""One iteration: gradients of a batch over the whole mesh, and the update if they are finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import Config
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_norm_gradients_over_tp
+from megatron_snip.parallel.pipeline import BatchLike, Pipeline
+from megatron_snip.snip.probes import Pass
+from megatron_snip.train.optim import Optimizer, learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration did, the same on every process."""
+
+    loss: float  # nats a token, over the global batch
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool  # a non-finite loss or gradient: no update was made
+    stop: bool  # some process was asked to leave
+
+
+class Stepper:
+    """Runs batches through the pipeline and updates the weights.  Every process calls it alike."""
+
+    def __init__(self, config: Config, mesh: Mesh, pipeline: Pipeline, optimizer: Optimizer) -> None:
+        self.config, self.mesh, self.pipeline, self.optimizer = config, mesh, pipeline, optimizer
+
+    def _sum(self, *shares: float) -> list[float]:
+        """Sums over all processes, in double precision."""
+        vector = torch.tensor(shares, dtype=torch.float64, device=self.pipeline.device)
+        dist.all_reduce(vector, group=self.mesh.world)
+        return [float(value) for value in vector]
+
+    def _loss_share(self, share: float) -> float:
+        """The last stage's processes along tp hold the same loss: it is counted once."""
+        return share if self.mesh.tp.is_first else 0.0
+
+    def gradients(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> tuple[Pass, bool]:
+        """Leave the batch's gradients in place; returns the pass and whether any process has `stop`."""
+        share = self.pipeline.forward_backward(batch, iteration)
+        stages = self.pipeline.stages.values()
+        if self.config.parallel.sequence_parallel:
+            sum_norm_gradients_over_tp(stages, self.mesh)
+        loss, square, stops = self._sum(
+            self._loss_share(share), gradient_square_sum(stages, self.mesh), float(stop)
+        )
+        # float32, so that the order in which the processes' squares were added does not show
+        norm = torch.tensor(square).sqrt().item()
+        clip = clip_coefficient(norm, self.config.training.clip_grad)
+        return Pass(loss=loss, grad_norm=norm, clip=clip), stops > 0.0
+
+    def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
+        """Gradients, and the update unless the loss or the gradient is not finite on any process."""
+        result, stop = self.gradients(batch, iteration, stop=stop)
+        skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
+        lr = learning_rate(self.config.training, iteration)
+        if not skipped:
+            self.optimizer.step(lr, result.clip)
+        self.optimizer.zero_grad()
+        return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
+
+    def evaluate(self, batch: BatchLike, iteration: int) -> float:
+        """Loss of a batch in nats a token, without gradients."""
+        return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration)))[0]

@@ -1,0 +1,13 @@
+"""Pretrain a Llama: `torchrun --nproc_per_node N pretrain_llama.py --config FILE.toml [options]`."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_snip.config import parse
+from megatron_snip.runtime import report_errors
+from megatron_snip.train.loop import train
+
+if __name__ == "__main__":
+    with report_errors():
+        train(parse(sys.argv[1:]))

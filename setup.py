@@ -1,0 +1,51 @@
+"""Builds the optional CPU kernel; pyproject.toml holds everything else.
+
+The kernel is a plain shared library without Python headers.  Without a compiler, or if every set of
+flags fails, the installation goes on and casts take the plain torch path with the same results.
+"""
+
+from __future__ import annotations
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+KERNEL = "megatron_snip.quant.kernels._cpu"
+# The kernel must round like plain torch: no -ffast-math, no fused multiply-add.
+EXACT = ["-std=c++17", "-ffp-contract=off", "-pthread"]
+FLAGS = [
+    ["-O3", "-fno-math-errno", "-fno-trapping-math", *EXACT],
+    ["-O3", "-march=native", "-DMEGATRON_SNIP_NO_CLONES", *EXACT],
+    ["-O2", "-DMEGATRON_SNIP_NO_CLONES", *EXACT],
+]
+
+
+class BuildKernel(build_ext):
+    """Try each set of flags until one compiles."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """No ABI tag in the name: the library does not depend on the Python version."""
+        return str(fullname.replace(".", "/")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile ``ext``; the last failure is reported by setuptools, which goes on as it is optional."""
+        for flags in FLAGS:
+            ext.extra_compile_args = flags
+            try:
+                return super().build_extension(ext)
+            except Exception as error:  # compilers fail in many ways; every one means the next flags
+                failure = error
+        raise failure
+
+
+setup(
+    ext_modules=[
+        Extension(
+            KERNEL,
+            sources=["megatron_snip/quant/kernels/cpu.cpp"],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernel},
+)

@@ -1,0 +1,80 @@
+"""Runs a function on several gloo ranks with a time limit, and returns what each rank returned.
+
+Ranks are forked from a server that has torch loaded, so a test of four ranks starts in a fraction of a
+second.  They meet through a file.  Whatever happens, none of them outlives the call.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "megatron_snip.train.loop"])
+
+
+def _rank(rank: int, world: int, folder: str, seconds: float, pipe: Any, function: Callable, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(seconds, exit=True)  # says where a hang sits
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    try:
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+        )
+        pipe.send_bytes(pickle.dumps((True, function(*args))))  # by value: send() would share memory
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        pipe.close()
+
+
+def run_ranks(function: Callable, world: int, *args: Any, seconds: float = 120.0) -> list[Any]:
+    """`function(*args)` on each of `world` ranks -> their results in order.  AssertionError with the traceback
+    of the first rank that failed, or if they have not ended after `seconds`."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(
+                target=_rank, args=(rank, world, folder, seconds, theirs, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        results: dict[int, Any] = {}
+        try:
+            open_pipes = dict(zip(pipes, range(world), strict=True))
+            while open_pipes:
+                ready = wait(list(open_pipes), timeout=seconds)
+                assert ready, f"ranks {sorted(open_pipes.values())} gave no answer within {seconds} s"
+                for pipe in ready:
+                    rank = open_pipes.pop(pipe)
+                    try:
+                        good, value = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        good, value = False, "ended without an answer"
+                    assert good, f"rank {rank} of {world}:\n{value}"
+                    results[rank] = value
+            for process in processes:
+                process.join(seconds)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [results[rank] for rank in range(world)]

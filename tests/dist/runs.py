@@ -1,0 +1,122 @@
+"""What the distributed tests run on every rank; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
+from megatron_snip.train.setup import Parts, build, check
+
+TINY = {
+    "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
+    "vocab_size": 512, "untie_embeddings_and_output_weights": True, "micro_batch_size": 1,
+    "global_batch_size": 4, "train_iters": 20, "lr": 2e-3, "lr_warmup_iters": 4, "mock_data": True,
+}  # fmt: skip
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 without sequence parallel": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 interleaved": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "tp2 x pp2": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True
+    },
+    "dp2": {},
+    "tp2 x dp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2 x dp2": {"pipeline_model_parallel_size": 2},
+}  # fmt: skip
+DATA_PARALLEL = {"dp2": 2, "tp2 x dp2": 2, "pp2 x dp2": 2}
+
+
+def world_of(layout: str) -> int:
+    """Processes of a layout."""
+    config = Config().replace(**LAYOUTS[layout])
+    return config.model_parallel_size * DATA_PARALLEL.get(layout, 1)
+
+
+def make(options: dict[str, Any]) -> tuple[Config, Parts]:
+    """The parts of a run, on the ranks that are here."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config, plan = check(Config().replace(**TINY, **options), world)
+    return config, build(config, runtime.start("gloo", 1.0), plan)
+
+
+def mixed_plan(path: Path) -> Path:
+    """A plan file with FP4 and FP8 side by side, GEMM by GEMM too."""
+    from megatron_snip.model.llama import linear_names
+    from megatron_snip.quant import LinearPrecision
+
+    cycle = ["fp4", "fp8", "fp4/fp8/fp4", "fp8/fp4/fp8", "fp4"]
+    names = linear_names(TINY["num_layers"])
+    Plan(0, {n: LinearPrecision.parse(cycle[i % 5]) for i, n in enumerate(names)}).save(path)
+    return path
+
+
+def losses(options: dict[str, Any], *, nudge: bool = False, iterations: int = 20) -> dict[str, Any]:
+    """Train: the losses, and after the first iteration's backward the loss and the whole gradients.
+
+    nudge: raise one weight of a norm, which no rounding hides, by one unit in the last place before training.
+    """
+    config, parts = make(options)
+    if nudge:
+        weight = parts.optimizer.parameters["layers.0.input_layernorm.weight"].detach().view(-1)
+        weight[7] = torch.nextafter(weight[7], torch.tensor(float("inf")))
+    size = config.training.global_batch_size
+    batch = parts.train_loader.batch(0)
+    first, _ = parts.stepper.gradients(batch, 1)
+    gradients = {name: _whole(p.grad) for name, p in parts.optimizer.parameters.items()}
+    parts.optimizer.zero_grad()
+    out = [
+        parts.stepper.step(parts.train_loader.batch((i - 1) * size), i).loss for i in range(1, iterations + 1)
+    ]
+    parts.train_loader.close()
+    return {"losses": out, "first": first, "gradients": gradients}
+
+
+def nudged_losses(options: dict[str, Any]) -> dict[str, Any]:
+    """`losses` after one weight was raised by one unit in the last place."""
+    return losses(options, nudge=True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def save_after(options: dict[str, Any], folder: Path, iterations: int) -> None:
+    """Train some iterations and save a checkpoint."""
+    config, parts = make(options)
+    for i in range(1, iterations + 1):
+        batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
+        parts.stepper.step(batch, i)
+    parts.train_loader.close()
+    save_checkpoint(folder, iterations, parts.tensors(), {"steps": parts.optimizer.steps}, parts.mesh)
+
+
+def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[str, Any]:
+    """Load a checkpoint, probe, solve: the statistics, the plan's hash, and the precision it set."""
+    config, parts = make({**options, "precision": "snip", "snip_start": iterations + 1, "snip_apply_lag": 0})
+    assert parts.coordinator is not None
+    load_tensors(folder, iterations, parts.tensors())
+    parts.optimizer.set_steps(iterations)
+    batch = parts.train_loader.batch(iterations * config.training.global_batch_size)
+    seen = []
+    run = parts.coordinator.probe.run
+    parts.coordinator.probe.run = lambda *args: seen.append(run(*args)) or seen[-1]
+    metrics = parts.coordinator.before_step(
+        iterations + 1,
+        lambda: parts.stepper.gradients(batch, iterations + 1)[0],
+        parts.optimizer.zero_grad,
+    )
+    parts.train_loader.close()
+    return {
+        "stats": seen[0],
+        "hash": metrics["snip/plan_hash"],
+        "precision": {name: str(linear.precision) for name, linear in parts.linears.items()},
+    }

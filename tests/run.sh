@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The second command: set up, then ruff, mypy and pytest.  Arguments go to pytest:
+#   bash tests/run.sh                     everything
+#   bash tests/run.sh tests/unit/quant    a part
+# All checks run even if one fails; the exit status is non-zero if any failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# shellcheck source=tools/set_up.sh
+. tools/set_up.sh dev
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start up to eight processes on two cores
+failed=()
+check() {
+    echo "== $*"
+    "$@" || failed+=("$*")
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
+if [ "${#failed[@]}" -gt 0 ]; then
+    printf '== failed: %s\n' "${failed[@]}"
+fi
+echo "== pytest"
+status=0
+python -m pytest "$@" || status=$?
+if [ "${#failed[@]}" -gt 0 ]; then
+    exit 1
+fi
+exit "$status"

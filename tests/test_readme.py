@@ -1,0 +1,141 @@
+"""The README's commands: each is run here, launched with a stand-in for torchrun, or checked word by word."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.config import option_groups
+from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
+
+__all__ = ["stubs"]  # a fixture
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md")]
+TEST_COMMAND = "bash tests/run.sh"  # it runs this very test
+
+
+def commands(text: str) -> list[str]:
+    """Commands of the ```bash blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+README = commands((ROOT / "README.md").read_text())
+
+
+@functools.cache
+def help_of(script: str) -> str:
+    """What a Python script says to --help."""
+    done = subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
+    """Leading NAME=value words and the rest of a command."""
+    words = shlex.split(command)
+    count = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    return dict(word.split("=", 1) for word in words[:count]), words[count:]
+
+
+def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
+    """Run a launch command with the stand-in for torchrun; the output and world size it would have."""
+    variables, words = split_environment(command)
+    data, run = str(folder / "data"), str(folder / "run")
+    for name in ("text", "tokenizer", "tokens"):
+        (folder / "data" / name).mkdir(parents=True, exist_ok=True)
+    env = environment(stubs, **variables, QUICKSTART_DATA=data, QUICKSTART_RUN=run)
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, check_command_line(done.stdout)[1]
+
+
+@pytest.mark.parametrize("command", README)
+def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, words = split_environment(command)
+    if command == TEST_COMMAND:
+        return
+    if words[:2] == ["bash", "examples/quickstart.sh"]:
+        assert launched(command, stubs, tmp_path)[1] == 4
+    elif words[0] == "bash" and words[1].startswith("examples/llama_"):
+        assert launched(command, stubs, tmp_path)[1] == WORLD_SIZES[Path(words[1]).parent.name]
+    elif words[0] == "torchrun":
+        launched(command, stubs, tmp_path)
+    elif words[0] == "sbatch":
+        assert all((ROOT / word).is_file() for word in words[1:] if not word.startswith("--"))
+    elif words[0] == "python":
+        text = help_of(words[1])
+        missing = [word for word in words[2:] if word.startswith("--") and word not in text]
+        assert not missing, f"{words[1]} --help does not tell {missing}"
+    else:
+        pytest.fail(f"no check for this command: {command}; add one")
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "a\n```bash\nA=1 bash x.sh \\\n    --y 1  # why\n\n# nothing\npython z.py\n```\n```python\nno\n```\n"
+    )
+    assert commands(text) == ["A=1 bash x.sh --y 1", "python z.py"]
+    assert split_environment("A=1 B=2 bash x.sh C=3") == ({"A": "1", "B": "2"}, ["bash", "x.sh", "C=3"])
+    assert TEST_COMMAND in README and "bash examples/quickstart.sh" in README
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(path: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", path.read_text())
+    gone = [
+        link for link in links if "://" not in link and not (path.parent / link.partition("#")[0]).exists()
+    ]
+    assert not gone
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_options_named_in_prose_exist(path: Path) -> None:
+    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    words = re.findall(r"`[^`\n]*`", prose)
+    options = {option for word in words for option in re.findall(r"--([a-z][a-z0-9-]+)", word)}
+    known = {name.replace("_", "-") for name in option_groups()} | {"help", "config", "fresh"}
+    assert options <= known
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:
+    """The real quickstart, all steps and four processes, cut short; then once more, to go on."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    env = environment(
+        tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000"
+    )
+    options = "--snip-start 2 --snip-interval 2 --snip-apply-lag 1 --eval-interval 2 --eval-iters 1"
+
+    def quickstart(*more: str) -> str:
+        words = ["bash", str(ROOT / "examples/quickstart.sh"), *options.split(), *more]
+        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    quickstart("--train-iters", "4", "--exit-interval", "2")
+    made = {path: os.stat(path).st_mtime_ns for path in data.rglob("*") if path.is_file()}
+    assert {path.name for path in made} >= {"train.jsonl", "tokenizer.model", "train_text_document.bin"}
+    output = quickstart("--train-iters", "4")
+    assert str(run / "report.html") in output
+    assert (run / "report.html").is_file()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["snip/plan_hash"]
+    assert list((run / "plans").glob("iter_*.json"))
+    assert made == {path: os.stat(path).st_mtime_ns for path in data.rglob("*") if path.is_file()}

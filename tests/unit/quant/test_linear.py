@@ -1,0 +1,251 @@
+"""quantized_linear: the three GEMMs, their operands, gradients, observers and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import (
+    LinearPrecision,
+    Operands,
+    RoundingKey,
+    fake_quantize,
+    linear_implementations,
+    name_stream,
+    quantized_linear,
+    register_linear,
+)
+
+KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
+BF16 = LinearPrecision.uniform("bf16")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+T, K, N = 300, 200, 140
+
+
+def tensors(dtype: torch.dtype = torch.float32, sizes: tuple[int, int, int] = (T, K, N)) -> list[Tensor]:
+    """x [T,K] and w [N,K], which require gradients, and a random cotangent [T,N]."""
+    generator = torch.Generator().manual_seed(0)
+    t, k, n = sizes
+    x, w, g = (torch.randn(shape, generator=generator).to(dtype) for shape in ((t, k), (n, k), (t, n)))
+    return [x.requires_grad_(), w.requires_grad_(), g]
+
+
+def run(precision: LinearPrecision, dtype: torch.dtype = torch.float32, **how: object) -> dict[str, Tensor]:
+    x, w, g = tensors(dtype)
+    y = quantized_linear(x, w, precision, key=KEY, **how)
+    grad_x, grad_w = torch.autograd.grad(y, (x, w), g)
+    return {"fprop": y.detach(), "dgrad": grad_x, "wgrad": grad_w}
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(T, K, N), (1, 5, 3), (256, 128, 128)])
+def test_bf16_is_exactly_torchs_linear(dtype, sizes):
+    x, w, g = tensors(dtype, sizes)
+    y, plain = quantized_linear(x, w, BF16, key=None), x @ w.T
+    assert torch.equal(y, plain) and y.dtype == dtype
+    for ours, theirs in zip(
+        torch.autograd.grad(y, (x, w), g), torch.autograd.grad(plain, (x, w), g), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@DTYPES
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
+def test_every_gemm_multiplies_its_quantised_operands(fmt, dtype):
+    x, w, g = (t.detach() for t in tensors(dtype))
+
+    def q(operand: Tensor, gemm: str, role: str, dim: int, row0: int, col0: int) -> Tensor:
+        key = RoundingKey(KEY.seed, KEY.iteration, KEY.for_operand(gemm, role).stream, row0, col0)
+        return fake_quantize(operand, fmt, role=role, dim=dim, key=key)
+
+    expected = {
+        "fprop": q(x, "fprop", "input", 1, 256, 384) @ q(w, "fprop", "weight", 1, 128, 384).T,
+        "dgrad": q(g, "dgrad", "grad_output", 1, 256, 128) @ q(w, "dgrad", "weight", 0, 128, 384),
+        "wgrad": q(g, "wgrad", "grad_output", 0, 256, 128).T @ q(x, "wgrad", "input", 0, 256, 384),
+    }
+    results = run(LinearPrecision.uniform(fmt), dtype, input_col0=384, output_col0=128)
+    for gemm, result in results.items():
+        assert torch.equal(result, expected[gemm]), gemm
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp4"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_changing_one_gemm_leaves_the_others_alone(gemm, base):
+    formats = dict.fromkeys(("fprop", "dgrad", "wgrad"), base)
+    before = run(LinearPrecision(**formats))
+    after = run(LinearPrecision(**{**formats, gemm: "fp8"}))
+    for name in formats:
+        assert torch.equal(before[name], after[name]) == (name != gemm)
+
+
+@pytest.mark.parametrize(("fmt", "fprop", "grads"), [("fp8", 0.0365, 0.0365), ("fp4", 0.16, 0.20)])
+def test_errors_have_the_size_that_two_quantised_operands_give(fmt, fprop, grads):
+    plain, quantised = run(BF16), run(LinearPrecision.uniform(fmt))
+    errors = {gemm: float((quantised[gemm] - plain[gemm]).norm() / plain[gemm].norm()) for gemm in plain}
+    assert errors["fprop"] == pytest.approx(fprop, rel=0.1)
+    assert errors["dgrad"] == pytest.approx(grads, rel=0.1)
+    assert errors["wgrad"] == pytest.approx(grads, rel=0.1)
+
+
+def test_stochastic_bits_depend_on_the_key_alone():
+    x, w, g = tensors()
+
+    def grad(**fields: int) -> Tensor:
+        key = RoundingKey(**{"seed": 1, "iteration": 2, "stream": 3, **fields})
+        return torch.autograd.grad(quantized_linear(x, w, LinearPrecision.uniform("fp4"), key=key), w, g)[0]
+
+    assert torch.equal(grad(), grad())
+    for change in ({"seed": 2}, {"iteration": 3}, {"stream": 4}, {"row0": 128}):
+        assert not torch.equal(grad(), grad(**change))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_aligned_shards_have_the_operands_of_the_whole(fmt):
+    x, w, g = tensors(sizes=(256, 512, 384))
+    operands = Operands(x, w, g, KEY, 0, 0)
+    columns = Operands(x, w[128:256], g[:, 128:256], KEY, 0, 128)  # column-parallel
+    rows = Operands(x[:, 256:], w[:, 256:], g, KEY, 256, 0)  # row-parallel
+    for gemm, role in [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"), ("dgrad", "weight"),
+                       ("wgrad", "grad_output"), ("wgrad", "input")]:  # fmt: skip
+        whole = operands.quantized(gemm, role, fmt)
+        column_slice = {"input": whole, "weight": whole[128:256], "grad_output": whole[:, 128:256]}[role]
+        row_slice = {"input": whole[:, 256:], "weight": whole[:, 256:], "grad_output": whole}[role]
+        assert torch.equal(columns.quantized(gemm, role, fmt), column_slice)
+        assert torch.equal(rows.quantized(gemm, role, fmt), row_slice)
+
+
+def test_a_column_shards_output_is_the_slice_of_the_whole():
+    precision = LinearPrecision.uniform("fp4")
+    x, w, g = tensors(sizes=(256, 256, 256))
+    whole = quantized_linear(x, w, precision, key=KEY)
+    part = quantized_linear(x, w[128:], precision, key=KEY, output_col0=128)
+    torch.testing.assert_close(part, whole[:, 128:], rtol=1e-6, atol=1e-5)
+    grad_whole = torch.autograd.grad(whole, w, g)[0]
+    grad_part = torch.autograd.grad(part, w, g[:, 128:])[0]
+    torch.testing.assert_close(grad_part[128:], grad_whole[128:], rtol=1e-6, atol=1e-5)
+
+
+def test_a_microbatch_of_whole_sequences_has_the_bits_of_its_place_in_the_batch():
+    precision = LinearPrecision.parse("bf16/fp4/fp4")
+    x, w, g = tensors(sizes=(512, 128, 128))
+    whole = torch.autograd.grad(quantized_linear(x, w, precision, key=KEY), x, g)[0]
+    later = RoundingKey(KEY.seed, KEY.iteration, KEY.stream, KEY.row0 + 256, 0)
+    y = quantized_linear(x[256:], w, precision, key=later)
+    assert torch.equal(torch.autograd.grad(y, x, g[256:])[0][256:], whole[256:])
+
+
+def test_weight_blocks_serve_fprop_and_dgrad_with_the_same_values():
+    x, w, g = tensors()
+    for name in ("fp8", "fp4"):
+        assert get_format(name).block_shape("weight", 0) == get_format(name).block_shape("weight", 1)
+        operands = Operands(x, w, g, KEY, 0, 0)
+        assert torch.equal(
+            operands.quantized("fprop", "weight", name), operands.quantized("dgrad", "weight", name)
+        )
+
+
+class Recorder:
+    """An observer that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Operands] = []
+
+    def backward(self, operands: Operands) -> None:
+        self.seen.append(operands)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_observer_sees_the_unquantised_operands_once(recompute):
+    x, w, g = tensors()
+    recorder = Recorder()
+
+    def forward(x: Tensor) -> Tensor:
+        return quantized_linear(
+            x * 1.0, w, LinearPrecision.uniform("fp4"), key=KEY, input_col0=128, observer=recorder
+        )
+
+    y = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
+    assert not recorder.seen
+    grads = torch.autograd.grad(y, (x, w), g)
+    (seen,) = recorder.seen
+    assert torch.equal(seen.x, x) and torch.equal(seen.w, w) and torch.equal(seen.grad_output, g)
+    assert torch.equal(
+        grads[1],
+        seen.quantized("wgrad", "grad_output", "fp4").T @ seen.quantized("wgrad", "input", "fp4"),
+    )
+
+
+@DTYPES
+def test_activation_checkpointing_changes_nothing(dtype):
+    x, w, g = tensors(dtype)
+
+    def block(x: Tensor) -> Tensor:
+        return torch.tanh(quantized_linear(torch.tanh(x), w, LinearPrecision.uniform("fp4"), key=KEY))
+
+    plain = torch.autograd.grad(block(x), (x, w), g)
+    recomputed = torch.autograd.grad(checkpoint(block, x, use_reentrant=False), (x, w), g)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("needed", ["x", "w"])
+def test_only_the_needed_gradient_is_computed(needed, monkeypatch):
+    both = run(LinearPrecision.uniform("fp4"))
+    x, w, g = tensors()
+    (w if needed == "x" else x).requires_grad_(False)
+    y = quantized_linear(x, w, LinearPrecision.uniform("fp4"), key=KEY)
+    casts: list[tuple[str, str]] = []
+    quantized = Operands.quantized
+
+    def count(self: Operands, gemm: str, role: str, fmt: str) -> Tensor:
+        casts.append((gemm, role))
+        return quantized(self, gemm, role, fmt)
+
+    monkeypatch.setattr(Operands, "quantized", count)
+    y.backward(g)
+    assert {gemm for gemm, _ in casts} == {"dgrad" if needed == "x" else "wgrad"}
+    assert torch.equal((x if needed == "x" else w).grad, both["dgrad" if needed == "x" else "wgrad"])
+
+
+def test_gradients_that_are_expanded_or_transposed():
+    x, w, _ = tensors()
+    precision = LinearPrecision.uniform("fp4")
+    y = quantized_linear(x, w, precision, key=KEY)
+    summed = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+    ones = torch.autograd.grad(y, (x, w), torch.ones(T, N))
+    assert all(torch.equal(a, b) for a, b in zip(summed, ones, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    x, w, g = tensors()
+    y = quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY)
+    (grad_x,) = torch.autograd.grad(y, x, g.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad_x.sum().backward()
+
+
+def test_without_a_key_stochastic_gemms_are_refused_before_any_work():
+    x, w, _ = tensors()
+    for precision, gemm in (("fp8/fp4/fp8", "dgrad"), ("fp8/fp8/fp4", "wgrad")):
+        with pytest.raises(ValueError, match=f"{gemm} in fp4 rounds grad_output stochastically"):
+            quantized_linear(x, w, LinearPrecision.parse(precision), key=None)
+    quantized_linear(x, w, LinearPrecision.parse("fp4/fp8/fp8"), key=None)
+    with torch.no_grad():  # evaluation has no backward, so it needs no key
+        quantized_linear(x, w, LinearPrecision.uniform("fp4"), key=None)
+
+
+def test_bad_calls_raise():
+    x, w, _ = tensors()
+    assert linear_implementations()[0] == "emulated"
+    with pytest.raises(ValueError, match=r"'cublas' is unknown; known: emulated"):
+        quantized_linear(x, w, BF16, key=None, impl="cublas")
+    with pytest.raises(ValueError, match=r"\[300, 200\] and w \[200, 140\]"):
+        quantized_linear(x, w.T, BF16, key=None)
+    with pytest.raises(ValueError, match=r"\[2, 150, 200\]"):
+        quantized_linear(x.view(2, 150, K), w, BF16, key=None)
+    with pytest.raises(ValueError, match=r"w is torch\.bfloat16"):
+        quantized_linear(x, w.bfloat16(), BF16, key=None)
+    with pytest.raises(ValueError, match="'emulated' is taken"):
+        register_linear("emulated")(lambda *_: x)

@@ -1,0 +1,68 @@
+"""What options save: FP4 shares and modelled time, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.cost import (
+    LinearShape,
+    achieved,
+    block_of,
+    efficiency,
+    fused_ties,
+    linear_options,
+    saving,
+    stages,
+)
+
+SHAPES = [LinearShape("a", 2, 3, stage=0), LinearShape("b", 6, 3, stage=1)]
+BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp8/fp4"))
+
+
+def test_fp4_share_by_hand():
+    assert SHAPES[0].gemm_flops == 12
+    found = efficiency(SHAPES, [BF16, FP8, MIXED, FP4])
+    assert np.allclose(found, [[0, 0, 1 / 6, 1 / 4], [0, 0, 1 / 2, 3 / 4]], rtol=1e-12)
+
+
+def test_time_by_hand():
+    found = efficiency(SHAPES, [BF16, FP8, FP4], "time")
+    assert np.allclose(found, [[0, 1 / 6, 1 / 4], [0, 1 / 2, 3 / 4]], rtol=1e-12)
+    with pytest.raises(ValueError, match="unknown measure 'joules'; known: fp4, time"):
+        saving(FP4, "joules")
+
+
+def test_achieved_is_the_sum_of_the_chosen_entries():
+    options = [FP8, MIXED, FP4]
+    table = efficiency(SHAPES, options)
+    for first, left in enumerate(options):
+        for second, right in enumerate(options):
+            total = achieved(SHAPES, {"a": left, "b": right})
+            assert total == pytest.approx(table[0, first] + table[1, second])
+    assert achieved([], {}) == 0.0
+
+
+def test_options_by_granularity():
+    assert linear_options(["fp8", "fp4", "fp8"]) == [FP8, FP4]
+    assert linear_options(["fp4", "fp4/fp8/fp4"], "fused") == [FP4, MIXED]
+    triples = linear_options(["fp8", "fp4"], "gemm")
+    assert len(set(triples)) == 8 and triples[0] == FP8 and triples[-1] == FP4 and MIXED in triples
+    with pytest.raises(ValueError, match="unknown granularity 'layer'; known: linear, gemm, fused"):
+        linear_options(["fp4"], "layer")
+    with pytest.raises(ValueError, match="name at least one"):
+        linear_options([])
+    with pytest.raises(ValueError, match="single formats"):
+        linear_options(["fp4/fp4/fp8"], "gemm")
+    with pytest.raises(ValueError, match="fp5"):
+        linear_options(["fp5"])
+
+
+def test_fused_ties_and_stages():
+    block = [f"layers.{{}}.self_attn.{p}_proj" for p in "qkvo"]
+    block += [f"layers.{{}}.mlp.{p}_proj" for p in ("gate", "up", "down")]
+    names = [name.format(i) for i in range(2) for name in block]
+    assert fused_ties(names).tolist() == [0, 0, 0, -1, 1, 1, -1, 2, 2, 2, -1, 3, 3, -1]
+    assert stages(SHAPES).tolist() == [0, 1]
+    assert [block_of(n) for n in ("layers.12.mlp.up_proj", "lm_head", "layers.x.y")] == [12, None, None]

@@ -1,0 +1,160 @@
+"""Plan files: round trip, every error with its field, names, churn, share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.ilp import solve
+from megatron_snip.snip.plan import Plan, SolverRecord, build_plan
+
+FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
+MIXED = LinearPrecision("fp4", "fp4", "fp8")
+
+
+def plan(**changes) -> Plan:
+    values = {
+        "iteration": 100,
+        "linears": {"layers.1.mlp.up_proj": FP4, "layers.0.self_attn.q_proj": MIXED},
+        "objective": "snip",
+        "target": 0.75,
+        "achieved": 0.8,
+        "solver": SolverRecord("optimal", 0.1 + 0.2, 0.3, 1e-5, 0.25),
+    }
+    return Plan(**{**values, **changes})
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "plans" / "iter_0000100.json"
+    plan().save(path)
+    assert Plan.load(path) == plan()
+    assert list(Plan.load(path).linears) == list(plan().linears)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no part of the atomic write stays
+    plan(iteration=200).save(path)
+    assert Plan.load(path).iteration == 200
+
+
+def test_file_is_the_documented_object(tmp_path):
+    plan().save(tmp_path / "p.json")
+    values = json.loads((tmp_path / "p.json").read_text())
+    assert list(values) == [
+        "version", "iteration", "objective", "target", "achieved", "linears", "solver", "hash",
+    ]  # fmt: skip
+    assert values["linears"]["layers.0.self_attn.q_proj"] == {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}
+    assert set(values["solver"]) == {"status", "objective", "bound", "gap", "seconds"}
+
+
+def test_hash_is_of_iteration_and_linears_only():
+    text = (
+        '{"iteration":100,"linears":{"layers.0.self_attn.q_proj":["fp4","fp4","fp8"],'
+        '"layers.1.mlp.up_proj":["fp4","fp4","fp4"]}}'
+    )
+    assert plan().hash == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert plan(objective="random", target=0.1, solver=SolverRecord()).hash == plan().hash
+    assert plan(linears=dict(reversed(plan().linears.items()))).hash == plan().hash
+    assert plan(iteration=101).hash != plan().hash
+    assert plan(linears={**plan().linears, "layers.1.mlp.up_proj": FP8}).hash != plan().hash
+
+
+def without(values, key):
+    return {k: v for k, v in values.items() if k != key}
+
+
+Q = "layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        *(
+            (lambda v, k=k: without(v, k), f"field {k} is missing")
+            for k in plan().to_dict()
+            if k != "version"
+        ),
+        (lambda v: without(v, "version"), "field version is missing"),
+        (lambda v: {**v, "note": 1}, "field note is unknown"),
+        (lambda v: {**v, "version": 2}, "field version is 2, but this code reads version 1"),
+        (lambda v: {**v, "iteration": 1.5}, "field iteration is 1.5"),
+        (lambda v: {**v, "iteration": True}, "field iteration is True"),
+        (lambda v: {**v, "iteration": -1}, "field iteration is -1"),
+        (lambda v: {**v, "objective": None}, "field objective is None"),
+        (lambda v: {**v, "target": float("nan")}, "field target is nan"),
+        (lambda v: {**v, "achieved": "0.8"}, "field achieved is '0.8'"),
+        (lambda v: {**v, "linears": []}, r"field linears is \[\]"),
+        (lambda v: {**v, "linears": {Q: "fp4"}}, rf"field linears\['{Q}'\] is 'fp4'"),
+        (lambda v: {**v, "linears": {Q: {"fprop": "fp4", "dgrad": "fp4"}}}, r"q_proj'\].wgrad is missing"),
+        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "x": 1}}}, r"q_proj'\].x is unknown"),
+        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "wgrad": 4}}}, r"q_proj'\].wgrad is 4"),
+        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "wgrad": "fp5"}}}, "unknown format 'fp5'"),
+        (lambda v: {**v, "linears": {Q: v["linears"][Q]}}, "field hash is"),
+        (lambda v: {**v, "solver": 3}, "field solver is 3"),
+        (lambda v: {**v, "solver": without(v["solver"], "gap")}, "field solver.gap is missing"),
+        (lambda v: {**v, "solver": {**v["solver"], "gap": None}}, "field solver.gap is None"),
+        (lambda v: {**v, "hash": "0" * 16}, "field hash is '0000"),
+    ],
+)
+def test_errors_name_file_field_and_way_out(tmp_path, change, field):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(change(plan().to_dict())))
+    with pytest.raises(ValueError, match=field) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value) and "make a new plan" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"[]", b"\xff\xfe", None])
+def test_unreadable_files(tmp_path, content):
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.json: .*make a new plan"):
+        Plan.load(path)
+
+
+def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    plan().save(path)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        plan(iteration=7).save(path)
+    assert Plan.load(path).iteration == 100 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_check_names():
+    names = list(plan().linears)
+    plan().check_names(reversed(names))
+    with pytest.raises(
+        ValueError, match=r"plan of iteration 100 names no such linear: layers\.1\.mlp\.up_proj"
+    ):
+        plan().check_names(names[1:])
+    with pytest.raises(ValueError, match=r"leaves out linears: a, b, c, d, e, f, g, h and 2 more"):
+        plan().check_names([*names, *"abcdefghij"])
+
+
+def test_uniform_churn_and_share():
+    shapes = [LinearShape("a", 4, 4), LinearShape("b", 4, 12)]
+    fp4, fp8 = Plan.uniform("ab", FP4), Plan.uniform("ab", "fp8")
+    assert fp4.linears == {"a": FP4, "b": FP4} and fp4.churn(fp8) == 1 and fp4.churn(fp4) == 0
+    half = Plan(0, {"a": FP4, "b": MIXED})
+    assert half.churn(fp4) == half.churn(fp8) / 2 == 0.5
+    assert half.fp4_share(shapes) == pytest.approx((1 + 3 * 2 / 3) / 4)
+    assert Plan.uniform("ab", "fp4", shapes=shapes).achieved == 1.0
+    assert Plan.uniform("ab", "fp4/fp4/fp8").linears["b"] == MIXED
+    with pytest.raises(ValueError, match="leaves out"):
+        half.fp4_share([*shapes, LinearShape("c", 1, 1)])
+    assert Plan(0, {}).churn(Plan(1, {})) == 0
+
+
+def test_build_plan_from_a_solution():
+    shapes = [LinearShape("a", 4, 4), LinearShape("b", 4, 12)]
+    solution = solve([[0, 1], [0, 2]], [[0, 0.25], [0, 0.75]], 0.5)
+    built = build_plan(solution, shapes, [FP8, FP4], iteration=5, objective="snip", target=0.5)
+    assert built.linears == {"a": FP8, "b": FP4} and built.achieved == 0.75 and built.iteration == 5
+    assert built.solver.objective == 2 and built.solver.status == solution.status
+    assert Plan.from_dict(json.loads(json.dumps(built.to_dict()))) == built
+    with pytest.raises(ValueError, match="2 linears, the model 1"):
+        build_plan(solution, shapes[:1], [FP8, FP4], iteration=5, objective="snip", target=0.5)

@@ -1,0 +1,58 @@
+"""Merge indexed datasets of one dtype into one, the documents in the order of the inputs.
+
+Source: Megatron-LM's tools/merge_datasets.py, whose options and order (prefixes of a folder sorted by name)
+are kept; prefixes may also be given one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
+
+
+def prefixes_of(inputs: Sequence[str]) -> list[str]:
+    """Prefixes, folders replaced by what they hold.  Raises ValueError for a folder without any pair."""
+    result: list[str] = []
+    for name in inputs:
+        if not Path(name).is_dir():
+            result.append(name)
+            continue
+        stems = {path.stem for path in Path(name).iterdir() if path.suffix in (".bin", ".idx")}
+        found = sorted(stem for stem in stems if not stem.startswith("."))
+        if not found:
+            raise ValueError(f"--input {name} holds no .bin/.idx pair")
+        result.extend(os.path.join(name, stem) for stem in found)
+    return result
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
+    """Write the merged pair and open it.  Raises ValueError if an input is broken or of another dtype."""
+    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
+        for prefix in prefixes:
+            builder.merge(prefix)
+    return IndexedDataset(output_prefix)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Merge indexed datasets into one.")
+    parser.add_argument("--input", nargs="+", required=True, help="a folder of .bin/.idx pairs, or prefixes")
+    parser.add_argument("--output-prefix", required=True, help="prefix of the merged pair")
+    arguments = parser.parse_args(argv)
+    try:
+        merged = merge(prefixes_of(arguments.input), arguments.output_prefix)
+    except (ValueError, OSError) as error:
+        print(f"merge_datasets: {error}", file=sys.stderr)
+        return 1
+    documents = len(merged.document_indices) - 1
+    print(f"{merged.prefix}: {documents:,} documents, {merged.num_tokens:,} tokens, {merged.dtype.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+# shellcheck shell=bash
+# Sourced, not run, always with its argument:  . tools/set_up.sh base|dev
+# Puts a Python with this project and its pinned dependencies first on PATH: the active virtual environment
+# (VIRTUAL_ENV) if there is one, else .venv in the repository, made when missing.  A stamp in the environment
+# holds a hash of what was installed from, so a second run starts at once.
+# Environment: PYTHON       the Python (3.11 or newer) that makes .venv
+#              SKIP_SET_UP  1 = take the Python on PATH as it is and install nothing
+set -euo pipefail
+
+repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '[set-up] %s\n' "$*" >&2; }
+
+give_up() {
+    printf '[set-up] error: %s\n' "$*" >&2
+    exit 1
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+    local name
+    for name in ${PYTHON:+"$PYTHON"} python3 python python3.13 python3.12 python3.11; do
+        if is_new_enough "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    give_up "no Python 3.11 or newer on PATH; install one, or name it: PYTHON=/path/to/python3 bash ..."
+}
+
+find_environment() {
+    local python
+    if [ -n "${VIRTUAL_ENV:-}" ]; then
+        environment="$VIRTUAL_ENV"
+        is_new_enough "$environment/bin/python" ||
+            give_up "the active environment $environment has no Python 3.11 or newer; deactivate it or make a newer one"
+        return
+    fi
+    environment="$repo_root/.venv"
+    if ! "$environment/bin/python" -m pip --version >/dev/null 2>&1; then
+        python="$(find_python)"
+        say "making a virtual environment in .venv with $("$python" --version)"
+        "$python" -m venv "$environment" ||
+            give_up "$python -m venv failed; on Debian or Ubuntu install the package python3-venv"
+    fi
+}
+
+# A hash of everything that decides what is installed; the repository's place counts, because the
+# installation points at it.
+installed_from() {
+    "$environment/bin/python" - "$repo_root" <<'EOF'
+import hashlib, pathlib, sys
+
+root = pathlib.Path(sys.argv[1])
+files = [root / "pyproject.toml", root / "setup.py", *sorted(root.glob("requirements/*.txt"))]
+files += sorted(p for p in root.glob("megatron_snip/**/*") if p.suffix in {".c", ".cc", ".cpp", ".h"})
+digest = hashlib.sha256(f"{root} {sys.version}".encode())
+for path in files:
+    if path.is_file():
+        digest.update(f"\n{path.relative_to(root)} ".encode() + path.read_bytes())
+print(digest.hexdigest())
+EOF
+}
+
+install() {
+    local level="$1" wanted found stamp="$environment/megatron_snip.stamp"
+    wanted="$(installed_from)"
+    found="$(cat "$stamp" 2>/dev/null || true)"
+    if [ "$found" = "dev $wanted" ] || [ "$found" = "$level $wanted" ]; then
+        return
+    fi
+    say "installing requirements/$level.txt into $environment (once; torch is the large one)"
+    rm -f "$stamp"
+    "$environment/bin/python" -m pip install --disable-pip-version-check -r "$repo_root/requirements/$level.txt"
+    say "installing megatron_snip"
+    "$environment/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps \
+        -e "$repo_root"
+    echo "$level $wanted" >"$stamp"
+    say "done"
+}
+
+set_up() {
+    case "$1" in base | dev) ;; *) give_up "level is $1; give base or dev" ;; esac
+    if [ "${SKIP_SET_UP:-0}" = 1 ]; then
+        return
+    fi
+    find_environment
+    install "$1"
+    if [ "$(command -v python || true)" != "$environment/bin/python" ]; then
+        export PATH="$environment/bin:$PATH"
+    fi
+    export VIRTUAL_ENV="$environment"
+}
+
+set_up "$1"
