@@ -67,19 +67,28 @@ EOF
 
 install() {
     local level="$1" wanted found stamp="$environment/megatron_snip.stamp"
+    if command -v flock >/dev/null; then # both commands may be started at once
+        exec 9>"$environment/megatron_snip.lock"
+        flock 9
+    fi
     wanted="$(installed_from)"
     found="$(cat "$stamp" 2>/dev/null || true)"
-    if [ "$found" = "dev $wanted" ] || [ "$found" = "$level $wanted" ]; then
-        return
+    if [ "$found" != "dev $wanted" ] && [ "$found" != "$level $wanted" ]; then
+        install_anew "$level"
+        echo "$level $wanted" >"$stamp"
+        say "done"
     fi
+    exec 9>&- # or the run itself would keep the lock
+}
+
+install_anew() {
+    local level="$1"
     say "installing requirements/$level.txt into $environment (once; torch is the large one)"
-    rm -f "$stamp"
+    rm -f "$environment/megatron_snip.stamp"
     "$environment/bin/python" -m pip install --disable-pip-version-check -r "$repo_root/requirements/$level.txt"
     say "installing megatron_snip"
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps \
         -e "$repo_root"
-    echo "$level $wanted" >"$stamp"
-    say "done"
 }
 
 set_up() {

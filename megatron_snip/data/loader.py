@@ -42,7 +42,7 @@ class _Prefetch(threading.Thread):
         """Make the batch; what goes wrong is kept for the one who asks for it."""
         try:
             self._result = self._loader.make(self.consumed_samples)
-        except BaseException as error:  # noqa: BLE001 - re-raised in the caller by result()
+        except BaseException as error:  # re-raised in the caller by result()
             self._result = error
 
     def result(self) -> Batch:

@@ -42,7 +42,7 @@ def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
     bounds = [0.0]
     for weight in weights:
         bounds.append(bounds[-1] + weight)
-    edges = [int(round(bound * float(num_sequences))) for bound in bounds]
+    edges = [round(bound * float(num_sequences)) for bound in bounds]
     return tuple((edges[i], edges[i + 1]) if bounds[i + 1] > bounds[i] else None for i in range(len(SPLITS)))
 
 

@@ -1,8 +1,8 @@
 """Tokenizers behind one small interface.
 
 Source: Megatron-LM core 0.16.1, megatron/core/tokenizers: sentencepiece and Hugging Face text is encoded
-without BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference: NullTokenizer's EOD is
-the last of its ``vocab_size`` ids, so that --vocab-size stays the model's; Megatron adds one more id.
+without BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference: NullTokenizer's EOD
+is the last of its ``vocab_size`` ids, where Megatron adds one more, so that --vocab-size stays the model's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SentencePieceTokenizer:
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
             raise ValueError(
-                f"--tokenizer-model {model} has no EOS piece to end documents with; train it with one"
+                f"--tokenizer-model {model} has no EOS piece to end documents; train it with one"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -127,7 +127,7 @@ def _configured_eos(folder: Path) -> str | None:
 
 
 class TransformersTokenizer:
-    """Any other tokenizer in a local folder, through transformers (an optional extra); nothing is downloaded."""
+    """Any other tokenizer in a local folder, through transformers (optional); nothing is downloaded."""
 
     def __init__(self, path: Path) -> None:
         try:

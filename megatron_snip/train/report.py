@@ -4,8 +4,8 @@
 
 Reads metrics.jsonl (one JSON object per iteration) and plans/*.json, writes report.html (self-contained),
 report_loss.png and report_plans.png, and report_divergence.png where divergences were recorded.
-Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be read
-are named in the report, and what was not recorded is left out.
+Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be
+read are named in the report, and what was not recorded is left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any
 from megatron_snip.snip.plan import Plan
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px }
+body { margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 p.path { color: #667; margin-top: .2rem; font-family: ui-monospace, monospace; font-size: 13px }
-table { border-collapse: collapse } td, th { padding: .25rem .9rem; border-bottom: 1px solid #e3e7ec; text-align: left }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
-img { max-width: 100% } p.note { color: #8a4b00 } code { font-size: 13px }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #e3e7ec; text-align: left }
+img { max-width: 100% } p.note { color: #8a4b00 } table.plans { font-size: 13px; margin-top: 1rem }
 """
 
 
@@ -53,7 +54,7 @@ def read_run(run_dir: str | Path) -> Run:
     metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
     if not metrics_file.is_file() and not plan_files:
         raise ValueError(
-            f"{path}: neither metrics.jsonl nor plans/*.json is here; give a folder of --run-dir"
+            f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)"
         )
     notes: list[str] = []
     metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
@@ -194,8 +195,8 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("plans", plans),
         ("iterations", iterations),
         ("time in probes", time(values["probe_seconds"], values["probe_share"])),
-        ("time in solving", time(values["solver_seconds"], values["solver_share"])),
-        ("time in iterations", time(values["seconds"], None)),
+        ("time in solving, aside", time(values["solver_seconds"], values["solver_share"])),
+        ("time in all iterations", time(values["seconds"], None)),
     ]
 
 
@@ -260,7 +261,7 @@ def _plan_table(plans: Sequence[Plan]) -> str:
         ]  # fmt: skip
         lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+    return f"<table class='plans'><tr>{head}</tr>{''.join(lines)}</table>"
 
 
 def main(arguments: Sequence[str]) -> int:

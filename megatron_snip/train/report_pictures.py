@@ -36,7 +36,7 @@ _MOST_LABELS, _MOST_PLANS = 12, 12  # half as many plans where each takes the wh
 
 
 def loss(path: Path, curves: Mapping[str, Curve], marks: Sequence[tuple[int, float]]) -> Path:
-    """Loss over iterations.  curves: "training" and "validation"; marks: iteration and FP4 share of each plan."""
+    """Loss over iterations.  curves: "training", "validation"; marks: each plan's iteration and FP4 share."""
     figure = _figure(10, 4.6)
     axes = figure.add_subplot()
     _tidy(axes)
@@ -74,7 +74,7 @@ def plans(path: Path, all_plans: Sequence[Plan]) -> Path:
     columns = min(columns, len(picked))
     lines = -(-len(picked) // columns)
     width = min(15.0, max(6.0, columns * (1.3 + 0.22 * max(blocks, 10))))
-    figure = _figure(width, 0.7 + lines * (0.75 + 0.24 * len(kinds)))
+    figure = _figure(width, 0.7 + lines * (0.75 + 0.24 * max(len(kinds), 5)))
     grid = figure.subplots(lines, columns, squeeze=False)
     formats = _formats_of(all_plans)
     for place, axes in enumerate(grid.flat):
@@ -103,7 +103,7 @@ def divergences(path: Path, values: Mapping[str, Mapping[str, float]]) -> Path:
     columns = 1 if blocks > 24 else len(values)
     lines = -(-len(values) // columns)
     width = min(15.0, max(6.0, columns * (2.4 + 0.26 * max(blocks, 10))))
-    figure = _figure(width, lines * (1.1 + 0.27 * len(kinds)))
+    figure = _figure(width, lines * (1.1 + 0.27 * max(len(kinds), 5)))
     for place, (kind, linears) in enumerate(values.items()):
         axes = figure.add_subplot(lines, columns, place + 1)
         table = np.full((len(kinds), blocks), np.nan)

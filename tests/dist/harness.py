@@ -42,20 +42,39 @@ def _rank(rank: int, world: int, folder: str, seconds: float, pipe: Any, functio
         pipe.close()
 
 
+def start_ranks(
+    function: Callable, world: int, *args: Any, folder: str, seconds: float = 120.0
+) -> tuple[list[Any], list[Any]]:
+    """Start `function(*args)` on each of `world` ranks -> (processes, pipes of their results).
+
+    The caller ends them, and keeps `folder`, where they meet, until then.
+    """
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(
+            target=_rank, args=(rank, world, folder, seconds, theirs, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    return processes, pipes
+
+
+def end_ranks(processes: list[Any]) -> None:
+    """Kill what is still alive, and reap all."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
 def run_ranks(function: Callable, world: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """`function(*args)` on each of `world` ranks -> their results in order.  AssertionError with the traceback
     of the first rank that failed, or if they have not ended after `seconds`."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            ours, theirs = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(
-                target=_rank, args=(rank, world, folder, seconds, theirs, function, args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        processes, pipes = start_ranks(function, world, *args, folder=folder, seconds=seconds)
         results: dict[int, Any] = {}
         try:
             open_pipes = dict(zip(pipes, range(world), strict=True))
@@ -73,8 +92,5 @@ def run_ranks(function: Callable, world: int, *args: Any, seconds: float = 120.0
             for process in processes:
                 process.join(seconds)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            end_ranks(processes)
         return [results[rank] for rank in range(world)]

@@ -120,3 +120,15 @@ def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[st
         "hash": metrics["snip/plan_hash"],
         "precision": {name: str(linear.precision) for name, linear in parts.linears.items()},
     }
+
+
+def train_run(options: dict[str, Any], slow_state: bool = False) -> None:
+    """A whole run of the program; slow_state makes the last part of each save take its time."""
+    import time
+
+    from megatron_snip.train import checkpoint, loop
+
+    if slow_state:
+        write = checkpoint.write_atomic
+        checkpoint.write_atomic = lambda *args: (time.sleep(1.0), write(*args))
+    loop.train(Config().replace(**{**TINY, **options}))

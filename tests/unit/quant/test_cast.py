@@ -161,12 +161,21 @@ def test_stochastic_rounding_is_unbiased_in_every_interval():
         assert abs(error) < 5 * float(upper - lower) * (share * (1 - share) / draws) ** 0.5
 
 
-def test_stochastic_rounding_goes_up_exactly_when_the_draw_is_below_the_distance():
-    x = torch.cat([torch.full((64, 1), 6.0), torch.rand(64, 127) * 0.5], dim=1)
-    y = fake_quantize(x, "fp4", role="input", dim=1, rounding="stochastic", key=KEY)
-    up = random_bits(KEY, 64, 128).double() * 2.0**-24 < x.double() / 0.5
-    assert torch.equal(y[:, 1:], up[:, 1:].float() * 0.5)
-    assert torch.equal(y[:, 0], x[:, 0])
+@pytest.mark.parametrize("casts", CASTS)
+def test_stochastic_rounding_goes_up_exactly_when_the_draw_is_below_the_distance(casts):
+    """In E2M1's lowest interval, whose step is 0.5: away from the draw, at it, and one ulp above it."""
+    draws = random_bits(KEY, 64, 128) * 2.0**-24
+    for distance, up in [
+        (torch.rand(64, 128), None),
+        (draws, False),
+        (torch.nextafter(draws, torch.tensor(1.0)), True),
+    ]:
+        x = distance * 0.5
+        x[:, 0] = 6.0
+        y = casts[0](x, "fp4", role="input", dim=1, rounding="stochastic", key=KEY)
+        expected = draws < distance if up is None else torch.full((64, 128), up)
+        assert torch.equal(y[:, 1:], expected[:, 1:] * 0.5)
+        assert torch.equal(y[:, 0], x[:, 0])
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

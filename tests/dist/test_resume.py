@@ -1,0 +1,128 @@
+"""A killed run goes on bit for bit: loss, gradient norm, plan, with SNIP on and a solve under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.train.metrics import read_metrics
+from tests.dist.harness import end_ranks, run_ranks, start_ranks
+from tests.dist.runs import train_run
+
+WORLD = 4
+OPTIONS = {
+    "num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True, "train_iters": 26, "bf16": True, "precision": "snip", "snip_start": 3,
+    "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2, "eval_interval": 6, "eval_iters": 1,
+    "log_interval": 10,
+}  # fmt: skip
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/solver_seconds")
+
+
+def options_for(run_dir: Path) -> dict:
+    """The same options for the first start and each restart."""
+    return {**OPTIONS, "run_dir": str(run_dir), "load": str(run_dir / "checkpoints")}
+
+
+def timeless(run_dir: Path) -> list[dict]:
+    """The metrics without what a clock wrote."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+@contextmanager
+def running(run_dir: Path, **how):
+    """A run under way on all ranks, killed on leaving if it still goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes, _ = start_ranks(train_run, WORLD, options_for(run_dir), *how.values(), folder=folder)
+        try:
+            yield processes
+        finally:
+            end_ranks(processes)
+
+
+def wait_for(condition, processes, what: str) -> None:
+    """Until the condition holds; AssertionError if the run ends before or it takes too long."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end and all(p.is_alive() for p in processes), f"never came to: {what}"
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(train_run, WORLD, options_for(run_dir))
+    return run_dir
+
+
+def lines(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def test_ten_kills_change_nothing(uninterrupted, tmp_path):
+    run_dir, draw = tmp_path / "run", random.Random(7)
+    saves = run_dir / "checkpoints"
+    solve_in_flight = lambda i: lambda: (run_dir / f"stats/iter_{i:07d}.json").is_file()  # noqa: E731
+    in_save = lambda i: lambda: (saves / f"iter_{i:07d}.writing/.metadata").is_file()  # noqa: E731
+    progress = lambda i: lambda: lines(run_dir) >= i  # noqa: E731
+    points = [
+        ("iteration 1, before any checkpoint", progress(1)),
+        ("after the probe of iteration 3", solve_in_flight(3)),
+        ("inside the save of iteration 4", in_save(4)),
+        ("iteration 7", progress(7)),
+        ("inside the save of iteration 10", in_save(10)),
+        ("after the probe of iteration 11", solve_in_flight(11)),
+        ("iteration 13, the solve's checkpoint loaded", progress(13)),
+        ("iteration 17", progress(17)),
+        ("iteration 20, with the third solve in flight", progress(20)),
+        ("iteration 24", progress(24)),
+    ]
+    for what, condition in points:
+        slow = "save" in what
+        with running(run_dir, slow_state=slow) as processes:
+            wait_for(condition, processes, what)
+            if not slow:
+                time.sleep(draw.uniform(0.0, 0.25))
+            for process in processes:
+                os.kill(process.pid, signal.SIGKILL)
+        if slow:
+            assert list(saves.glob("*.writing")), f"{what}: the kill came too late to be in the save"
+    run_ranks(train_run, WORLD, options_for(run_dir))
+    assert timeless(run_dir) == timeless(uninterrupted)
+    plans = {path.name: path.read_text() for path in (run_dir / "plans").iterdir()}
+    for path in (uninterrupted / "plans").iterdir():
+        ours, theirs = json.loads(plans.pop(path.name)), json.loads(path.read_text())
+        assert ours["hash"] == theirs["hash"] and ours["linears"] == theirs["linears"]
+    assert not plans
+
+
+def test_uninterrupted_run_planned_and_learned(uninterrupted):
+    rows = timeless(uninterrupted)
+    assert [row["iteration"] for row in rows] == list(range(1, 27))
+    assert len({row["snip/plan_hash"] for row in rows} - {""}) == 3
+    assert rows[-1]["lm loss"] < rows[0]["lm loss"] - 0.5
+
+
+def test_sigterm_saves_and_leaves(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    with running(run_dir) as processes:
+        wait_for(lambda: lines(run_dir) >= 5, processes, "iteration 5")
+        os.kill(processes[1].pid, signal.SIGTERM)  # one rank hears it, all leave
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    left_at = lines(run_dir)
+    assert left_at < OPTIONS["train_iters"]
+    assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
+    run_ranks(train_run, WORLD, options_for(run_dir))
+    assert timeless(run_dir) == timeless(uninterrupted)
