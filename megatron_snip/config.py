@@ -11,9 +11,10 @@ import dataclasses
 import difflib
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional, Sequence
+from typing import Any, Literal, Optional
 
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -66,7 +67,7 @@ def start(backend: str, timeout_minutes: float) -> Runtime:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:  # a lone process needs no address
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return Runtime(rank, world_size, local_rank, device, backend)
 
 

@@ -24,7 +24,7 @@ from megatron_snip.data.files import atomic_output
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
 # Installed packages differ between machines; test folders hold broken files and tables on purpose.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-LARGEST_FILE = 4 << 20  # Bytes; beyond it lie tables and logs, of which one would outweigh a thousand pages.
+LARGEST_FILE = 256 << 10  # Bytes; beyond it lie tables, logs and pictures, of which one outweighs a hundred pages.
 SMALLEST_FILE = 64
 
 

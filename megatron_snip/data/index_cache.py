@@ -55,7 +55,7 @@ def cached(
     if entry.exists():
         try:
             return _read(stem, json.loads(text))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # a reader of damaged bytes may raise anything
             LOGGER.warning("index cache entry %s is damaged (%s); building it anew", entry, error)
     arrays = build()
     try:

@@ -242,15 +242,15 @@ class _Builder:
         self.vocab_size, self.cache_path = vocab_size, cache_path
         self.opened: dict[str, IndexedDataset] = {}
 
-    def corpus(self, prefix: str, split: str, part: int, num_samples: int) -> GPTDataset | None:
+    def corpus(self, prefix: str, split: str | None, part: int, num_samples: int) -> GPTDataset | None:
         """One corpus' samples; None if the split gives this part a share of zero."""
         if prefix not in self.opened:
             self.opened[prefix] = IndexedDataset(prefix)
         indexed = self.opened[prefix]
-        chosen = split_ranges(split, len(indexed))[part]
+        chosen = (0, len(indexed)) if split is None else split_ranges(split, len(indexed))[part]
         if chosen is None:
             return None
-        if chosen[0] == chosen[1]:
+        if split is not None and chosen[0] == chosen[1]:
             raise ValueError(
                 f"--split {split} leaves no sequence of dataset {prefix} ({len(indexed)} sequences) for "
                 f"{SPLITS[part]}; raise that share, or give 0 to do without"
@@ -265,10 +265,14 @@ class _Builder:
             cache_path=self.cache_path,
         )
 
-    def blend(self, paths: Sequence[str], split: str, part: int, num_samples: int) -> Dataset | None:
-        """One corpus, or the weighted blend of several, with Megatron's sizes."""
+    def blend(self, paths: Sequence[str], split: str | None, part: int, num_samples: int) -> Dataset | None:
+        """One corpus, or the weighted blend of several, with Megatron's sizes; all of it without a split.
+
+        A lone prefix with a weight is a blend of one, with a blend's surplus, under --data-path, but a plain
+        corpus where a part has paths of its own: so does Megatron, and the order depends on it.
+        """
         prefixes, raw_weights = parse_blend(paths)
-        if raw_weights is None:
+        if raw_weights is None or (split is None and len(prefixes) == 1):
             return self.corpus(prefixes[0], split, part, num_samples)
         weights = _normalised(raw_weights)
         targets = [math.ceil(num_samples * weight) for weight in weights]
@@ -309,12 +313,11 @@ def build_datasets(
     if bool(data_path) == bool(train_paths) or (data_path and valid_paths):
         raise ValueError("give either --data-path with --split, or --train-data-path with --valid-data-path")
     builder = _Builder(seq_length, seed, vocab_size, cache_path)
-    train = builder.blend(data_path or train_paths, split if data_path else "1", TRAINING, num_train_samples)
+    shares = split if data_path else None
+    train = builder.blend(data_path or train_paths, shares, TRAINING, num_train_samples)
     if train is None:
         raise ValueError(f"--split {split} gives training a share of 0; raise its first number")
-    if not num_valid_samples:
+    valid_paths = data_path or valid_paths
+    if not num_valid_samples or not valid_paths:
         return train, None
-    if data_path:
-        return train, builder.blend(data_path, split, VALIDATION, num_valid_samples)
-    # The whole of a dataset of its own: a split whose only share is the validation's.
-    return train, builder.blend(valid_paths, "0,1", VALIDATION, num_valid_samples) if valid_paths else None
+    return train, builder.blend(valid_paths, shares, VALIDATION, num_valid_samples)

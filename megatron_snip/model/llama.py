@@ -9,8 +9,8 @@ the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +133,9 @@ class Attention(nn.Module):
         m = build.model
         self.region, self.head_dim = build.region, m.head_dim
         self.grouped = m.query_groups != m.num_attention_heads
-        for name in ATTENTION_LINEARS:
-            self.add_module(name, build.linear(f"{prefix}.{name}"))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
@@ -156,8 +157,9 @@ class MLP(nn.Module):
     def __init__(self, build: Build, prefix: str) -> None:
         super().__init__()
         self.region = build.region
-        for name in MLP_LINEARS:
-            self.add_module(name, build.linear(f"{prefix}.{name}"))
+        self.gate_proj, self.up_proj, self.down_proj = (
+            build.linear(f"{prefix}.{name}") for name in MLP_LINEARS
+        )
 
     def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
@@ -183,6 +185,15 @@ class Block(nn.Module):
         return out
 
 
+class OutputLayer(nn.Module):
+    """The weight [V, H] that turns the residual stream into logits; its rows are split over tp."""
+
+    def __init__(self, build: Build, shape: tuple[int, int]) -> None:
+        super().__init__()
+        weight = build.normal("lm_head", shape, build.model.init_method_std)
+        self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
+
+
 class _ContiguousGrad(torch.autograd.Function):
     """Identity whose gradient is contiguous: pipeline communication sends the raw memory."""
 
@@ -204,7 +215,9 @@ class LlamaStage(nn.Module):
         self.build, self.recompute, self.iteration = build, recompute, 0
         self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
-        self.embed_tokens = self.norm = self.lm_head = None
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.lm_head: OutputLayer | None = None
         if first:
             weight = build.normal("embed_tokens", vocab, m.init_method_std)
             self.embed_tokens = VocabParallelEmbedding(
@@ -214,10 +227,7 @@ class LlamaStage(nn.Module):
         if last:
             self.norm = RMSNorm(build)
             if not tied:
-                head = nn.Module()
-                weight = build.normal("lm_head", vocab, m.init_method_std)
-                head.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
-                self.lm_head = head
+                self.lm_head = OutputLayer(build, vocab)
         self.last = last
         cos, sin = rotary_tables(m, build.dtype, build.device)
         self.register_buffer("cos", cos, persistent=False)

@@ -8,7 +8,7 @@ tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_m
 from __future__ import annotations
 
 import math
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def shard_over_dp(
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a parameter or gradient that lies in this process; shares its memory."""
+    """The part of a parameter or gradient [...] that lies in this process; shares its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -19,9 +19,17 @@ from megatron_snip.mesh import Mesh
 class BatchLike(Protocol):
     """What a batch holds: M microbatches of B sequences of S tokens."""
 
-    tokens: Tensor  # [M, B, S] int64
-    labels: Tensor  # [M, B, S] int64
-    sample_index: Tensor  # [M, B] int64, on the CPU
+    @property
+    def tokens(self) -> Tensor:
+        """[M, B, S] int64."""
+
+    @property
+    def labels(self) -> Tensor:
+        """[M, B, S] int64."""
+
+    @property
+    def sample_index(self) -> Tensor:
+        """[M, B] int64, on the CPU."""
 
 
 def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
@@ -47,19 +55,16 @@ class Pipeline:
         self.microbatches = microbatches
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
         self._schedules: dict[bool, Any] = {}
-        self._make = {
-            "num_stages": num_stages, "activation": activation, "tokens": tokens, "dtype": dtype
-        }  # fmt: skip
+        self._num_stages = num_stages
+        self._activation = torch.empty(activation, dtype=dtype, device="meta")
+        self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
 
     def _schedule(self, training: bool) -> Any:
         """Schedules for training and evaluation are apart: torch would set up anew at each change."""
         if training not in self._schedules:
-            n = cast(int, self._make["num_stages"])
-            shape = {
-                "like": torch.empty(self._make["activation"], dtype=self._make["dtype"], device="meta"),
-                "loss": torch.empty(1, device="meta"),
-                "tokens": torch.empty(self._make["tokens"], dtype=torch.int64, device="meta"),
-            }
+            n = self._num_stages
+            activation = self._activation.clone().requires_grad_(training)
+            loss = torch.empty(1, device="meta").requires_grad_(training)
             stages = [
                 PipelineStage(
                     module,
@@ -67,8 +72,8 @@ class Pipeline:
                     n,
                     self.device,
                     # static shapes: else the first step runs a pass of its own over uninitialised memory
-                    input_args=shape["tokens"] if s == 0 else shape["like"].requires_grad_(training),
-                    output_args=(shape["loss"] if s == n - 1 else shape["like"]).requires_grad_(training),
+                    input_args=self._tokens if s == 0 else activation,
+                    output_args=loss if s == n - 1 else activation,
                     group=self.mesh.pp.group,
                 )
                 for s, module in self.stages.items()

@@ -26,7 +26,6 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
 from megatron_snip.quant.linear import LinearObserver
 
-
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -90,7 +90,7 @@ def fake_quantize_reference(
 def resolve(
     x: Tensor, fmt: Format | str, *, role: str, dim: int, rounding: str | None, key: RoundingKey | None
 ) -> tuple[Format, bool]:
-    """Check a cast's arguments; return its format and whether it rounds stochastically.
+    """Check a cast's arguments, x [R, C] among them; return its format and whether it rounds stochastically.
 
     Raises ValueError as ``fake_quantize_reference`` says.
     """
@@ -110,7 +110,7 @@ def resolve(
 
 
 def unquantised(x: Tensor, fmt: Format) -> Quantized:
-    """An operand that stays as it is, with one scale of 1 over the whole of it."""
+    """An operand [R, C] that stays as it is, with one scale of 1 over the whole of it."""
     return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))
 
 
@@ -181,7 +181,7 @@ def _round_stochastic(size: Tensor, element: Element, draws: Tensor) -> Tensor:
 
 
 def encode(q: Tensor, element: Element) -> Tensor:
-    """Codes of grid values: float32 -> uint8, NaN to 0xff."""
+    """Codes of grid values: float32 [R, C] -> uint8 [R, C], NaN to 0xff."""
     size = q.abs()
     exponent = _binade(size, element)
     steps = torch.nan_to_num(size * _power_of_two(element.mantissa_bits - exponent)).int()
@@ -191,7 +191,7 @@ def encode(q: Tensor, element: Element) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Grid values of codes: uint8 -> float32 of the same shape, by table."""
+    """Grid values of codes, by table: uint8 [R, C] -> float32 [R, C]."""
     magnitudes = element.values()
     table = torch.full((256,), float("nan"))
     for sign, first in ((1.0, 0), (-1.0, element.sign_code)):

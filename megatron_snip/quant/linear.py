@@ -130,7 +130,10 @@ def emulated_linear(
     output_col0: int = 0,
     observer: LinearObserver | None = None,
 ) -> Tensor:
-    """Quantise, dequantise, multiply in x.dtype.  Arguments as ``quantized_linear``."""
+    """Quantise, dequantise, multiply in x.dtype: x [T,K], w [N,K] -> y [T,N].
+
+    Other arguments as ``quantized_linear``.
+    """
     y: Tensor = _Emulated.apply(x, w, precision, key, input_col0, output_col0, observer)
     return y
 

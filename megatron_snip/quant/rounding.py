@@ -105,7 +105,7 @@ def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | s
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10: four int64 tensors of 32-bit words in, four out, elementwise."""
+    """Philox-4x32-10, elementwise: four int64 tensors [R, C] of 32-bit words in, four out."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

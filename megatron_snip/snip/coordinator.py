@@ -35,7 +35,7 @@ from megatron_snip.snip.divergence import (
 )
 from megatron_snip.snip.plan import Plan, build_plan
 from megatron_snip.snip.probes import Pass, ProbedLinear, StatisticsProbe
-from megatron_snip.snip.solver import BackgroundSolver, SolverFailed, SolveRequest, SolverTimeout
+from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
 from megatron_snip.snip.stats import ProbeStats
 
 LOGGER = logging.getLogger("megatron_snip")

@@ -13,12 +13,14 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.jsonfile import write_atomic
@@ -59,7 +61,7 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     mesh.barrier()
-    dcp.save(dict(tensors), storage_writer=FileSystemWriter(aside, sync_files=True))
+    dcp_save(dict(tensors), storage_writer=FileSystemWriter(aside, sync_files=True))
     if mesh.rank == 0:
         write_atomic(aside / STATE, json.dumps(state))
         old = final.with_name(final.name + ".old")
@@ -105,4 +107,4 @@ def load_tensors(load: Path, iteration: int, tensors: Mapping[str, Tensor]) -> N
                 f"{folder}: {name} has shape {list(size or [])}, the model's is {list(tensor.shape)}; "
                 "match the model options to its state.json"
             )
-    dcp.load(dict(tensors), storage_reader=reader)
+    dcp_load(dict(tensors), storage_reader=reader)

@@ -11,9 +11,10 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from megatron_snip.config import Config
 from megatron_snip.snip.jsonfile import write_atomic

@@ -38,7 +38,7 @@ _MOST_LABELS, _MOST_PLANS = 12, 12  # half as many plans where each takes the wh
 def loss(path: Path, curves: Mapping[str, Curve], marks: Sequence[tuple[int, float]]) -> Path:
     """Loss over iterations.  curves: "training", "validation"; marks: each plan's iteration and FP4 share."""
     figure = _figure(10, 4.6)
-    axes = figure.add_subplot()
+    axes: Axes = figure.add_subplot()
     _tidy(axes)
     iterations, values = curves["training"]
     dot = {"marker": "o", "markersize": 3} if len(values) == 1 else {}
@@ -82,7 +82,7 @@ def plans(path: Path, all_plans: Sequence[Plan]) -> Path:
             axes.set_visible(False)
             continue
         index = picked[place]
-        before = all_plans[index - 1] if index else None
+        before = all_plans[picked[place - 1]] if place else None
         _draw_plan(axes, all_plans[index], before, kinds, blocks, formats)
         if place % columns:
             axes.tick_params(labelleft=False)
@@ -167,7 +167,7 @@ def _mark_plans(axes: Axes, marks: Sequence[tuple[int, float]]) -> None:
     for number, (iteration, share) in enumerate(marks):
         axes.axvline(iteration, color=_MARK, linewidth=0.9, alpha=0.75, linestyle=(0, (4, 3)), zorder=1)
         if (len(marks) - 1 - number) % every == 0:
-            axes.annotate(
+            label = axes.annotate(
                 f"{iteration}: {share:.1%} FP4",
                 (iteration, 1.0),
                 xycoords=("data", "axes fraction"),
@@ -177,7 +177,11 @@ def _mark_plans(axes: Axes, marks: Sequence[tuple[int, float]]) -> None:
                 va="top",
                 fontsize=8,
                 color=_MARK,
+                annotation_clip=True,
             )
+            label.set_in_layout(
+                False
+            )  # a plan beyond the last recorded iteration must not squeeze the picture
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

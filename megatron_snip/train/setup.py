@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_snip.config import TILE, Config, validate
 from megatron_snip.data.loader import Loader
-from megatron_snip.data.sampling import build_datasets
+from megatron_snip.data.sampling import Dataset, build_datasets
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
@@ -146,7 +146,7 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
 
 
 def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
-    """Loaders of training and validation; rank 0 makes the sample indices first, the others find its cache."""
+    """Loaders of training and validation; rank 0 fills the cache of sample indices before the others look."""
     d, t, log = config.data, config.training, config.logging
     samples = t.global_batch_size * (log.eval_iters if log.eval_interval else 0)
     datasets = None
@@ -160,14 +160,19 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
         if d.data_cache_path:
             mesh.barrier()
     assert datasets is not None
-    options = {
-        "global_batch_size": t.global_batch_size,
-        "micro_batch_size": t.micro_batch_size,
-        "dp_rank": mesh.dp.rank,
-        "dp_size": mesh.dp.size,
-    }
+
+    def loader(dataset: Dataset, prefetch: bool) -> Loader:
+        return Loader(
+            dataset,
+            global_batch_size=t.global_batch_size,
+            micro_batch_size=t.micro_batch_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            prefetch=prefetch,
+        )
+
     train, valid = datasets
-    return Loader(train, **options), Loader(valid, **options, prefetch=False) if valid is not None else None
+    return loader(train, True), loader(valid, False) if valid is not None else None
 
 
 def _stage_of_layer(config: Config, name: str) -> int:
@@ -238,8 +243,8 @@ def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:
     }
     if kinds and config.precision.precision != "bf16":
         LOGGER.info(
-            f"tensor parallel {tp} cuts the {TILE}-wide scale blocks of {', '.join(sorted(kinds))}: their scales "
-            "close at the shard's edge, so results differ a little from other layouts"
+            f"tensor parallel {tp} cuts the {TILE}-wide scale blocks of {', '.join(sorted(kinds))}: "
+            "their scales close at the shard's edge, so results differ a little from other layouts"
         )
 
 

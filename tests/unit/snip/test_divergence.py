@@ -22,7 +22,7 @@ from megatron_snip.snip.divergence import (
 )
 from megatron_snip.snip.stats import LinearStats, ProbeStats
 
-BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp8/fp8"))
+BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
 NAMES = ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
 SHAPES = [LinearShape(NAMES[0], 8, 4), LinearShape(NAMES[1], 4, 4)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -152,6 +154,17 @@ def test_target_of_everything_and_of_nothing():
     assert np.array_equal(everything.choice, saved.argmax(axis=1))
     nothing = solve(quality, saved, 0.0)
     assert np.array_equal(nothing.choice, quality.argmin(axis=1)) and nothing.gap == 0
+
+
+def test_budget_holds_for_savings_without_a_common_unit():
+    """Slack a hair below what the cheap plan wants: rounding to units must not let it through."""
+    saved = np.array([[0, math.pi], [0, math.e]])
+    unit = math.pi / 2**20
+    slack = (math.floor(math.e / unit) + 0.01) * unit
+    assert math.floor(slack / unit) == math.floor(math.e / unit) and slack < math.e
+    found = solve([[0, 1], [0, 1]], saved, math.pi + math.e - slack)
+    assert found.choice.tolist() == [1, 1]
+    assert solve([[0, 1], [0, 1]], saved, math.pi - 1e-5).choice.tolist() == [1, 0]
 
 
 def test_infeasible_targets_say_what_is_possible():

@@ -34,8 +34,11 @@ def test_round_trip(tmp_path):
     assert Plan.load(path) == plan()
     assert list(Plan.load(path).linears) == list(plan().linears)
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no part of the atomic write stays
+    before = tmp_path / "before.json"
+    before.hardlink_to(path)
     plan(iteration=200).save(path)
     assert Plan.load(path).iteration == 200
+    assert Plan.load(before).iteration == 100  # replaced, not written over
 
 
 def test_file_is_the_documented_object(tmp_path):

@@ -155,7 +155,8 @@ def test_damaged_files_are_named_not_fatal(tmp_path):
 
 def test_names_are_escaped(tmp_path):
     plan = Plan(1, {"layers.0.a": FP4}, objective="<script>")
-    assert "<script>" not in write_report(write_run(tmp_path / "a & b", [line(1)], (plan,))).read_text()
+    folder = write_run(tmp_path / "<script>", [line(1), "garbage\n"], (plan,))
+    assert read_run(folder).notes and "<script>" not in write_report(folder).read_text()
 
 
 def test_command_line(tmp_path, capsys):

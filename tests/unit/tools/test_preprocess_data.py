@@ -1,0 +1,155 @@
+"""tools/preprocess_data.py: contents, independence of the workers, errors, and the bare command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_snip.data.indexed import IndexedDataset
+from tools import preprocess_data
+from tools.preprocess_data import main, pieces
+
+ROOT = Path(__file__).resolve().parents[3]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+
+
+def documents(count, seed=0):
+    random = np.random.RandomState(seed)
+    return [random.randint(0, 999, size=random.randint(0, 40)).tolist() for _ in range(count)]
+
+
+def write(path, docs):
+    lines = [json.dumps({"text": " ".join(map(str, d)), "note": "7 \u2003 8"}, ensure_ascii=False) for d in docs]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def read(prefix):
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices.tolist()
+    return [dataset.get(a).tolist() if b > a else [] for a, b in zip(bounds, bounds[1:])]
+
+
+def files(folder):
+    return sorted(p.name for p in folder.iterdir() if p.suffix != ".jsonl")
+
+
+def test_contents_and_names(tmp_path, capsys):
+    docs = [*documents(30), []]
+    source = write(tmp_path / "a.jsonl", docs)
+    out = str(tmp_path / "out")
+    assert main(["--input", source, "--output-prefix", out, "--append-eod", "--json-keys", "text", "note", *NULL]) == 0
+    assert files(tmp_path) == sorted(f"out_{k}_document.{e}" for k in ("text", "note") for e in ("bin", "idx"))
+    assert read(f"{out}_text_document") == [[*d, 999] if d else [] for d in docs]
+    assert read(f"{out}_note_document") == [[7, 8, 999]] * 31
+    assert IndexedDataset(f"{out}_text_document").dtype == np.uint16
+    assert "31 documents" in capsys.readouterr().out
+
+
+def test_without_eod_and_with_a_large_vocabulary(tmp_path):
+    source = write(tmp_path / "a.jsonl", [[1, 2], [65499]])
+    out = str(tmp_path / "o")
+    assert main(["--input", source, "--output-prefix", out, *NULL[:2], "--vocab-size", "65500"]) == 0
+    assert read(f"{out}_text_document") == [[1, 2], [65499]]
+    assert IndexedDataset(f"{out}_text_document").dtype == np.int32
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 10**6])
+def test_pieces_lose_and_repeat_nothing(tmp_path, monkeypatch, size):
+    docs = documents(25, seed=size)
+    inputs = [write(tmp_path / "a.jsonl", docs[:20]), write(tmp_path / "b.jsonl", docs[20:])]
+    text = (tmp_path / "b.jsonl").read_text()
+    (tmp_path / "b.jsonl").write_text("\n \r\n" + text.rstrip("\n"))  # blank lines; no newline at the end
+    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", size)
+    assert len(list(pieces(inputs))) >= 1500 // size
+    out = str(tmp_path / "out")
+    assert main(["--input", *inputs, "--output-prefix", out, *NULL]) == 0
+    assert read(f"{out}_text_document") == docs
+
+
+def test_wildcards_are_expanded_in_order(tmp_path):
+    docs = documents(9)
+    for number, start in enumerate((0, 3, 6)):
+        write(tmp_path / f"part{number}.jsonl", docs[start : start + 3])
+    out = str(tmp_path / "out")
+    assert main(["--input", str(tmp_path / "part*.jsonl"), "--output-prefix", out, *NULL]) == 0
+    assert read(f"{out}_text_document") == docs
+
+
+def test_workers_change_nothing_and_the_command_runs(tmp_path):
+    """The bare command, with several processes and more pieces than are ever under way."""
+    docs = documents(3000)
+    source = write(tmp_path / "a.jsonl", docs * 4)
+    assert Path(source).stat().st_size > 2 * preprocess_data.PIECE_BYTES
+    results = []
+    for workers in (1, 2):
+        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", source, *NULL]
+        command += ["--output-prefix", str(tmp_path / f"w{workers}"), "--workers", str(workers), "--partitions", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "docs/s" in done.stderr and "B/s" in done.stderr and "MB/s" in done.stdout
+        results.append([(tmp_path / f"w{workers}_text_document.{e}").read_bytes() for e in ("bin", "idx")])
+    assert results[0] == results[1]
+    assert read(tmp_path / "w2_text_document") == docs * 4
+
+
+BAD_LINES = {
+    "json": (b'{"text": "1 2"', "unusable"),
+    "no object": (b"[1]", "it is a list, not an object"),
+    "no key": (b'{"body": "1"}', 'it has no key "text"'),
+    "no string": (b'{"text": [1]}', 'it has a list for the key "text", not a string'),
+    "no utf-8": (b'{"text": "\xff\xfe"}', "unusable"),
+    "no ids": (b'{"text": "hello"}', "ids below 1000"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, case, workers):
+    line, message = BAD_LINES[case]
+    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 100)
+    source = write(tmp_path / "a.jsonl", documents(20))
+    with open(source, "ab") as stream:
+        stream.write(b"\n" + line + b"\n")
+    status = main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", workers, *NULL])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 1 and f"{source}:22 is unusable" in error and re.search(message, error), error
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", "nowhere*.jsonl", *NULL], "--input nowhere*.jsonl does not exist"),
+        (["--input", "SOURCE", "--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
+        (["--input", "SOURCE", "--tokenizer-type", "Nil"], "Nil is unknown"),
+        (["--input", "EMPTY", *NULL], "holds no text; nothing is written"),
+    ],
+)
+def test_other_errors_leave_nothing(tmp_path, capsys, options, message):
+    names = {"SOURCE": write(tmp_path / "a.jsonl", documents(3)), "EMPTY": write(tmp_path / "b.jsonl", [[]])}
+    options = [names.get(option, option) for option in options]
+    assert main([*options, "--output-prefix", str(tmp_path / "o")]) == 1
+    assert message in capsys.readouterr().err and files(tmp_path) == []
+
+
+def test_a_killed_worker_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "_encode_line", lambda *_: os._exit(9))
+    source = write(tmp_path / "a.jsonl", documents(3))
+    assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "2", *NULL]) == 1
+    assert "a worker was killed" in capsys.readouterr().err and files(tmp_path) == []
+
+
+@pytest.mark.parametrize("option", ["--workers", "--partitions", "--log-interval"])
+def test_counts_are_positive(tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        main(["--input", "a", "--output-prefix", "o", *NULL, option, "0"])
+    assert f"{option} is 0" in capsys.readouterr().err
