@@ -7,9 +7,12 @@ module; `train.setup` checks them before anything is built.  Source of the names
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -191,9 +194,7 @@ class Config:
         groups = option_groups()
         check_names(options, "options")
         changed = {
-            group: dataclasses.replace(
-                getattr(self, group), **{k: v for k, v in options.items() if groups[k] == group}
-            )
+            group: dataclasses.replace(getattr(self, group), **{k: v for k, v in options.items() if groups[k] == group})
             for group in {groups[name] for name in options}
         }
         return dataclasses.replace(self, **changed)
@@ -258,7 +259,20 @@ def read_toml(path: Path) -> dict[str, Any]:
                 raise ValueError(f"--config {path}: option {name} is given twice; keep one")
             options[name] = item
     check_names(options, str(path))
+    _check_kinds(options, path)
     return options
+
+
+def _check_kinds(options: dict[str, Any], path: Path) -> None:
+    """ValueError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
+    groups = option_groups()
+    for name, value in options.items():
+        default = getattr(getattr(Config(), groups[name]), name)
+        if isinstance(default, bool) != isinstance(value, bool):
+            wanted = "true or false" if isinstance(default, bool) else "a value, not true or false"
+            raise ValueError(f"--config {path}: option {name} is {value!r}; give {wanted}")
+        if isinstance(value, dict) or (isinstance(value, list) and not isinstance(default, tuple)):
+            raise ValueError(f"--config {path}: option {name} is {value!r}; give one value")
 
 
 def _as_arguments(options: dict[str, Any]) -> list[str]:
@@ -268,114 +282,63 @@ def _as_arguments(options: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
         else:
-            items = value if isinstance(value, list) else [value]
-            words += [f"--{flag}", *map(str, items)]
+            words.append(f"--{flag}={value}")
     return words
 
 
-def parse(argv: Sequence[str]) -> Config:
-    """Config from command-line words; ValueError for what cannot be read (`--help` prints and exits)."""
-    import tyro
+def _take_config_file(words: list[str]) -> tuple[list[str], Path | None]:
+    """Command-line words without `--config FILE`, and the file."""
+    at = [i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")]
+    if not at:
+        return words, None
+    if len(at) > 1:
+        raise ValueError("--config is given twice; keep one, and give other options by their names")
+    _, joined, path = words[at[0]].partition("=")
+    rest = words[at[0] + 1 :]
+    if not joined and rest:
+        path, rest = rest[0], rest[1:]
+    if not path or path.startswith("--"):
+        raise ValueError("--config names no file; give the path of a TOML file of options")
+    return words[: at[0]] + rest, Path(path)
 
-    words = list(argv)
-    file_options: dict[str, Any] = {}
-    for i, word in enumerate(words):
-        if word == "--config" or word.startswith("--config="):
-            path = word.partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
-            del words[i : i + (1 if "=" in word else 2)]
-            file_options = read_toml(Path(path))
-            break
+
+def parse(argv: Sequence[str]) -> Config:
+    """Config from command-line words; ValueError for what cannot be read (`--help` prints and exits).
+
+    Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
+    """
+    words, path = _take_config_file(list(argv))
+    file_options = read_toml(path) if path is not None else {}
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
     check_names([n for n in names if n != "help"], "the command line")
-    words = _as_arguments({k: v for k, v in file_options.items() if k not in names}) + words
-    return tyro.cli(
-        Config,
-        args=words,
-        prog="pretrain_llama.py",
-        description="Pretrain a Llama whose linears' precision is planned. --config FILE.toml reads options "
-        "from a file; the command line wins.",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
+    return _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
 
 
-def _positive(config: Config) -> None:
-    required = [
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length",
-        "global_batch_size", "train_iters", "micro_batch_size",
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "log_interval", "snip_interval",
-    ]  # fmt: skip
-    groups = option_groups()
-    for name in required:
-        value = getattr(getattr(config, groups[name]), name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; give a positive number")
+def _read_words(words: list[str]) -> Config:
+    """tyro's reading of the words, its framed complaint turned into one line."""
+    import tyro
 
-
-def _divides(value: int, by: int, what: str, way_out: str) -> None:
-    if value % by:
-        raise ValueError(f"{what}: {value} is not a multiple of {by}; {way_out}")
-
-
-def validate(config: Config, world_size: int) -> None:
-    """Check every layout rule that needs no file, before anything is built.  Raises ValueError."""
-    _positive(config)
-    m, p, t = config.model, config.parallel, config.training
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    dp = config.data_parallel_size(world_size)
-    change_tp = "change it or --tensor-model-parallel-size"
-    _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
-    if m.kv_channels is None:
-        _divides(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
-    _divides(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
-    _divides(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
-    for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
-        _divides(width, tp, f"{name} by tensor parallel", change_tp)
-    _divides(m.num_layers, pp, "--num-layers by pipeline parallel", "change one")
-    if p.num_layers_per_virtual_pipeline_stage is not None:
-        per_stage = m.num_layers // pp
-        _divides(per_stage, p.num_layers_per_virtual_pipeline_stage, "layers a stage by layers a virtual stage",
-                 "change --num-layers-per-virtual-pipeline-stage")  # fmt: skip
-    if pp > 1 and not m.untie_embeddings_and_output_weights:
-        raise ValueError(
-            f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
-            f"is {pp}; add --untie-embeddings-and-output-weights or use one stage"
-        )
-    _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
-    if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
-        raise ValueError(
-            f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
-            "shorten the sequence or raise the limit"
-        )
-    if p.sequence_parallel:
-        _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
-    _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
-             f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
-    if config.num_microbatches(dp) < pp:
-        raise ValueError(
-            f"{config.num_microbatches(dp)} microbatches an iteration cannot fill {pp} pipeline stages; "
-            "raise --global-batch-size or lower --micro-batch-size"
-        )
-    _validate_choices(config)
-
-
-def _validate_choices(config: Config) -> None:
-    s, d = config.snip, config.data
-    if not 0.0 <= s.snip_target <= 1.0:
-        raise ValueError(f"--snip-target is {s.snip_target}; it is a share, give 0 to 1")
-    if s.snip_apply_lag < 0 or s.snip_apply_lag >= s.snip_interval:
-        raise ValueError(
-            f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
-            "so that one solve ends before the next begins"
-        )
-    if config.precision.precision == "plan" and not config.precision.precision_plan:
-        raise ValueError("--precision plan needs a plan; give --precision-plan FILE")
-    if config.precision.precision != "plan" and config.precision.precision_plan:
-        raise ValueError(
-            f"--precision-plan is given, but --precision is {config.precision.precision}; use --precision plan"
-        )
-    if not (d.mock_data or d.data_path or d.train_data_path):
-        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
-    if d.data_path and (d.train_data_path or d.valid_data_path):
-        raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                Config,
+                args=words,
+                prog="pretrain_llama.py",
+                description="Pretrain a Llama whose linears' precision is planned. --config FILE.toml reads "
+                "options from a file; the command line wins.",
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            )
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+    # a frame of lines or dashes: title, rule, what is wrong, and help that would not fit one line
+    text = re.sub(r"[\s│╭╮╰╯]*(?:─{3,}|-{3,})[\s│╭╮╰╯]*", ": ", complaint.getvalue())
+    text = " ".join(text.replace("│", " ").split()).partition(": ")[2]
+    for tail in ("Argument helptext", "For full helptext", "Perhaps you meant"):
+        text = text.partition(tail)[0]
+    raise ValueError(f"{text.strip(' :.')}; --help lists all options and their values")

@@ -114,19 +114,18 @@ class StopSignal:
 def report_errors() -> Iterator[None]:
     """Turn a ValueError, which is the user's, into one line and exit status 2; set up logging.
 
-    An error that every process finds is told by rank 0 alone; the others wait a moment, because torchrun
-    ends all of them as soon as one has failed.
+    An error that every process finds is told by rank 0 alone: the others wait a moment before they tell it,
+    because torchrun ends all of them as soon as one has failed.
     """
     rank = environment_rank()
     set_up_logging(rank)
     try:
         yield
     except ValueError as error:
-        common = not dist.is_initialized()
-        if rank == 0 or not common:
-            where = "" if common else f" [rank {rank}]"
-            print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2.0)
+        if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
+            time.sleep(3.0)
+        where = f" [rank {rank}]" if rank > 0 else ""
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)  # other processes may be inside a collective: no leave-taking

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.config import TILE, Config, ModelConfig, parse, validate
+from megatron_snip.config import TILE, Config, ModelConfig, parse
+from megatron_snip.train.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -69,9 +70,7 @@ def test_file_plans_at_75_percent(path: Path) -> None:
     config = load(path)
     assert config.precision.precision == "snip"
     assert config.snip.snip_target == 0.75
-    assert (
-        config.snip.snip_start + config.snip.snip_interval < config.training.train_iters
-    )  # at least two plans
+    assert config.snip.snip_start + config.snip.snip_interval < config.training.train_iters  # at least two plans
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

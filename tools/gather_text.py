@@ -57,13 +57,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description="Collect real text that is already on this machine.")
     parser.add_argument("--output", required=True, help="folder for train.jsonl and valid.jsonl")
-    parser.add_argument(
-        "--min-bytes", type=int, default=4_000_000, help="fail if less text than this is found"
-    )
+    parser.add_argument("--min-bytes", type=int, default=4_000_000, help="fail if less text than this is found")
     parser.add_argument("--max-bytes", type=int, default=None, help="stop after this much text")
-    parser.add_argument(
-        "--valid-fraction", type=float, default=0.05, help="share of the files for validation"
-    )
+    parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of the files for validation")
     parser.add_argument(
         "--source",
         nargs="+",
@@ -87,10 +83,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
             path = stack.enter_context(atomic_output(Path(arguments.output, f"{name}.jsonl")))
             streams[name] = stack.enter_context(open(path, "w", encoding="utf-8"))
         for path in (path for folder in arguments.source for path in source_files(folder)):
-            if (
-                arguments.max_bytes is not None
-                and sum(size for _, size in totals.values()) >= arguments.max_bytes
-            ):
+            if arguments.max_bytes is not None and sum(size for _, size in totals.values()) >= arguments.max_bytes:
                 break
             if (text := read_text(path)) is None:
                 continue

@@ -139,9 +139,7 @@ def encoded_pieces(job: Job, paths: Sequence[str], workers: int) -> Iterator[Ite
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(
-    pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[Piece], most: int
-) -> Iterator[Encoded]:
+def _in_order(pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[Piece], most: int) -> Iterator[Encoded]:
     """Results in the order of the tasks, of which at most ``most`` are under way."""
     pending: deque[Future[Encoded]] = deque()
     for task in tasks:
@@ -210,9 +208,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _expand(inputs: Sequence[str]) -> list[str]:
     result: list[str] = []
     for name in inputs:
-        found = (
-            [name] if Path(name).is_file() else sorted(filter(lambda p: Path(p).is_file(), glob.glob(name)))
-        )
+        found = [name] if Path(name).is_file() else sorted(filter(lambda p: Path(p).is_file(), glob.glob(name)))
         if not found:
             raise ValueError(f"--input {name} does not exist")
         result.extend(found)

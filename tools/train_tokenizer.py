@@ -30,9 +30,7 @@ def texts(paths: Sequence[str], key: str) -> Iterator[str]:
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f'{name}:{number} is no JSON object with the key "{key}"') from error
                 if not isinstance(text, str):
-                    raise ValueError(
-                        f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string'
-                    )
+                    raise ValueError(f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string')
                 yield text
 
 
@@ -55,13 +53,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a sentencepiece BPE tokenizer with byte fallback.")
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines files")
     parser.add_argument("--json-key", default="text", help="key of the text")
-    parser.add_argument(
-        "--vocab-size", type=int, default=4096, help="pieces, with 3 control pieces and 256 bytes"
-    )
+    parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, with 3 control pieces and 256 bytes")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
-    parser.add_argument(
-        "--max-bytes", type=int, default=200_000_000, help="text used at most, from the start"
-    )
+    parser.add_argument("--max-bytes", type=int, default=200_000_000, help="text used at most, from the start")
     return parser.parse_args(argv)
 
 
@@ -71,11 +65,12 @@ def train(arguments: argparse.Namespace) -> None:
         import sentencepiece
     except ImportError as error:
         raise ValueError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
-    lines = training_lines(arguments.input, arguments.json_key, arguments.max_bytes)
+    # Read first: sentencepiece would hide what goes wrong in an iterator of ours.
+    lines = list(training_lines(arguments.input, arguments.json_key, arguments.max_bytes))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=arguments.vocab_size,
             model_type="bpe",
@@ -95,9 +90,7 @@ def train(arguments: argparse.Namespace) -> None:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(
-            f"sentencepiece: {str(error).strip().splitlines()[-1]} (--vocab-size, --input)"
-        ) from error
+        raise ValueError(f"sentencepiece: {str(error).strip().splitlines()[-1]} (--vocab-size, --input)") from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocabulary = [
         f"{processor.id_to_piece(piece)}\t{processor.get_score(piece):g}\n" for piece in range(len(processor))

@@ -85,9 +85,7 @@ class IndexedDataset:
             )
         # np.memmap refuses an empty file.
         self._tokens: Array = (
-            np.memmap(bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
-            if size
-            else np.empty(0, dtype=self.dtype)
+            np.memmap(bin_path, dtype=self.dtype, mode="r").view(np.ndarray) if size else np.empty(0, dtype=self.dtype)
         )
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
@@ -106,8 +104,7 @@ class IndexedDataset:
         expected = HEADER.size + 12 * num_sequences + 8 * num_documents
         if size < expected:
             raise IndexedDatasetError(
-                f"{path} is truncated: {size} bytes, but its {num_sequences} sequences need {expected}; "
-                "make it again"
+                f"{path} is truncated: {size} bytes, but its {num_sequences} sequences need {expected}; make it again"
             )
         if size > expected:
             raise IndexedDatasetError(

@@ -195,7 +195,6 @@ class MockDataset:
         counter = np.array([0, 0, index, 0], dtype=np.uint64)
         words = np.random.Philox(counter=counter, key=self._key).random_raw(4 * length).reshape(4, length)
         jumps = words[0] % np.uint64(MOCK_JUMP_ODDS) == 0
-        jumps[0] = True
         first, second, third = (words[1:] % np.uint64(self.vocab_size)).astype(np.int64)
         starts = first * second // self.vocab_size * third // self.vocab_size
         position = np.arange(length)
@@ -235,9 +234,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 class _Builder:
     """What is common to all datasets of one `build_datasets` call."""
 
-    def __init__(
-        self, seq_length: int, seed: int, vocab_size: int | None, cache_path: PathLike | None
-    ) -> None:
+    def __init__(self, seq_length: int, seed: int, vocab_size: int | None, cache_path: PathLike | None) -> None:
         self.seq_length, self.seed = seq_length, seed
         self.vocab_size, self.cache_path = vocab_size, cache_path
         self.opened: dict[str, IndexedDataset] = {}

@@ -56,9 +56,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
-            raise ValueError(
-                f"--tokenizer-model {model} has no EOS piece to end documents; train it with one"
-            )
+            raise ValueError(f"--tokenizer-model {model} has no EOS piece to end documents; train it with one")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS."""
@@ -134,20 +132,15 @@ class TransformersTokenizer:
             import transformers
         except ImportError as error:
             raise ValueError(
-                f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: "
-                "pip install transformers"
+                f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
             ) from error
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True
-            )
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # transformers raises many kinds
             first = str(error).strip().partition("\n")[0]
             raise ValueError(f"--tokenizer-model {path}: transformers cannot read it: {first}") from error
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"--tokenizer-model {path} has no EOS token to end documents with; add one to it"
-            )
+            raise ValueError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
         self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)
         self.eod = int(self._tokenizer.eos_token_id)
 
@@ -167,9 +160,7 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
-            raise ValueError(
-                f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD"
-            )
+            raise ValueError(f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD")
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
@@ -222,7 +213,5 @@ def build_tokenizer(
     or cannot be read.
     """
     if tokenizer_type not in _BUILDERS:
-        raise ValueError(
-            f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}"
-        )
+        raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
     return _BUILDERS[tokenizer_type](tokenizer_type, tokenizer_model, vocab_size)

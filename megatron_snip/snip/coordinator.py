@@ -92,9 +92,11 @@ class Coordinator:
         mesh: Mesh,
         run_dir: Path,
         seed: int,
+        last_iteration: int | None = None,
     ) -> None:
         self.snip, self.shapes, self.options, self.probe = snip, list(shapes), list(options), probe
         self.linears, self.mesh, self.run_dir, self.seed = linears, mesh, run_dir, seed
+        self.last_iteration = last_iteration  # no probe whose plan would hold only after it
         self.plan: Plan | None = None
         self.pending: Pending | None = None
         self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
@@ -106,7 +108,8 @@ class Coordinator:
         """Apply what is due and probe what is due; every process calls it before every iteration."""
         metrics = self._finish_if_due(iteration)
         since = iteration - self.snip.snip_start
-        if since >= 0 and since % self.snip.snip_interval == 0:
+        in_time = self.last_iteration is None or iteration + self.snip.snip_apply_lag <= self.last_iteration
+        if since >= 0 and since % self.snip.snip_interval == 0 and in_time:
             metrics |= self._begin(iteration, gradients, zero_grad)
             metrics |= self._finish_if_due(iteration)  # lag 0
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}

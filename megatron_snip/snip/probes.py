@@ -162,8 +162,8 @@ class StatisticsProbe:
 
     def _token_square_sums(self, probes: Mapping[str, LinearProbe]) -> dict[str, dict[str, float]]:
         """Per linear and format; one all-reduce over tp, since a square of a partial sum would be wrong."""
-        if not probes:
-            return {}
+        if not probes or not self.formats:
+            return {name: {} for name in probes}
         rows = [torch.cat(probe.token_sums[fmt]) for probe in probes.values() for fmt in self.formats]
         sums = torch.stack(rows)
         if self.mesh.tp.size > 1:

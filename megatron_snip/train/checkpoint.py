@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -27,6 +28,10 @@ from megatron_snip.snip.jsonfile import write_atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
+#: What a resume reads from it.
+STATE_FIELDS = (
+    "run_id", "iteration", "optimizer_steps", "nan_iterations", "nan_in_a_row", "config", "snip",
+)  # fmt: skip
 LOGGER = logging.getLogger("megatron_snip")
 
 
@@ -40,8 +45,8 @@ def latest_iteration(save: Path) -> int | None:
     tracker = save / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
+    text = tracker.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{tracker}: {text!r} is no iteration; write the number of an iter_ folder into it")
     if not (folder_of(save, int(text)) / STATE).is_file():
         raise ValueError(
@@ -75,12 +80,15 @@ def save_checkpoint(
 
 
 def read_state(load: Path, iteration: int) -> dict[str, Any]:
-    """What `state.json` of a checkpoint holds.  ValueError if it cannot be read."""
+    """What `state.json` of a checkpoint holds.  ValueError if it cannot be read or lacks a field."""
     path = folder_of(load, iteration) / STATE
     try:
         state: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        missing = [field for field in STATE_FIELDS if field not in state]
+    except (OSError, ValueError, TypeError) as error:  # ValueError: no JSON, or no text at all
         raise ValueError(f"{path}: cannot be read ({error}); load an earlier iteration") from error
+    if missing:
+        raise ValueError(f"{path}: field {missing[0]} is missing; load an earlier iteration")
     return state
 
 
@@ -107,4 +115,8 @@ def load_tensors(load: Path, iteration: int, tensors: Mapping[str, Tensor]) -> N
                 f"{folder}: {name} has shape {list(size or [])}, the model's is {list(tensor.shape)}; "
                 "match the model options to its state.json"
             )
-    dcp_load(dict(tensors), storage_reader=reader)
+    try:
+        dcp_load(dict(tensors), storage_reader=reader)
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        reason = " ".join(str(error).split())[-300:]
+        raise ValueError(f"{folder}: tensors cannot be read ({reason}); load an earlier iteration") from error

@@ -42,6 +42,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last iteration, or until something asks to leave."""
         t, parts = self.config.training, self.parts
+        self._validate_new_weights()
         while self.iteration < t.train_iters:
             begin = time.perf_counter()
             iteration = self.iteration + 1
@@ -73,8 +74,11 @@ class Trainer:
         if self.writer is not None:
             self.writer.close()
             run_dir = Path(self.config.logging.run_dir)
-            report = write_report(run_dir)
-            print(f"\n{format_summary(run_dir)}\nreport: {report}", flush=True)
+            try:
+                report = write_report(run_dir)
+                print(f"\n{format_summary(run_dir)}\nreport: {report}", flush=True)
+            except Exception as error:  # a full disk, say: it must not hide what ended the run
+                LOGGER.warning(f"no report was written to {run_dir}: {error}")
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % int(interval or 1) == 0
@@ -112,13 +116,17 @@ class Trainer:
         if loader is None or not log.eval_interval:
             return {}
         size = self.config.training.global_batch_size
-        losses = [
-            self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)
-        ]
+        losses = [self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)]
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
             print(validation_line(self.iteration, loss), flush=True)
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
+
+    def _validate_new_weights(self) -> None:
+        """Where the run starts from, as the row of iteration 0."""
+        row = self._validate() if self.iteration == 0 else {}
+        if row and self.writer is not None:
+            self.writer.write({"iteration": 0, **row})
 
     def _is_last_rank(self) -> bool:
         return self.parts.mesh.rank == self.parts.mesh.world_size - 1

@@ -7,6 +7,7 @@ it back to the checkpoint's iteration, so no iteration stands in it twice.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -20,6 +21,12 @@ from megatron_snip.config import Config
 from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    """One row as valid JSON: NaN and infinities, which JSON does not know, become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -40,7 +47,7 @@ class MetricsWriter:
         run_dir = Path(config.logging.run_dir)
         self.path = run_dir / "metrics.jsonl"
         rows = [row for row in read_metrics(self.path) if row["iteration"] <= iteration]
-        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomic(self.path, "".join(map(_json_line, rows)))
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project else None
 
@@ -49,7 +56,7 @@ class MetricsWriter:
 
         tables: what only wandb shows, made by `wandb_plan`.
         """
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(_json_line(row))
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log({**row, **(tables or {})})
@@ -70,15 +77,18 @@ class MetricsWriter:
             self._wandb.finish()
 
 
+def check_wandb(config: Config) -> None:
+    """ValueError if --wandb-project is given and wandb is not installed."""
+    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]', or drop the option")
+
+
 def start_wandb(config: Config, run_id: str) -> Any:
-    """A wandb run whose x axis is the iteration.  ValueError if wandb is not installed.
+    """A wandb run whose x axis is the iteration.
 
     The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
     """
-    try:
-        wandb = importlib.import_module("wandb")
-    except ImportError as error:
-        raise ValueError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]'") from error
+    wandb = importlib.import_module("wandb")
     log = config.logging
     folder = Path(log.wandb_save_dir or Path(log.run_dir) / "wandb")
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ plain tensors cost less.  Sharding comes back when the state is saved.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import importlib.util
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -47,12 +47,11 @@ def _fused_adam_of_apex() -> Any:
     try:
         return importlib.import_module("apex.optimizers").FusedAdam
     except (ImportError, AttributeError) as error:
-        try:
-            version = importlib.metadata.version("apex")
-        except importlib.metadata.PackageNotFoundError:
+        found = importlib.util.find_spec("apex")
+        if found is None:
             raise ValueError(f"--optimizer-impl apex: apex is not installed; {build}") from error
         raise ValueError(
-            f"--optimizer-impl apex: the installed apex {version} is not NVIDIA's (PyPI's apex is an "
+            f"--optimizer-impl apex: the apex at {found.origin} is not NVIDIA's (PyPI's apex is an "
             f"unrelated web toolkit); uninstall it and {build}"
         ) from error
 
@@ -74,8 +73,7 @@ class Optimizer:
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
         # shares memory with the parameter, so that an update in place is the parameter's
         self._local = {
-            name: nn.Parameter(local_of(p.detach()), requires_grad=True)
-            for name, p in self.parameters.items()
+            name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
         }
         decayed = [p for name, p in self._local.items() if not is_replicated_over_tp(name)]
         others = [p for name, p in self._local.items() if is_replicated_over_tp(name)]

@@ -53,9 +53,7 @@ def read_run(run_dir: str | Path) -> Run:
     path = Path(run_dir)
     metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
     if not metrics_file.is_file() and not plan_files:
-        raise ValueError(
-            f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)"
-        )
+        raise ValueError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
     notes: list[str] = []
     metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
     plans = []
@@ -146,7 +144,7 @@ def _summary(run: Run) -> dict[str, Any]:
     probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
     last_plan = run.plans[-1] if run.plans else None
     return {
-        "iterations": len(run.metrics),
+        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of the new weights
         "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
         "first_loss": first_loss,
         "last_loss": last_loss,
@@ -231,8 +229,7 @@ def _divergences(run: Run) -> dict[str, dict[str, float]]:
 
 def _html(run: Run, sections: Sequence[tuple[str, str, Path]]) -> str:
     rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in _rows(_summary(run))
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in _rows(_summary(run))
     )
     title = html.escape(run.path.resolve().name)
     parts = [

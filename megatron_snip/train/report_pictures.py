@@ -179,9 +179,7 @@ def _mark_plans(axes: Axes, marks: Sequence[tuple[int, float]]) -> None:
                 color=_MARK,
                 annotation_clip=True,
             )
-            label.set_in_layout(
-                False
-            )  # a plan beyond the last recorded iteration must not squeeze the picture
+            label.set_in_layout(False)  # a plan beyond the last recorded iteration must not squeeze the picture
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

@@ -35,6 +35,9 @@ class Start:
 def find_start(config: Config) -> Start:
     """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs."""
     c, run_dir = config.checkpoint, Path(config.logging.run_dir)
+    for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{option} {folder} is no folder; give another")
     saved = latest_iteration(Path(c.load)) if c.load else None
     if c.load and saved is None and c.exit_on_missing_checkpoint:
         raise ValueError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
@@ -52,6 +55,7 @@ def find_start(config: Config) -> Start:
             f"--run-dir {run_dir} holds run {here}, but {c.load} belongs to run {state['run_id']}; "
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
+    _refuse_folder_of_another_run(config.save_dir, Path(c.load), state["run_id"])
     return Start(state["iteration"], state, Path(c.load), saved, state["run_id"])
 
 
@@ -62,8 +66,17 @@ def run_id_of(run_dir: Path) -> str | None:
         return None
     try:
         return str(json.loads(path.read_text())["run_id"])
-    except (json.JSONDecodeError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read ({error!r}); move the folder aside") from error
+
+
+def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
+    """A run that goes on may have its checkpoints elsewhere, but not among another run's."""
+    held = latest_iteration(save) if save.resolve() != load.resolve() else None
+    if held is not None and (other := read_state(save, held)["run_id"]) != run_id:
+        raise ValueError(
+            f"--save {save} holds checkpoints of run {other}, but {load} belongs to run {run_id}; give another --save"
+        )
 
 
 def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
@@ -87,7 +100,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics = run_dir / "metrics.jsonl"
     if start.iteration == 0 and metrics.is_file():  # killed before its first checkpoint
-        metrics.rename(run_dir / f"metrics.{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+        metrics.rename(run_dir / f"metrics.{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}.jsonl")
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
         for path in (run_dir / kind).glob("iter_*.json"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip.config import TILE, Config, validate
+from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
 from megatron_snip.data.sampling import Dataset, build_datasets
 from megatron_snip.data.tokenizer import build_tokenizer
@@ -27,9 +27,11 @@ from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.probes import AdamSettings, StatisticsProbe
+from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.step import Stepper
+from megatron_snip.train.validate import validate
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -59,6 +61,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             f"--linear-impl {p.linear_impl} is unknown; known: auto, {', '.join(linear_implementations())}"
         )
     check_optimizer_impl(config.training)
+    check_wandb(config)
     plan = None
     if p.precision == "plan":
         plan = Plan.load(str(p.precision_plan))
@@ -201,24 +204,21 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         device=device,
     )
     return Coordinator(
-        config.snip, shapes, options, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed
-    )
+        config.snip, shapes, options, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
+        last_iteration=t.train_iters,
+    )  # fmt: skip
 
 
 def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
     """All parts of a run with fresh weights; every process calls it alike."""
     dp = config.data_parallel_size(runtime.world_size)
     p = config.parallel
-    mesh = build_mesh(
-        runtime.device.type, pp=p.pipeline_model_parallel_size, dp=dp, tp=p.tensor_model_parallel_size
-    )
+    mesh = build_mesh(runtime.device.type, pp=p.pipeline_model_parallel_size, dp=dp, tp=p.tensor_model_parallel_size)
     stages = build_model(config, mesh, runtime.device)
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     train_loader, valid_loader = build_loaders(config, mesh)
-    parts = Parts(
-        mesh, stages, optimizer, Stepper(config, mesh, pipeline, optimizer), train_loader, valid_loader, None
-    )
+    parts = Parts(mesh, stages, optimizer, Stepper(config, mesh, pipeline, optimizer), train_loader, valid_loader, None)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)

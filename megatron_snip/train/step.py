@@ -49,9 +49,7 @@ class Stepper:
         stages = self.pipeline.stages.values()
         if self.config.parallel.sequence_parallel:
             sum_norm_gradients_over_tp(stages, self.mesh)
-        loss, square, stops = self._sum(
-            self._loss_share(share), gradient_square_sum(stages, self.mesh), float(stop)
-        )
+        loss, square, stops = self._sum(self._loss_share(share), gradient_square_sum(stages, self.mesh), float(stop))
         # float32, so that the order in which the processes' squares were added does not show
         norm = torch.tensor(square).sqrt().item()
         clip = clip_coefficient(norm, self.config.training.clip_grad)

@@ -1,7 +1,8 @@
 """Runs a function on several gloo ranks with a time limit, and returns what each rank returned.
 
 Ranks are forked from a server that has torch loaded, so a test of four ranks starts in a fraction of a
-second.  They meet through a file.  Whatever happens, none of them outlives the call.
+second.  They meet through a file.  Whatever happens, none of them outlives the call.  What they run must
+stand in a module that a plain `import` finds, so not in a test file.
 """
 
 from __future__ import annotations

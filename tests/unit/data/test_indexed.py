@@ -198,6 +198,7 @@ def test_merging_other_dtypes_and_unknown_dtypes_is_refused(pair, tmp_path):
         IndexedDatasetBuilder(tmp_path / "b", np.uint32)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # their numpy.array of a tensor
 class TestWithMegatron:
     """Against megatron-core's own reader and builder."""
 

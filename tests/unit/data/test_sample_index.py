@@ -73,6 +73,15 @@ def test_against_a_token_by_token_reference(case):
     assert arrays["document_index"].dtype == np.int32 and arrays["shuffle_index"].dtype == np.uint32
 
 
+def test_the_first_start_is_the_first_document_even_if_it_is_empty():
+    lengths = np.zeros(50, dtype=np.int32)
+    lengths[30] = 40
+    arrays = gpt_index(lengths, (0, 50), 3, 8, 0)
+    assert arrays["document_index"][0] != 30
+    position = arrays["document_index"].tolist().index(30)
+    assert arrays["sample_index"].tolist() == [[0, 0], *([position, 8 * k] for k in range(1, 5))]
+
+
 def test_both_rules_of_the_last_epoch_are_met():
     """Below 80% of the last epoch its samples come last; from 80% on they are mixed in."""
     lengths = np.full(100, 10, dtype=np.int32)
@@ -142,7 +151,8 @@ class TestWithMegatron:
         random = np.random.RandomState(epochs)
         for seq_length in (2, 16, 100):
             lengths = random.randint(0, 60, size=200).astype(np.int32)
-            lengths[:3] = 0
+            if seq_length == 16:
+                lengths[3:190] = 0  # nearly all documents are empty
             state = np.random.RandomState(7)
             documents = self.gpt._build_document_index(np.arange(200, dtype=np.int32), epochs, state, False)
             theirs = self.helpers.build_sample_idx(

@@ -104,9 +104,14 @@ def test_the_cache_changes_nothing(corpora, tmp_path):
 
 
 def test_the_cache_sees_new_data_under_an_old_name(tmp_path):
-    write(tmp_path / "a", 50, 0, 40)
-    build([str(tmp_path / "a")], split="1", cache_path=tmp_path / "cache")
-    write(tmp_path / "a", 50, 1, 40)
+    """As many sequences and tokens as before, but cut elsewhere."""
+    for seed in (0, 1):
+        random = np.random.RandomState(seed)
+        with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
+            for length in random.permutation(np.arange(1, 41)):
+                builder.add_document(random.randint(0, VOCABULARY, size=length))
+        if seed == 0:
+            build([str(tmp_path / "a")], split="1", cache_path=tmp_path / "cache")
     kept, _ = build([str(tmp_path / "a")], split="1", cache_path=tmp_path / "cache")
     plain, _ = build([str(tmp_path / "a")], split="1")
     assert np.array_equal(every(kept), every(plain))

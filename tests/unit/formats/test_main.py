@@ -44,7 +44,5 @@ def test_command_line():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[0].startswith("format")
-    failed = subprocess.run(
-        [sys.executable, "-m", "megatron_snip.formats", "fp5"], capture_output=True, text=True
-    )
+    failed = subprocess.run([sys.executable, "-m", "megatron_snip.formats", "fp5"], capture_output=True, text=True)
     assert failed.returncode == 1 and "known: bf16" in failed.stderr and "Traceback" not in failed.stderr

@@ -46,9 +46,7 @@ def test_bf16_is_exactly_torchs_linear(dtype, sizes):
     x, w, g = tensors(dtype, sizes)
     y, plain = quantized_linear(x, w, BF16, key=None), x @ w.T
     assert torch.equal(y, plain) and y.dtype == dtype
-    for ours, theirs in zip(
-        torch.autograd.grad(y, (x, w), g), torch.autograd.grad(plain, (x, w), g), strict=True
-    ):
+    for ours, theirs in zip(torch.autograd.grad(y, (x, w), g), torch.autograd.grad(plain, (x, w), g), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -142,9 +140,7 @@ def test_weight_blocks_serve_fprop_and_dgrad_with_the_same_values():
     for name in ("fp8", "fp4"):
         assert get_format(name).block_shape("weight", 0) == get_format(name).block_shape("weight", 1)
         operands = Operands(x, w, g, KEY, 0, 0)
-        assert torch.equal(
-            operands.quantized("fprop", "weight", name), operands.quantized("dgrad", "weight", name)
-        )
+        assert torch.equal(operands.quantized("fprop", "weight", name), operands.quantized("dgrad", "weight", name))
 
 
 class Recorder:
@@ -163,9 +159,7 @@ def test_the_observer_sees_the_unquantised_operands_once(recompute):
     recorder = Recorder()
 
     def forward(x: Tensor) -> Tensor:
-        return quantized_linear(
-            x * 1.0, w, LinearPrecision.uniform("fp4"), key=KEY, input_col0=128, observer=recorder
-        )
+        return quantized_linear(x * 1.0, w, LinearPrecision.uniform("fp4"), key=KEY, input_col0=128, observer=recorder)
 
     y = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
     assert not recorder.seen

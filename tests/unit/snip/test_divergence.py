@@ -54,12 +54,8 @@ def test_formula_on_small_tensors():
     """T/2 sum_t (sum_n G dY)^2 from tensors: the statistics' meaning, not only their arithmetic."""
     g, d_y = np.array([[1.0, -2.0], [0.5, 3.0]]), np.array([[0.1, 0.2], [0.4, -0.1]])
     per_token = (0.1 - 0.4, 0.2 - 0.3)
-    measured = ProbeStats(
-        0, 1.0, 2, {"a": LinearStats({"fp4": ((g * d_y).sum(1) ** 2).sum()}, 1.0, {"fp4": 0.0})}
-    )
-    assert loss_divergence(measured, ["a"], [FP4])[0, 0] == pytest.approx(
-        2 / 2 * sum(s**2 for s in per_token)
-    )
+    measured = ProbeStats(0, 1.0, 2, {"a": LinearStats({"fp4": ((g * d_y).sum(1) ** 2).sum()}, 1.0, {"fp4": 0.0})})
+    assert loss_divergence(measured, ["a"], [FP4])[0, 0] == pytest.approx(2 / 2 * sum(s**2 for s in per_token))
 
 
 def test_snip_objective_and_base():
@@ -111,9 +107,7 @@ def test_non_finite_linears_are_named_and_held(linear):
     assert held == (NAMES[0],) and fixed.tolist() == [1, -1] and np.isfinite(quality).all()
     total = 12.0 if "update_norm_sq" in linear else 16.0
     assert quality[1, 0] == pytest.approx(0.1 / 5 + 3.2 / total / 2)
-    quality, fixed, held = finite_or_held(
-        "snip", ObjectiveInputs(SHAPES, [FP8, FP4], stats()), np.array([-1, 1])
-    )
+    quality, fixed, held = finite_or_held("snip", ObjectiveInputs(SHAPES, [FP8, FP4], stats()), np.array([-1, 1]))
     assert held == () and fixed.tolist() == [-1, 1]
     assert np.array_equal(quality, quality_loss("snip", ObjectiveInputs(SHAPES, [FP8, FP4], stats())))
 

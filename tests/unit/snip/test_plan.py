@@ -73,11 +73,7 @@ Q = "layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        *(
-            (lambda v, k=k: without(v, k), f"field {k} is missing")
-            for k in plan().to_dict()
-            if k != "version"
-        ),
+        *((lambda v, k=k: without(v, k), f"field {k} is missing") for k in plan().to_dict() if k != "version"),
         (lambda v: without(v, "version"), "field version is missing"),
         (lambda v: {**v, "note": 1}, "field note is unknown"),
         (lambda v: {**v, "version": 2}, "field version is 2, but this code reads version 1"),
@@ -130,9 +126,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 def test_check_names():
     names = list(plan().linears)
     plan().check_names(reversed(names))
-    with pytest.raises(
-        ValueError, match=r"plan of iteration 100 names no such linear: layers\.1\.mlp\.up_proj"
-    ):
+    with pytest.raises(ValueError, match=r"plan of iteration 100 names no such linear: layers\.1\.mlp\.up_proj"):
         plan().check_names(names[1:])
     with pytest.raises(ValueError, match=r"leaves out linears: a, b, c, d, e, f, g, h and 2 more"):
         plan().check_names([*names, *"abcdefghij"])

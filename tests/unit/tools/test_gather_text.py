@@ -28,7 +28,8 @@ def sources(tmp_path):
     (second / "broken.gz").write_bytes(b"\x1f\x8b not gzip" * 10)
     (second / "cut.gz").write_bytes((second / "page.gz").read_bytes()[:-12])
     (second / "short").write_text("short")
-    (second / "link").symlink_to(first / "b.py")
+    (tmp_path / "elsewhere").write_text(LINE.format("elsewhere") * 3)
+    (second / "link").symlink_to(tmp_path / "elsewhere")
     return [str(first), str(second)]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def write(path, docs):
 def read(prefix):
     dataset = IndexedDataset(prefix)
     bounds = dataset.document_indices.tolist()
-    return [dataset.get(a).tolist() if b > a else [] for a, b in zip(bounds, bounds[1:])]
+    return [dataset.get(a).tolist() if b > a else [] for a, b in pairwise(bounds)]
 
 
 def files(folder):
@@ -84,7 +85,7 @@ def test_wildcards_are_expanded_in_order(tmp_path):
 
 
 def test_workers_change_nothing_and_the_command_runs(tmp_path):
-    """The bare command, with several processes and more pieces than are ever under way."""
+    """The bare command, with several processes."""
     docs = documents(3000)
     source = write(tmp_path / "a.jsonl", docs * 4)
     assert Path(source).stat().st_size > 2 * preprocess_data.PIECE_BYTES
@@ -99,6 +100,16 @@ def test_workers_change_nothing_and_the_command_runs(tmp_path):
         results.append([(tmp_path / f"w{workers}_text_document.{e}").read_bytes() for e in ("bin", "idx")])
     assert results[0] == results[1]
     assert read(tmp_path / "w2_text_document") == docs * 4
+
+
+def test_results_of_many_pieces_stay_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 300)
+    docs = documents(200)
+    source = write(tmp_path / "a.jsonl", docs)
+    assert len(list(pieces([source]))) > 4 * 2 * preprocess_data.PENDING_PER_WORKER
+    out = str(tmp_path / "out")
+    assert main(["--input", source, "--output-prefix", out, "--workers", "2", *NULL]) == 0
+    assert read(f"{out}_text_document") == docs
 
 
 BAD_LINES = {

@@ -1,0 +1,106 @@
+"""Every rule on options that needs no file and no process group: layout, batches, choices.
+
+Checked before anything is built, so that a mistake costs seconds.  What needs a tokenizer, a plan or a
+registry is checked by `train.setup`.
+"""
+
+from __future__ import annotations
+
+from megatron_snip.config import TILE, Config, option_groups
+
+
+def _positive(config: Config) -> None:
+    required = [
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length",
+        "global_batch_size", "train_iters", "micro_batch_size",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "log_interval", "snip_interval",
+        "max_skipped_iterations", "make_vocab_size_divisible_by",
+    ]  # fmt: skip
+    groups = option_groups()
+    for name in required:
+        value = getattr(getattr(config, groups[name]), name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give a positive number")
+
+
+def _divides(value: int, by: int, what: str, way_out: str) -> None:
+    if value % by:
+        raise ValueError(f"{what}: {value} is not a multiple of {by}; {way_out}")
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Check every layout rule that needs no file, before anything is built.  Raises ValueError."""
+    _positive(config)
+    m, p, t = config.model, config.parallel, config.training
+    tp = p.tensor_model_parallel_size
+    dp = config.data_parallel_size(world_size)
+    change_tp = "change it or --tensor-model-parallel-size"
+    _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
+    if m.kv_channels is None:
+        _divides(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
+    _divides(m.head_dim, 2, "channels of a head by the two that rotary positions turn", "change --kv-channels")
+    _divides(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
+    _divides(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
+    for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
+        _divides(width, tp, f"{name} by tensor parallel", change_tp)
+    _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
+    if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
+        raise ValueError(
+            f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
+            "shorten the sequence or raise the limit"
+        )
+    if p.sequence_parallel:
+        _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
+    _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
+             f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
+    _validate_stages(config, config.num_microbatches(dp))
+    _validate_choices(config)
+
+
+def _validate_stages(config: Config, microbatches: int) -> None:
+    m, pp = config.model, config.parallel.pipeline_model_parallel_size
+    each = config.parallel.num_layers_per_virtual_pipeline_stage
+    _divides(m.num_layers, pp, "--num-layers by pipeline parallel", "change one")
+    if pp > 1 and not m.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
+            f"is {pp}; add --untie-embeddings-and-output-weights or use one stage"
+        )
+    if microbatches < pp:
+        raise ValueError(
+            f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
+            "raise --global-batch-size or lower --micro-batch-size"
+        )
+    if each is None:
+        return
+    option = "--num-layers-per-virtual-pipeline-stage"
+    if pp == 1 or each < 1:
+        raise ValueError(
+            f"{option} is {each} and --pipeline-model-parallel-size {pp}; "
+            "give 1 or more of the first and 2 or more of the second, or drop the first"
+        )
+    _divides(m.num_layers // pp, each, "layers a stage by layers a virtual stage", f"change {option}")
+    # torch's interleaved schedule runs them in equal rounds of pp or a few more
+    rounds = microbatches // pp
+    _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
+
+
+def _validate_choices(config: Config) -> None:
+    s, d = config.snip, config.data
+    if not 0.0 <= s.snip_target <= 1.0:
+        raise ValueError(f"--snip-target is {s.snip_target}; it is a share, give 0 to 1")
+    if s.snip_apply_lag < 0 or s.snip_apply_lag >= s.snip_interval:
+        raise ValueError(
+            f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
+            "so that one solve ends before the next begins"
+        )
+    if config.precision.precision == "plan" and not config.precision.precision_plan:
+        raise ValueError("--precision plan needs a plan; give --precision-plan FILE")
+    if config.precision.precision != "plan" and config.precision.precision_plan:
+        raise ValueError(
+            f"--precision-plan is given, but --precision is {config.precision.precision}; use --precision plan"
+        )
+    if not (d.mock_data or d.data_path or d.train_data_path):
+        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
+    if d.data_path and (d.train_data_path or d.valid_data_path):
+        raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")

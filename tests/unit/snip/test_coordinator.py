@@ -1,0 +1,307 @@
+"""The coordinator with a made-up probe: when it plans, and that whatever fails keeps the plan in force."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip import coordinator as module
+from megatron_snip.snip.coordinator import Coordinator, check_snip, measure_of
+from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.solver import BackgroundSolver, SolverFailed
+from megatron_snip.snip.stats import LinearStats, ProbeStats
+
+NAMES = [f"layers.{i}.mlp.{kind}_proj" for i in range(2) for kind in ("gate", "down")]
+OLD = Plan.uniform(NAMES, "fp8", iteration=1)
+
+
+class FakeProbe:
+    """Statistics by name, worth more with each linear; what is called is counted."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0) -> None:
+        self.worth, self.loss, self.asked = worth, loss, []
+
+    def run(self, gradients, zero_grad, iteration: int) -> ProbeStats:
+        self.asked.append(iteration)
+        linears = {
+            name: LinearStats({"fp4": value, "fp8": value / 100}, 1.0, {"fp4": value / 10, "fp8": value / 1000})
+            for name, value in zip(NAMES, self.worth, strict=True)
+        }
+        return ProbeStats(iteration, self.loss, 8, linears)
+
+
+@pytest.fixture
+def make(lone_mesh, tmp_path):
+    """Call it with SNIP options: a coordinator over four linears of one size, closed at the end."""
+    made = []
+
+    def coordinator(probe: FakeProbe | None = None, *, options=("fp8", "fp4"), last=None, **snip) -> Coordinator:
+        snip = {"snip_target": 0.5, "snip_interval": 4, "snip_start": 3, "snip_apply_lag": 1, **snip}
+        linears = {name: SimpleNamespace(precision=LinearPrecision.uniform("bf16"), observer=None) for name in NAMES}
+        made.append(
+            Coordinator(
+                SnipConfig(**snip),
+                [LinearShape(name, 128, 128) for name in NAMES],
+                [LinearPrecision.parse(option) for option in options],
+                probe or FakeProbe(),
+                linears,
+                lone_mesh,
+                tmp_path,
+                seed=1,
+                last_iteration=last,
+            )
+        )
+        return made[-1]
+
+    yield coordinator
+    for one in made:
+        one.close()
+
+
+def nothing():
+    raise AssertionError("the fake probe calls nothing")
+
+
+def run(one: Coordinator, iterations) -> dict[int, dict]:
+    return {i: one.before_step(i, nothing, nothing) for i in iterations}
+
+
+def precisions(one: Coordinator) -> list[str]:
+    return [str(one.linears[name].precision) for name in NAMES]
+
+
+def with_plan_in_force(one: Coordinator) -> Coordinator:
+    history = [{"iteration": 1, "hash": OLD.hash, "achieved": 0.0}]
+    one.load_state({"plan": OLD.to_dict(), "pending": None, "history": history})
+    return one
+
+
+def test_probe_then_solve_then_swap(make, tmp_path):
+    one = make()
+    seen = run(one, range(1, 13))
+    assert one.probe.asked == [3, 7, 11]
+    assert [i for i, metrics in seen.items() if "snip/achieved" in metrics] == [4, 8, 12]
+    assert precisions(one) == ["fp8", "fp8", "fp4", "fp4"], "the costly half stays in FP8"
+    assert {seen[i]["snip/plan_hash"] for i in (1, 2, 3)} == {""}
+    hashes = [seen[i]["snip/plan_hash"] for i in range(4, 13)]
+    assert hashes == [h for plan in one.history for h in [plan["hash"]] * 4][: len(hashes)] and len(set(hashes)) == 3
+    plan = Plan.load(tmp_path / "plans/iter_0000008.json")
+    assert plan.iteration == 8 and plan.hash == seen[8]["snip/plan_hash"] and plan.linears == one.plan.linears
+    assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == [f"iter_{i:07d}.json" for i in (3, 7, 11)]
+    assert ProbeStats.load(tmp_path / "stats/iter_0000003.json").linears.keys() == set(NAMES)
+
+
+def test_what_metrics_tell(make):
+    seen = run(make(), range(1, 9))
+    begun, applied, again = seen[3], seen[4], seen[8]
+    assert {f"snip/{kind}_divergence/{name}" for kind in ("loss", "weight") for name in NAMES} <= begun.keys()
+    assert begun[f"snip/loss_divergence/{NAMES[0]}"] == 8 / 2 * 4.0
+    assert begun[f"snip/weight_divergence/{NAMES[1]}"] == pytest.approx(0.3 / 4.0)
+    assert begun["snip/non_finite_linears"] == 0 and begun["snip/probe_seconds"] >= 0
+    assert applied["snip/achieved"] == applied["snip/target"] == 0.5 and applied["snip/solve_failed"] == 0
+    assert (applied["snip/churn"], applied["snip/plans_made"]) == (1.0, 1)
+    assert (again["snip/churn"], again["snip/plans_made"]) == (0.0, 2)
+    for name in ("snip/objective", "snip/gap", "snip/solver_seconds", "snip/wait_seconds"):
+        assert math.isfinite(applied[name]), name
+    assert seen[5].keys() == {"snip/plan_hash"}
+    json.dumps(seen, allow_nan=False)
+
+
+@pytest.mark.parametrize(("lag", "applied"), [(0, [3, 7]), (1, [4, 8]), (2, [5, 9])])
+def test_lag(lag, applied, make):
+    one = make(snip_apply_lag=lag)
+    seen = run(one, range(1, 11))
+    assert one.probe.asked == [3, 7]
+    assert [i for i, metrics in seen.items() if "snip/achieved" in metrics] == applied
+    assert [plan["iteration"] for plan in one.history] == applied
+
+
+def test_no_probe_for_a_plan_that_would_come_too_late(make):
+    one = make(last=8, snip_apply_lag=2)
+    run(one, range(1, 9))
+    assert one.probe.asked == [3] and one.pending is None
+    other = make(last=9, snip_apply_lag=2)
+    run(other, range(1, 10))
+    assert other.probe.asked == [3, 7]
+
+
+def child(monkeypatch, code: str) -> None:
+    """Put other Python code in the solver's place."""
+
+    def start(request):
+        return BackgroundSolver(request, command=[sys.executable, "-c", code])
+
+    monkeypatch.setattr(module, "BackgroundSolver", start)
+
+
+def assert_kept(one: Coordinator, metrics: dict, *reasons: str, applied_before: int = 1) -> None:
+    """The failed solve is told, and nothing has changed."""
+    assert metrics["snip/solve_failed"] == 1 and "snip/achieved" not in metrics
+    assert all(reason in metrics["snip/solve_error"] for reason in reasons), metrics["snip/solve_error"]
+    assert one.plan == OLD and precisions(one) == ["fp8"] * 4 and len(one.history) == applied_before
+    assert metrics["snip/plan_hash"] == OLD.hash and one.pending is None
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit('no licence')", "no licence"),
+        ("print('gibberish')", "gibberish"),
+        ("import time; time.sleep(60)", "gave no answer within 0.3 seconds"),
+    ],
+    ids=["fails", "answers nonsense", "times out"],
+)
+def test_a_solve_that_goes_wrong(code, reason, make, monkeypatch, caplog, tmp_path):
+    child(monkeypatch, code)
+    one = with_plan_in_force(make(snip_solve_timeout=0.3 if "sleep" in code else 60.0))
+    seen = run(one, range(3, 6))
+    assert_kept(one, seen[4], reason)
+    (line,) = caplog.messages
+    assert line.startswith("iteration 4: no new plan, the one in force stays: ") and reason in line
+    assert not (tmp_path / "plans").exists() and "snip/solve_failed" not in seen[5]
+
+
+def test_a_solver_that_is_killed(make, monkeypatch):
+    child(monkeypatch, "import time; time.sleep(60)")
+    one = with_plan_in_force(make())
+    run(one, [3])
+    os.kill(one._solver.pid, signal.SIGKILL)
+    assert_kept(one, run(one, [4])[4], "killed by signal 9")
+
+
+def test_a_solver_that_cannot_start(make, monkeypatch):
+    def start(request):
+        raise SolverFailed("no memory for a process")
+
+    monkeypatch.setattr(module, "BackgroundSolver", start)
+    one = with_plan_in_force(make())
+    assert_kept(one, run(one, [3, 4])[4], "the solver's process did not start")
+
+
+def test_a_target_that_cannot_be_met(make):
+    one = with_plan_in_force(make(FakeProbe((math.nan, 1.0, 1.0, 1.0)), snip_target=1.0))
+    assert_kept(one, run(one, [3, 4])[4], "0.75")
+
+
+def test_an_objective_that_cannot_be_computed(make, caplog):
+    one = with_plan_in_force(make(FakeProbe(loss=math.nan)))
+    assert_kept(one, run(one, [3])[3], "the objective cannot be computed", "loss of the probe", "nan")
+    assert run(one, [4])[4].keys() == {"snip/plan_hash"}
+    assert "iteration 3: no new plan" in caplog.messages[0]
+
+
+def test_after_a_failure_the_next_plan_is_made(make, monkeypatch):
+    one = with_plan_in_force(make())
+    with monkeypatch.context() as patch:
+        child(patch, "raise SystemExit('no')")
+        run(one, range(3, 7))
+    assert run(one, [7, 8])[8]["snip/solve_failed"] == 0 and precisions(one) == ["fp8", "fp8", "fp4", "fp4"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_linear_whose_statistics_are_not_finite_is_held_at_the_base(bad, make, caplog):
+    """The last one would be the first to go to FP4."""
+    one = make(FakeProbe((4.0, 3.0, 2.0, bad)))
+    seen = run(one, [3, 4])
+    assert precisions(one) == ["fp8", "fp4", "fp4", "fp8"]
+    assert seen[3]["snip/non_finite_linears"] == 1 and f"snip/loss_divergence/{NAMES[3]}" not in seen[3]
+    assert seen[4]["snip/achieved"] == 0.5
+    assert f"held at the base option, statistics not finite: {NAMES[3]}" in caplog.messages[0]
+
+
+def test_rules_need_no_probe(make, tmp_path):
+    one = make(snip_objective="layer_id", snip_target=0.5)
+    seen = run(one, [3, 4])
+    assert one.probe.asked == [] and seen[4]["snip/achieved"] == 0.5 and not (tmp_path / "stats").exists()
+
+
+def test_bf16_among_the_options_counts_time(make):
+    assert measure_of([LinearPrecision.parse("fp8")]) == "fp4"
+    assert measure_of([LinearPrecision.parse("fp8"), LinearPrecision.parse("bf16/fp8/fp8")]) == "time"
+    one = make(options=("bf16", "fp8"), snip_target=0.4)
+    run(one, [3, 4])
+    assert sorted(precisions(one)) == ["bf16", "fp8", "fp8", "fp8"], "FP8 saves 2/3 of what FP4 does: 3/4 * 2/3 = 0.5"
+
+
+def test_a_stage_target_holds_in_every_stage(make):
+    one = make(snip_stage_target=True)
+    one.shapes = [LinearShape(name, 128, 128, stage=i // 2) for i, name in enumerate(NAMES)]
+    run(one, [3, 4])
+    assert precisions(one) == ["fp8", "fp4", "fp8", "fp4"]
+
+
+def test_a_solve_in_flight_survives_a_checkpoint(make):
+    """Its matrices go along: the restarted run solves them, not new ones."""
+    one = make(snip_apply_lag=3)
+    run(one, range(1, 5))
+    saved = json.loads(json.dumps(one.state()))
+    run(one, range(5, 7))
+    other = make(FakeProbe((1.0, 2.0, 3.0, 4.0)), snip_apply_lag=3)
+    other.load_state(saved)
+    assert other.pending.due == 6 and other.plan is None
+    seen = run(other, range(5, 7))
+    assert other.probe.asked == [] and seen[6]["snip/plan_hash"] == one.plan.hash
+    assert other.plan.linears == one.plan.linears and other.history == one.history
+
+
+def test_a_plan_in_force_survives_a_checkpoint(make):
+    one = make()
+    run(one, range(1, 7))
+    saved = json.loads(json.dumps(one.state()))
+    assert saved["pending"] is None
+    other = make()
+    other.load_state(saved)
+    assert precisions(other) == precisions(one) and other.plan == one.plan and other.history == one.history
+    assert run(other, [6])[6]["snip/plan_hash"] == one.plan.hash
+
+
+def test_a_checkpoint_of_another_model_is_refused(make):
+    one = make()
+    state = {"plan": Plan.uniform(NAMES[1:], "fp4").to_dict(), "pending": None, "history": []}
+    with pytest.raises(ValueError, match=f"leaves out linears: {NAMES[0]}"):
+        one.load_state(state)
+
+
+@pytest.mark.parametrize("other", [1, -1])
+def test_a_plan_whose_hash_differs_on_another_process_is_not_applied(other, make, monkeypatch):
+    """The other process's number is larger, or smaller."""
+    one = with_plan_in_force(make())
+    run(one, [3])
+
+    def reduce(pair, op, group):
+        theirs = pair[0] + other
+        pair.copy_(torch.maximum(pair, torch.stack([theirs, -theirs])))
+
+    monkeypatch.setattr(module.dist, "all_reduce", reduce)
+    assert_kept(one, run(one, [4])[4], "the plan's hash differs between processes")
+
+
+def test_closing_ends_the_solver(make, monkeypatch):
+    child(monkeypatch, "import time; time.sleep(60)")
+    one = make()
+    run(one, [3])
+    pid = one._solver.pid
+    one.close()
+    one.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_options_of_snip_are_checked():
+    check_snip(SnipConfig())
+    check_snip(SnipConfig(snip_target=1.0))
+    check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6))
+    with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
+        check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7))

@@ -1,0 +1,131 @@
+"""The training loop in one process: probes without a trace, skipped steps, leaving, what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from megatron_snip.train import loop
+from megatron_snip.train.checkpoint import latest_iteration, read_state
+
+SNIP = {"precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_target": 0.0, "train_iters": 6}
+
+
+def curve(rows: list[dict]) -> list[tuple]:
+    return [(row["iteration"], row["lm loss"], row["grad-norm"], row["learning-rate"]) for row in rows]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp4"])
+@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+def test_probes_whose_plan_never_changes_anything_are_not_seen(precision, how, train_here, tmp_path):
+    """FP8 is probed beside FP4, but a target of 1 leaves every linear in FP4."""
+    if precision == "bf16":
+        snip = {"snip_options": "bf16", "snip_warmup_precision": "bf16"}
+    else:
+        snip = {"snip_options": "fp8,fp4", "snip_warmup_precision": "fp4", "snip_target": 1.0}
+    without = train_here(precision=precision, train_iters=6, run_dir=str(tmp_path / "without"), **how)
+    rows = train_here(**{**SNIP, **snip, **how})
+    assert [row["iteration"] for row in rows if "snip/probe_seconds" in row] == [2, 4]
+    assert [row["iteration"] for row in rows if row.get("snip/solve_failed") == 0] == [3, 5]
+    assert curve(rows) == curve(without)
+
+
+def test_a_plan_that_changes_precision_is_seen(train_here, tmp_path):
+    without = train_here(train_iters=6, run_dir=str(tmp_path / "without"))
+    rows = train_here(**{**SNIP, "snip_target": 1.0})
+    assert curve(rows)[:2] == curve(without)[:2] and curve(rows)[2] != curve(without)[2]
+
+
+def test_every_iteration_has_its_row(train_here, tmp_path):
+    rows = train_here(eval_interval=2, eval_iters=1)
+    trained = [row for row in rows if row["iteration"] > 0]
+    assert [row["iteration"] for row in trained] == [1, 2, 3, 4]
+    for i, row in enumerate(trained, 1):
+        assert row["consumed-samples"] == 2 * i and row["batch-size"] == 2 and row["skipped"] == 0
+        assert row["learning-rate"] == 0.01 and row["grad-norm"] > 0 and row["iteration-time"] > 0
+    assert [row["iteration"] for row in rows if "lm loss validation" in row] == [0, 2, 4]
+    state = read_state(tmp_path / "run/checkpoints", 4)
+    assert (state["optimizer_steps"], state["consumed_samples"], state["nan_iterations"]) == (4, 8, 0)
+    assert state["config"]["model"]["hidden_size"] == 128
+
+
+def break_steps(monkeypatch, bad: set[int], *, loss: float = math.nan) -> None:
+    """Make the loss of some iterations what it is not, on the way into the step."""
+    build_parts = loop.build
+
+    def build(*args):
+        parts = build_parts(*args)
+        gradients = parts.stepper.gradients
+
+        def broken(batch, iteration, **how):
+            result, stop = gradients(batch, iteration, **how)
+            return (type(result)(loss, result.grad_norm, result.clip) if iteration in bad else result), stop
+
+        parts.stepper.gradients = broken
+        return parts
+
+    monkeypatch.setattr(loop, "build", build)
+
+
+def valid_json(path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_skips_the_step(loss, train_here, tmp_path, monkeypatch, capsys):
+    break_steps(monkeypatch, {2, 4}, loss=loss)
+    train_here(max_skipped_iterations=2, train_iters=5, log_interval=1)
+    rows = valid_json(tmp_path / "run/metrics.jsonl")
+    assert [row["lm loss"] is None for row in rows] == [False, True, False, True, False]
+    assert [row["skipped"] for row in rows] == [0, 1, 1, 2, 2]
+    state = read_state(tmp_path / "run/checkpoints", 5)
+    assert (state["optimizer_steps"], state["nan_iterations"], state["nan_in_a_row"]) == (3, 2, 0)
+    assert "number of nan iterations:   2 |" in capsys.readouterr().out
+
+
+def test_too_many_in_a_row_end_the_run(train_here, tmp_path, monkeypatch):
+    break_steps(monkeypatch, {3, 4, 5})
+    with pytest.raises(ValueError) as info:
+        train_here(max_skipped_iterations=2, save_interval=1, train_iters=8)
+    assert str(info.value) == (
+        "loss or gradient was not finite in 2 iterations in a row, the last 4; "
+        "lower --lr or raise precision, and continue from the last checkpoint"
+    )
+    assert [row["iteration"] for row in valid_json(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    assert latest_iteration(tmp_path / "run/checkpoints") == 3
+
+
+def test_a_validation_loss_that_is_not_finite_is_null(train_here, tmp_path, monkeypatch):
+    build_parts = loop.build
+
+    def build(*args):
+        parts = build_parts(*args)
+        parts.stepper.evaluate = lambda batch, iteration: math.nan
+        return parts
+
+    monkeypatch.setattr(loop, "build", build)
+    train_here(eval_interval=2, eval_iters=1, train_iters=2)
+    rows = valid_json(tmp_path / "run/metrics.jsonl")
+    assert rows[-1]["lm loss validation"] is None and rows[-1]["lm loss validation ppl"] is None
+
+
+def test_leaving_saves_and_a_restart_goes_on(train_here, tmp_path):
+    whole = train_here(train_iters=6, run_dir=str(tmp_path / "whole"))
+    saves = str(tmp_path / "run/checkpoints")
+    rows = train_here(train_iters=6, exit_interval=4)
+    assert len(rows) == 4 and latest_iteration(tmp_path / "run/checkpoints") == 4
+    assert len(train_here(train_iters=6, exit_duration_in_mins=0.0, load=saves)) == 5
+    assert curve(train_here(train_iters=6, load=saves)) == curve(whole)
+    assert curve(train_here(train_iters=6, load=saves)) == curve(whole), "nothing is left to do"
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(train_here, tmp_path, monkeypatch, caplog):
+    def full(run_dir):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(loop, "write_report", full)
+    with caplog.at_level("WARNING", logger="megatron_snip"):
+        assert len(train_here()) == 4
+    assert any("no report was written" in message for message in caplog.messages)

@@ -1,0 +1,107 @@
+"""metrics.jsonl, which is valid JSON whatever happens, and Megatron's lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+
+import pytest
+
+from megatron_snip.config import Config
+from megatron_snip.train import metrics
+from megatron_snip.train.metrics import MetricsWriter, check_wandb, progress_line, read_metrics, validation_line
+
+
+def writer(tmp_path, iteration: int = 0) -> MetricsWriter:
+    return MetricsWriter(Config().replace(run_dir=str(tmp_path)), "id", iteration)
+
+
+def strict(line: str) -> dict:
+    """JSON without the NaN that Python alone reads."""
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def fill(tmp_path, rows: list[dict]) -> None:
+    with_rows = writer(tmp_path)
+    for row in rows:
+        with_rows.write(row)
+    with_rows.close()
+
+
+def test_rows_are_there_at_once(tmp_path):
+    one = writer(tmp_path)
+    row = {"iteration": 1, "lm loss": 2.5, "snip/plan_hash": "", "skipped": 0}
+    one.write(row)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row], "before the file is closed"
+    one.close()
+
+
+def test_what_is_not_finite_becomes_null(tmp_path):
+    odd = {"iteration": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": None, "e": 1.5, "f": "NaN", "g": 3}
+    fill(tmp_path, [odd])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert strict(line) == {"iteration": 1, "a": None, "b": None, "c": None, "d": None, "e": 1.5, "f": "NaN", "g": 3}
+
+
+def test_a_resume_cuts_back_to_the_checkpoint(tmp_path):
+    fill(tmp_path, [{"iteration": i, "lm loss": 1.0 / i} for i in range(1, 8)])
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text().splitlines(keepends=True)
+    again = writer(tmp_path, iteration=4)
+    again.write({"iteration": 5, "lm loss": 0.0})
+    again.close()
+    assert path.read_text().splitlines(keepends=True) == [*before[:4], '{"iteration": 5, "lm loss": 0.0}\n']
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_that_a_kill_cut_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3, "lm lo')
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 2]
+    writer(tmp_path, iteration=9).close()
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+
+
+ROW = {
+    "iteration": 10, "consumed-samples": 160, "iteration-time": 0.6676, "learning-rate": 4.915152e-7, "batch-size": 8,
+    "lm loss": 11.60323, "grad-norm": 5.658,
+}  # fmt: skip
+
+
+def test_megatrons_progress_line():
+    line = progress_line(ROW, 100, nan_iterations=2, tflops=123.44)
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?\] iteration", line)
+    assert line.partition("]")[2] == (
+        " iteration       10/     100 | consumed samples:          160 | elapsed time per iteration (ms): 667.6 |"
+        " throughput per GPU (TFLOP/s/GPU): 123.4 | learning rate: 4.915152E-07 | global batch size:     8 |"
+        " lm loss: 1.160323E+01 | loss scale: 1.0 | grad norm: 5.658 | number of skipped iterations:   2 |"
+        " number of nan iterations:   2 |"
+    )
+    assert "throughput" not in progress_line(ROW, 100, nan_iterations=0, tflops=None)
+    nan = progress_line({**ROW, "lm loss": math.nan, "grad-norm": math.nan}, 100, nan_iterations=1, tflops=None)
+    assert "lm loss: NAN" in nan
+
+
+def test_megatrons_validation_line():
+    assert validation_line(100, 11.0) == (
+        " validation loss at iteration 100 on validation set | lm loss value: 1.100000E+01 |"
+        " lm loss PPL: 5.987414E+04 |"
+    )
+    assert "PPL: 4.851652E+08" in validation_line(1, 1e4), "capped, as Megatron's"
+
+
+def test_wandb_is_asked_for_before_the_run(monkeypatch):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    check_wandb(Config())
+    with pytest.raises(ValueError, match=r"--wandb-project needs wandb: pip install 'megatron_snip\[wandb\]'"):
+        check_wandb(Config().replace(wandb_project="p"))
+
+
+def test_without_a_project_wandb_is_not_touched(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    one = writer(tmp_path)
+    assert one.wandb_plan({"layers.0.mlp.up_proj": "fp4"}) == {}
+    one.close()

@@ -1,0 +1,202 @@
+"""Where a run starts, and that no folder ever holds two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.config import Config
+from megatron_snip.train.checkpoint import STATE_FIELDS, read_state
+from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder, run_id_of
+
+
+def options(folder: Path, **more) -> Config:
+    return Config().replace(run_dir=str(folder), **more)
+
+
+def checkpoint(save: Path, iteration: int, run_id: str) -> None:
+    """What find_start looks at of a checkpoint."""
+    folder = save / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "run_id": run_id}
+    (folder / "state.json").write_text(json.dumps(state))
+    (save / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+
+def used(folder: Path, run_id: str, iteration: int | None = None) -> Path:
+    """A run folder after some training, with a checkpoint if an iteration is given."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"run_id": run_id}))
+    (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    if iteration is not None:
+        checkpoint(folder / "checkpoints", iteration, run_id)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def refused(config: Config, folder: Path) -> str:
+    before = contents(folder)
+    with pytest.raises(ValueError) as info:
+        find_start(config)
+    assert "\n" not in str(info.value) and contents(folder) == before
+    return str(info.value)
+
+
+def test_a_new_run_starts_at_0_with_an_id_of_its_own(tmp_path):
+    config = options(tmp_path / "new")
+    start, other = find_start(config), find_start(config)
+    assert (start.iteration, start.state, start.load) == (0, None, None)
+    assert len(start.run_id) == 16 and start.run_id != other.run_id
+    assert not (tmp_path / "new").exists(), "looking writes nothing"
+
+
+def test_load_of_an_empty_folder_starts_anew(tmp_path):
+    run, saves = tmp_path / "run", tmp_path / "run/checkpoints"
+    assert find_start(options(run, load=str(saves))).iteration == 0
+    saves.mkdir(parents=True)
+    assert find_start(options(run, load=str(saves))).iteration == 0
+    said = refused(options(run, load=str(saves), exit_on_missing_checkpoint=True), tmp_path)
+    assert said.startswith(f"--load {saves}: no checkpoint is there; drop --exit-on-missing-checkpoint")
+
+
+def test_load_continues(tmp_path):
+    run = used(tmp_path / "run", "abc", 7)
+    start = find_start(options(run, load=str(run / "checkpoints")))
+    assert (start.iteration, start.load, start.load_iteration, start.run_id) == (7, run / "checkpoints", 7, "abc")
+    assert start.state is not None and start.state["iteration"] == 7
+    elsewhere = find_start(options(tmp_path / "other", load=str(run / "checkpoints")))
+    assert elsewhere.run_id == "abc", "the same run, in a new folder"
+
+
+def test_a_used_folder_is_refused(tmp_path):
+    run = used(tmp_path / "run", "abc", 7)
+    saves = run / "checkpoints"
+    said = refused(options(run), tmp_path)
+    assert said == (
+        f"{saves} already holds checkpoints up to iteration 7; --load {saves} continues them, "
+        "or give another --run-dir and --save"
+    )
+    assert f"{saves} already holds checkpoints" in refused(options(tmp_path / "new", save=str(saves)), tmp_path)
+    assert "already holds checkpoints" in refused(options(run, load=str(saves), finetune=True), tmp_path)
+    assert "already holds checkpoints" in refused(options(run, load=str(tmp_path / "none")), tmp_path)
+
+
+def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
+    run = used(tmp_path / "run", "abc")
+    said = refused(options(run), tmp_path)
+    assert said.startswith(f"--run-dir {run} already holds a run; --load {run}/checkpoints continues it")
+    other = used(tmp_path / "other", "def", 5)
+    fine = options(run, load=str(other / "checkpoints"), finetune=True)
+    assert "already holds a run" in refused(fine, tmp_path)
+
+
+def test_two_runs_are_not_mixed(tmp_path):
+    one, two = used(tmp_path / "one", "abc", 7), used(tmp_path / "two", "def", 5)
+    said = refused(options(two, load=str(one / "checkpoints")), tmp_path)
+    assert f"--run-dir {two} holds run def, but {one}/checkpoints belongs to run abc" in said
+    assert "--finetune to start a new run from these weights" in said
+    there = options(tmp_path / "new", load=str(one / "checkpoints"), save=str(two / "checkpoints"))
+    said = refused(there, tmp_path)
+    assert said == (
+        f"--save {two}/checkpoints holds checkpoints of run def, but {one}/checkpoints belongs to run abc; "
+        "give another --save"
+    )
+    shutil.rmtree(two)
+    checkpoint(two / "checkpoints", 3, "abc")
+    assert find_start(there).iteration == 7, "older checkpoints of this very run"
+
+
+def test_finetune_takes_weights_into_a_new_run(tmp_path):
+    one = used(tmp_path / "one", "abc", 7)
+    start = find_start(options(tmp_path / "new", load=str(one / "checkpoints"), finetune=True))
+    assert (start.iteration, start.state, start.load_iteration) == (0, None, 7)
+    assert start.load == one / "checkpoints" and start.run_id != "abc"
+
+
+def test_a_file_is_no_folder(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert refused(options(file), tmp_path) == f"--run-dir {file} is no folder; give another"
+    assert refused(options(tmp_path / "run", save=str(file)), tmp_path) == f"--save {file} is no folder; give another"
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b"{}", b"\xff"])
+def test_a_damaged_config_is_named(text, tmp_path):
+    run = used(tmp_path / "run", "abc", 7)
+    (run / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"config.json: cannot be read .* move the folder aside"):
+        run_id_of(run)
+    assert run_id_of(tmp_path) is None
+
+
+def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
+    run = used(tmp_path / "run", "abc", 7)
+    for kind in ("plans", "stats"):
+        (run / kind).mkdir()
+        for name in ("iter_0000003.json", "iter_0000007.json", "iter_0000008.json", "iter_0000123.json", "notes.json"):
+            (run / kind / name).write_text("{}")
+    config = options(run)
+    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, "abc"))
+    for kind in ("plans", "stats"):
+        assert sorted(p.name for p in (run / kind).iterdir()) == [
+            "iter_0000003.json",
+            "iter_0000007.json",
+            "notes.json",
+        ]
+    written = json.loads((run / "config.json").read_text())
+    assert written == {"run_id": "abc", **config.to_dict()}
+    assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
+
+
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
+    run = used(tmp_path / "run", "abc")
+    (run / "plans").mkdir()
+    (run / "plans/iter_0000001.json").write_text("{}")
+    for run_id in ("def", "ghi"):  # twice within one second
+        open_run_folder(options(run), Start(0, None, None, 0, run_id))
+        (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    assert len(list(run.glob("metrics.*.jsonl"))) == 2 and not list((run / "plans").iterdir())
+    assert run_id_of(run) == "ghi"
+
+
+def test_changed_options_are_told():
+    state = {"config": Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()}
+    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5)
+    assert changed_options(now, state) == [
+        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "data_path: [] -> ['a']", "snip_target: 0.75 -> 0.5",
+    ]  # fmt: skip
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_path, monkeypatch):
+    from megatron_snip.train import loop
+
+    run, saves = tmp_path / "run", str(tmp_path / "run/checkpoints")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save_checkpoint", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_here(train_iters=3, load=saves)
+    first = read_metrics(run / "metrics.jsonl")
+    with pytest.raises(ValueError, match="already holds a run"):
+        train_here(train_iters=3)
+    again = train_here(train_iters=3, load=saves)
+    (aside,) = run.glob("metrics.*.jsonl")
+    assert read_metrics(aside) == first and [row["lm loss"] for row in again] == [row["lm loss"] for row in first]
+    assert read_state(Path(saves), 3)["run_id"] == run_id_of(run)
+
+
+def test_a_resume_keeps_the_run_and_tells_changed_options(train_here, tmp_path, caplog):
+    run = tmp_path / "run"
+    train_here(train_iters=2)
+    run_id = run_id_of(run)
+    with caplog.at_level("WARNING", logger="megatron_snip"):
+        train_here(train_iters=3, load=str(run / "checkpoints"), lr=0.02)
+    assert run_id_of(run) == run_id == read_state(run / "checkpoints", 3)["run_id"]
+    told = [record.getMessage().split("option, ")[1] for record in caplog.records if "changed" in record.getMessage()]
+    assert told == ["train_iters: 2 -> 3", "lr: 0.01 -> 0.02"]

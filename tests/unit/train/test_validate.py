@@ -1,0 +1,127 @@
+"""Every rule on options, each with one option changed in a layout that is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_snip.config import Config
+from megatron_snip.train.validate import validate
+
+GOOD = {
+    "num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4,
+    "seq_length": 256, "vocab_size": 512, "untie_embeddings_and_output_weights": True, "micro_batch_size": 2,
+    "global_batch_size": 24, "train_iters": 10, "mock_data": True, "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2, "sequence_parallel": True,
+}  # fmt: skip
+WORLD = 12  # three copies: four microbatches of two sequences each
+POSITIVE = [
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
+    "train_iters", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "log_interval", "snip_interval", "max_skipped_iterations", "make_vocab_size_divisible_by",
+]  # fmt: skip
+
+
+def error(world: int = WORLD, **changes) -> str:
+    with pytest.raises(ValueError) as info:
+        validate(Config().replace(**{**GOOD, **changes}), world)
+    assert "\n" not in str(info.value)
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_query_groups": None},
+        {"num_layers_per_virtual_pipeline_stage": 2},
+        {"kv_channels": 10},
+        {"max_position_embeddings": 256},
+        {"snip_target": 0.0},
+        {"snip_target": 1.0},
+        {"snip_apply_lag": 0},
+        {"snip_apply_lag": 4, "snip_interval": 5},
+        {"precision": "plan", "precision_plan": "p"},
+        {"mock_data": False, "data_path": ("a",)},
+        {"mock_data": False, "train_data_path": ("a",), "valid_data_path": ("b",)},
+        {"eval_iters": 0},  # Megatron's way to say: no validation
+    ],
+)
+def test_good_layouts_pass(changes):
+    validate(Config().replace(**{**GOOD, **changes}), WORLD)
+
+
+def test_a_lone_process_may_tie_its_embeddings():
+    alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "global_batch_size": 2}
+    validate(Config().replace(**{**GOOD, **alone, "untie_embeddings_and_output_weights": False}), 1)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("value", [0, -1])
+def test_numbers_that_must_be_positive(name, value):
+    assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give a positive number"
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 13])
+def test_world_sizes_that_do_not_divide(world):
+    said = error(world)
+    assert said == (
+        f"world size {world} is not a multiple of tensor x pipeline parallel = 2 x 2; "
+        "start 4 processes (torchrun --nproc_per_node), or a multiple"
+    )
+
+
+CASES = [
+    ({"num_query_groups": 3}, ["--num-query-groups: 8 is not a multiple of 3"]),
+    ({"hidden_size": 250}, ["--hidden-size by heads: 250 is not a multiple of 8", "--kv-channels"]),
+    ({"kv_channels": 15}, ["channels of a head", "15 is not a multiple of 2", "--kv-channels"]),
+    (
+        {"num_attention_heads": 5, "kv_channels": 4, "num_query_groups": 5},
+        ["--num-attention-heads by tensor parallel: 5 is not a multiple of 2", "--tensor-model-parallel-size"],
+    ),
+    ({"num_query_groups": 1}, ["--num-query-groups by tensor parallel: 1 is not a multiple of 2"]),
+    ({"hidden_size": 257, "kv_channels": 32}, ["--hidden-size by tensor parallel: 257 is not a multiple of 2"]),
+    ({"ffn_hidden_size": 511}, ["--ffn-hidden-size by tensor parallel: 511 is not a multiple of 2"]),
+    ({"num_layers": 7}, ["--num-layers by pipeline parallel: 7 is not a multiple of 2"]),
+    ({"num_layers_per_virtual_pipeline_stage": 3}, ["layers a virtual stage: 4 is not a multiple of 3"]),
+    ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give 1 or more"]),
+    (
+        {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
+        ["--num-layers-per-virtual-pipeline-stage is 2", "--pipeline-model-parallel-size 1"],
+    ),
+    (
+        {"num_layers_per_virtual_pipeline_stage": 2, "global_batch_size": 30},
+        ["microbatches by rounds of the interleaved pipeline: 5 is not a multiple of 2", "--global-batch-size"],
+    ),
+    (
+        {"untie_embeddings_and_output_weights": False},
+        ["tied embeddings", "--pipeline-model-parallel-size is 2", "add --untie-embeddings-and-output-weights"],
+    ),
+    ({"seq_length": 192}, ["--seq-length by the quantisation tile: 192 is not a multiple of 128"]),
+    ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
+    ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
+    ({"global_batch_size": 6}, ["1 microbatches an iteration cannot fill 2 pipeline stages", "lower --micro-batch"]),
+    ({"snip_target": -0.1}, ["--snip-target is -0.1", "0 to 1"]),
+    ({"snip_target": 1.1}, ["--snip-target is 1.1"]),
+    ({"snip_target": float("nan")}, ["--snip-target is nan"]),
+    ({"snip_apply_lag": -1}, ["--snip-apply-lag is -1"]),
+    ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
+    ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
+    ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),
+    ({"mock_data": False}, ["no data: give --data-path, --train-data-path or --mock-data"]),
+    ({"data_path": ("a",), "train_data_path": ("b",)}, ["exclude each other"]),
+    ({"data_path": ("a",), "valid_data_path": ("b",)}, ["exclude each other"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), CASES, ids=[" ".join(map(str, c.values())) for c, _ in CASES])
+def test_rules(changes, said):
+    world = 6 if changes.get("pipeline_model_parallel_size") == 1 else WORLD
+    line = error(world, **changes)
+    assert all(part in line for part in said), line
+
+
+def test_sequence_parallel_cuts_the_sequence_evenly():
+    odd = {"tensor_model_parallel_size": 3, "num_attention_heads": 9, "num_query_groups": 3, "kv_channels": 32,
+           "hidden_size": 288, "ffn_hidden_size": 513, "global_batch_size": 24}  # fmt: skip
+    assert "--seq-length by tensor parallel: 256 is not a multiple of 3" in error(18, **odd)
+    validate(Config().replace(**{**GOOD, **odd, "sequence_parallel": False}), 18)
