@@ -130,7 +130,7 @@ class LoggingConfig:
     eval_iters: int = 10  # Batches of one validation.
     wandb_project: Optional[str] = None  # Log to this wandb project (needs the wandb extra).
     wandb_exp_name: Optional[str] = None  # Name of the wandb run; by default the run folder's.
-    wandb_save_dir: Optional[str] = None  # Folder of wandb's files; by default <run-dir>/wandb.
+    wandb_save_dir: Optional[str] = None  # Folder in which wandb makes its `wandb`; by default the run folder.
     wandb_mode: Literal["online", "offline"] = "offline"  # offline: sync later with `wandb sync`.
 
 

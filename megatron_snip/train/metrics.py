@@ -90,7 +90,7 @@ def start_wandb(config: Config, run_id: str) -> Any:
     """
     wandb = importlib.import_module("wandb")
     log = config.logging
-    folder = Path(log.wandb_save_dir or Path(log.run_dir) / "wandb")
+    folder = Path(log.wandb_save_dir or log.run_dir)  # wandb makes its own folder, wandb/, in it
     folder.mkdir(parents=True, exist_ok=True)
     run = wandb.init(
         project=log.wandb_project,

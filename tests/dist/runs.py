@@ -44,7 +44,7 @@ def world_of(layout: str) -> int:
 def make(options: dict[str, Any]) -> tuple[Config, Parts]:
     """The parts of a run, on the ranks that are here."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    config, plan = check(Config().replace(**TINY, **options), world)
+    config, plan = check(Config().replace(**{**TINY, **options}), world)
     return config, build(config, runtime.start("gloo", 1.0), plan)
 
 

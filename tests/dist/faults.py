@@ -1,0 +1,116 @@
+"""Runs in which one rank goes wrong; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import Config
+from megatron_snip.parallel.data import local_of
+from megatron_snip.quant import LinearPrecision, Operands
+from megatron_snip.snip import coordinator
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train import loop
+from megatron_snip.train.setup import Parts
+from tests.dist.runs import TINY, make
+
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
+SMALL = {**TINY, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2}
+
+
+class Poison:
+    """An observer that puts one NaN into its linear's output gradient in some iterations."""
+
+    def __init__(self, stage: Any, iterations: set[int]) -> None:
+        self.stage, self.iterations = stage, iterations
+
+    def backward(self, operands: Operands) -> None:
+        if self.stage.iteration in self.iterations:
+            assert operands.grad_output is not None
+            operands.grad_output[0, 0] = float("nan")
+
+
+def poison(parts: Parts, rank: int, iterations: set[int]) -> None:
+    """On one rank, into the first linear that backward reaches last, so that no other weight of it is touched."""
+    if dist.get_rank() == rank:
+        stage = parts.stages[min(parts.stages)]
+        next(iter(stage.linears().values())).observer = Poison(stage, iterations)
+
+
+def poisoned_steps(options: dict[str, Any], rank: int, bad: set[int], iterations: int) -> dict[str, Any]:
+    """Train with a NaN on one rank: what each step told, whether weights or moments moved in it, updates made."""
+    config, parts = make({**SMALL, **options})
+    poison(parts, rank, bad)
+    told, moved = [], []
+    for i in range(1, iterations + 1):
+        before = {name: local_of(tensor).clone() for name, tensor in parts.tensors().items()}
+        batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
+        told.append(dataclasses.astuple(parts.stepper.step(batch, i)))
+        moved.append(any(not torch.equal(before[name], local_of(t)) for name, t in parts.tensors().items()))
+        assert all(p.grad is None for p in parts.optimizer.parameters.values())
+    parts.train_loader.close()
+    return {"told": told, "moved": moved, "updates": parts.optimizer.steps}
+
+
+def poisoned_run(options: dict[str, Any], rank: int, bad: set[int]) -> str:
+    """The program with a NaN on one rank; the error that ended it on this rank."""
+    build = loop.build
+
+    def poisoned_build(*args: Any) -> Parts:
+        parts = build(*args)
+        poison(parts, rank, bad)
+        return parts
+
+    loop.build = poisoned_build
+    try:
+        loop.train(Config().replace(**{**SMALL, **options}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two solves, the first of which reaches rank 1 changed: what each application told, and the precisions then."""
+    _, parts = make({**SMALL, "precision": "snip", "snip_start": 1, "snip_interval": 2, **options})
+    assert parts.coordinator is not None
+    read = coordinator.Plan.from_dict
+
+    class Changed(Plan):
+        @classmethod
+        def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
+            plan = read(values, source)
+            if dist.get_rank() == 1 and plan.iteration == 2:
+                name = next(iter(plan.linears))
+                plan = dataclasses.replace(plan, linears={**plan.linears, name: LinearPrecision.parse("fp4/fp8/fp4")})
+            return plan
+
+    coordinator.Plan = Changed
+    out = []
+    for i in range(1, 5):
+        batch = parts.train_loader.batch((i - 1) * 4)
+        metrics = parts.coordinator.before_step(
+            i, lambda batch=batch, i=i: parts.stepper.gradients(batch, i)[0], parts.optimizer.zero_grad
+        )
+        if i in (2, 4):
+            precisions = {name: str(linear.precision) for name, linear in parts.linears.items()}
+            out.append({"metrics": metrics, "precisions": precisions})
+    parts.train_loader.close()
+    parts.coordinator.close()
+    return out
+
+
+def program(words: list[str], folder: str) -> None:
+    """Become `python pretrain_llama.py words`, with its output in <folder>/out and <folder>/err."""
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    torch.set_num_threads(1)
+    sys.argv = [str(PROGRAM), *words]
+    runpy.run_path(str(PROGRAM), run_name="__main__")

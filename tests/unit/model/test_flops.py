@@ -1,0 +1,46 @@
+"""FLOPs and parameters, counted again by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_snip.config import ModelConfig
+from megatron_snip.model.flops import iteration_flops, linear_flops_per_token, parameters
+
+LLAMA_7B = ModelConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, seq_length=4096, vocab_size=32000
+)
+LLAMA_3_8B = ModelConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+    seq_length=8192, vocab_size=128256,
+)  # fmt: skip
+
+
+def test_published_parameter_counts():
+    assert parameters(LLAMA_7B, tied=False) == 6_738_415_616
+    assert parameters(LLAMA_3_8B, tied=False) == 8_030_261_248
+    assert parameters(LLAMA_7B, tied=False) - parameters(LLAMA_7B, tied=True) == 32000 * 4096
+
+
+def test_flops_are_two_a_multiply_add_and_thrice_forward():
+    """Linears and head 2 FLOPs a parameter; causal attention QK^T and AV, half of S^2 each."""
+    linears = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert linear_flops_per_token(LLAMA_7B) == 2 * linears
+    forward = 4096 * 2 * (linears + 32000 * 4096) + 32 * 2 * 2 * (4096 * 4096 / 2) * 4096
+    assert iteration_flops(LLAMA_7B, 3) == pytest.approx(3 * 3 * forward, rel=1e-12)
+
+
+def test_the_count_is_that_of_a_real_model(lone_mesh):
+    import torch
+
+    from megatron_snip.model.llama import Build, build_stages
+    from megatron_snip.parallel.tensor import Region
+
+    for groups, tied in ((None, True), (1, False)):
+        m = ModelConfig(
+            num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=groups,
+            kv_channels=24, seq_length=128, vocab_size=100,
+        )  # fmt: skip
+        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
+        (stage,) = build_stages(build, num_stages=1, tied=tied, recompute=False, of=lambda s: True).values()
+        assert sum(p.numel() for p in stage.parameters()) == parameters(m, tied=tied)

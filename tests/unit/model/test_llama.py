@@ -1,0 +1,204 @@
+"""The model's parts; equality of the whole with transformers is in tests/unit/interop/test_huggingface.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_snip.config import ModelConfig
+from megatron_snip.model.llama import (
+    Build,
+    LlamaStage,
+    RMSNorm,
+    build_stages,
+    linear_names,
+    linear_shapes,
+    rotary_frequencies,
+    rotary_tables,
+    rotate,
+)
+from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant import LinearPrecision
+
+MODEL = ModelConfig(
+    num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, seq_length=128,
+    vocab_size=100,
+)  # fmt: skip
+
+
+@pytest.fixture
+def make(lone_mesh):
+    """Call it for the stages of a model."""
+
+    def stages(
+        m: ModelConfig = MODEL, *, num_stages: int = 1, tied: bool = False, recompute: bool = False, seed: int = 1
+    ) -> dict[int, LlamaStage]:
+        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"))
+        return build_stages(build, num_stages=num_stages, tied=tied, recompute=recompute, of=lambda s: True)
+
+    return stages
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(100, (2, 128), generator=torch.Generator().manual_seed(seed))
+
+
+SAMPLES = torch.tensor([0, 1])
+
+
+def test_names_and_shapes():
+    assert linear_names(1) == [
+        *(f"layers.0.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    m = dataclasses.replace(MODEL, kv_channels=48)
+    shapes = linear_shapes(m)
+    assert list(shapes) == linear_names(4)
+    assert [shapes[name] for name in linear_names(1)] == [
+        (192, 128), (96, 128), (96, 128), (128, 192), (256, 128), (256, 128), (128, 256),
+    ]  # fmt: skip
+
+
+def test_parameters_are_named_as_hugging_faces_whatever_the_cut(make):
+    (whole,) = make().values()
+    names = dict(whole.named_parameters())
+    assert len(names) == 4 * 9 + 3 and {"embed_tokens.weight", "norm.weight", "lm_head.weight"} < names.keys()
+    assert all(f"{name}.weight" in names for name in linear_names(4))
+    cut: dict[str, torch.Tensor] = {}
+    for s, stage in make(num_stages=4).items():
+        assert list(stage.linears()) == [name for name in linear_names(4) if name.startswith(f"layers.{s}.")]
+        assert not cut.keys() & dict(stage.named_parameters()).keys()
+        cut.update(stage.named_parameters())
+    assert cut.keys() == names.keys() and all(torch.equal(cut[name], p) for name, p in names.items())
+
+
+def test_initial_weights(make):
+    """Normal with init-method-std; o and down by another 1 / sqrt(2 L), as Megatron's; norms of one."""
+    (stage,) = make(dataclasses.replace(MODEL, init_method_std=0.05)).values()
+    for name, p in stage.named_parameters():
+        if "norm" in name:
+            assert p.eq(1).all()
+            continue
+        std = 0.05 / (math.sqrt(8) if "o_proj" in name or "down_proj" in name else 1)
+        assert float(p.std()) == pytest.approx(std, rel=0.05) and abs(float(p.mean())) < std / 20, name
+
+
+def test_rotary_angles_and_llama_3s_stretching():
+    plain = rotary_frequencies(dataclasses.replace(MODEL, kv_channels=64))
+    expected = [10000.0 ** (-i / 32) for i in range(32)]
+    assert plain.tolist() == pytest.approx(expected, rel=1e-5)
+    m = dataclasses.replace(
+        MODEL, kv_channels=64, use_rope_scaling=True, rope_scaling_factor=8.0, rope_low_freq_factor=1.0,
+        rope_high_freq_factor=4.0, rope_original_max_position_embeddings=8192,
+    )  # fmt: skip
+    for got, frequency in zip(rotary_frequencies(m).tolist(), expected, strict=True):
+        wavelength = 2 * math.pi / frequency
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        if wavelength < 8192 / 4:
+            wanted = frequency
+        elif wavelength > 8192:
+            wanted = frequency / 8
+        else:
+            wanted = (1 - smooth) * frequency / 8 + smooth * frequency
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+    cos, sin = rotary_tables(dataclasses.replace(MODEL, kv_channels=16), torch.float32, torch.device("cpu"))
+    assert cos.shape == sin.shape == (128, 16)
+    q, k = (torch.randn(16, generator=torch.Generator().manual_seed(i)).expand(1, 1, 128, 16) for i in (0, 1))
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    torch.testing.assert_close(q.norm(dim=-1), q[..., :1, :].norm(dim=-1).expand(1, 1, 128))
+    scores = (q @ k.transpose(-1, -2))[0, 0]
+    for distance in (0, 5, 60):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-3, atol=1e-4)
+    assert scores.diagonal(5)[0] != scores.diagonal(60)[0]
+
+
+def test_rms_norm(make, lone_mesh):
+    build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
+    norm = RMSNorm(build)
+    x = torch.randn(2, 3, 128)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(128))
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_sees_the_past_alone(make):
+    (stage,) = make().values()
+    one = tokens()
+    other = one.clone()
+    other[:, 70] = (other[:, 70] + 1) % 100
+    with torch.no_grad():
+        a, b = (stage.logits(stage.hidden(x, SAMPLES)) for x in (one, other))
+    assert torch.equal(a[:, :70], b[:, :70]) and not torch.equal(a[:, 70], b[:, 70])
+    assert not torch.equal(a[:, 71:], b[:, 71:])
+
+
+def gradients(stage: LlamaStage, precision: str) -> tuple[float, dict[str, torch.Tensor]]:
+    for linear in stage.linears().values():
+        linear.precision = LinearPrecision.parse(precision)
+    stage.loss_tokens, stage.iteration = 256, 3
+    loss = stage(tokens(), SAMPLES, tokens(1))
+    loss.sum().backward()
+    return float(loss), {name: p.grad for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp4"])
+def test_recomputation_changes_no_bit(precision, make):
+    (plain,), (recomputed,) = make().values(), make(recompute=True).values()
+    loss, grads = gradients(plain, precision)
+    other_loss, other = gradients(recomputed, precision)
+    assert loss == other_loss and all(torch.equal(grads[name], other[name]) for name in grads)
+
+
+def test_stages_in_a_row_are_the_whole(make):
+    (whole,) = make().values()
+    loss, grads = gradients(whole, "fp8")
+    stages = list(make(num_stages=2).values())
+    for stage in stages:
+        stage.loss_tokens, stage.iteration = 256, 3
+        for linear in stage.linears().values():
+            linear.precision = LinearPrecision.uniform("fp8")
+    out = stages[1](stages[0](tokens(), SAMPLES), SAMPLES, tokens(1))
+    out.sum().backward()
+    assert float(out) == loss
+    for stage in stages:
+        for name, p in stage.named_parameters():
+            assert torch.equal(p.grad, grads[name]), name
+
+
+def test_a_tied_head_is_the_embedding(make):
+    (tied,), (untied,) = make(tied=True).values(), make().values()
+    assert tied.lm_head is None and not any("lm_head" in name for name, _ in tied.named_parameters())
+    with torch.no_grad():
+        untied.lm_head.weight.copy_(untied.embed_tokens.weight)
+    loss, grads = gradients(tied, "bf16")
+    other_loss, other = gradients(untied, "bf16")
+    assert loss == other_loss
+    total = other["embed_tokens.weight"] + other["lm_head.weight"]
+    torch.testing.assert_close(grads["embed_tokens.weight"], total, rtol=1e-5, atol=1e-8)
+    assert tied.logits(tied.hidden(tokens(), SAMPLES)).shape == (2, 128, 128), "the padded vocabulary"
+
+
+def test_random_bits_follow_the_global_sample(make):
+    """The same sequence at another place in the run rounds otherwise; at the same place in another cut it does not."""
+
+    def grads_at(samples: list[int], rows: slice) -> torch.Tensor:
+        (stage,) = make(dataclasses.replace(MODEL, num_layers=1)).values()
+        for linear in stage.linears().values():
+            linear.precision = LinearPrecision.parse("bf16/bf16/fp4")
+        stage.iteration = 1
+        stage(tokens()[rows], torch.tensor(samples), tokens(1)[rows]).sum().backward()
+        return stage.layers["0"].mlp.down_proj.weight.grad
+
+    both = grads_at([6, 7], slice(0, 2))
+    apart = grads_at([6], slice(0, 1)) + grads_at([7], slice(1, 2))
+    torch.testing.assert_close(both, apart, rtol=1e-4, atol=1e-4 * float(both.abs().max()))
+    elsewhere = grads_at([6], slice(0, 1)) + grads_at([8], slice(1, 2))
+    assert (both - elsewhere).abs().max() > 0.01 * both.abs().max()

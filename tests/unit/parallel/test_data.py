@@ -1,0 +1,68 @@
+"""Norms of gradients; sums over processes are in tests/dist."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_snip.model.llama import linear_names
+from megatron_snip.parallel.data import (
+    gradient_square_sum,
+    is_replicated_over_tp,
+    local_gradients,
+    sum_norm_gradients_over_tp,
+)
+
+
+class Axis:
+    """As much of an axis as a norm needs."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank, self.is_first = size, rank, rank == 0
+
+
+class Mesh:
+    def __init__(self, size: int, rank: int) -> None:
+        self.tp = Axis(size, rank)
+
+
+@pytest.fixture
+def module():
+    one = nn.ModuleDict({"input_layernorm": nn.RMSNorm(3), "up_proj": nn.Linear(3, 2, bias=False)})
+    one["input_layernorm"].weight.grad = torch.tensor([1.0, 2.0, 2.0])
+    one["up_proj"].weight.grad = torch.full((2, 3), 2.0)
+    return one
+
+
+def test_norms_are_the_only_replicated_parameters():
+    linears = [f"{name}.weight" for name in linear_names(2)]
+    norms = ["layers.0.input_layernorm.weight", "layers.1.post_attention_layernorm.weight", "norm.weight"]
+    others = ["embed_tokens.weight", "lm_head.weight"]
+    assert [name for name in linears + others + norms if is_replicated_over_tp(name)] == norms
+
+
+def test_replicated_gradients_count_once(module):
+    assert gradient_square_sum([module], Mesh(1, 0)) == pytest.approx(9.0 + 24.0)
+    assert gradient_square_sum([module], Mesh(2, 0)) == pytest.approx(9.0 + 24.0)
+    assert gradient_square_sum([module], Mesh(2, 1)) == pytest.approx(24.0)
+    assert gradient_square_sum([module, module], Mesh(2, 1)) == pytest.approx(48.0)
+
+
+def test_no_gradients_have_norm_0(module):
+    module.zero_grad()
+    assert gradient_square_sum([module], Mesh(1, 0)) == 0.0 and list(local_gradients([module])) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(bad, module):
+    module["up_proj"].weight.grad[1, 2] = bad
+    assert not math.isfinite(gradient_square_sum([module], Mesh(1, 0)))
+
+
+def test_one_process_sums_nothing(module, lone_mesh):
+    before = {name: grad.clone() for name, grad in local_gradients([module])}
+    sum_norm_gradients_over_tp([module], lone_mesh)
+    assert all(torch.equal(before[name], grad) for name, grad in local_gradients([module]))

@@ -1,0 +1,80 @@
+"""Parallel layers on one process, where they are plain ones; with several, see tests/dist/test_tensor_parallel.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_snip.parallel.tensor import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    local,
+    make_parameter,
+)
+from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
+
+KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=256)
+NAME = "layers.3.mlp.up_proj"
+
+
+@pytest.fixture
+def region(lone_mesh):
+    return Region(lone_mesh.tp, sequence_parallel=False)
+
+
+def test_a_region_of_one_is_nothing(region):
+    x = torch.ones(1, 2, 3)
+    assert region.enter(x) is x and region.leave(x) is x
+
+
+def test_a_parameter_of_one_is_plain(lone_mesh):
+    weight = torch.ones(4, 2)
+    parameter = make_parameter(weight, 0, lone_mesh.tp, lone_mesh.device_mesh)
+    assert type(parameter) is torch.nn.Parameter and local(parameter) is parameter
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("precision", ["bf16", "fp4/fp8/fp4"])
+def test_a_linear_is_the_quantised_one_of_its_name(kind, precision, region, lone_mesh):
+    generator = torch.Generator().manual_seed(0)
+    w, x, g = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (2, 128, 32), (2, 128, 64)))
+    layer = kind(NAME, w, region, lone_mesh.device_mesh, KEY.seed)
+    layer.precision = LinearPrecision.parse(precision)
+    x.requires_grad_()
+    y = layer(x, KEY)
+    flat = x.detach().flatten(0, 1).requires_grad_()
+    twin = w.clone().requires_grad_()
+    key = RoundingKey(7, 5, name_stream(NAME), row0=256)
+    expected = quantized_linear(flat, twin, layer.precision, key=key)
+    assert torch.equal(y.flatten(0, 1), expected)
+    got = torch.autograd.grad(y, (x, layer.weight), g)
+    wanted = torch.autograd.grad(expected, (flat, twin), g.flatten(0, 1))
+    assert torch.equal(got[0].flatten(0, 1), wanted[0]) and torch.equal(got[1], wanted[1])
+
+
+def test_a_linear_tells_its_shape_and_precision(region, lone_mesh):
+    layer = ColumnParallelLinear(NAME, torch.ones(64, 32), region, lone_mesh.device_mesh, 1)
+    assert repr(layer) == f"ColumnParallelLinear({NAME}, 32 -> 64, precision=bf16)"
+    layer.precision = LinearPrecision.parse("fp4/fp8/fp4")
+    assert "precision=fp4/fp8/fp4" in repr(layer)
+
+
+def test_compute_in_bf16_leaves_the_weight_in_float32(region, lone_mesh):
+    layer = ColumnParallelLinear(NAME, torch.randn(64, 32), region, lone_mesh.device_mesh, 1)
+    y = layer(torch.randn(1, 4, 32, dtype=torch.bfloat16), KEY)
+    assert y.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_the_embedding_is_torchs(region, lone_mesh):
+    table = torch.randn(16, 8)
+    tokens = torch.tensor([[3, 0, 15], [3, 3, 7]])
+    layer = VocabParallelEmbedding(table.clone(), region, lone_mesh.device_mesh, torch.bfloat16)
+    got = layer(tokens)
+    assert torch.equal(got, F.embedding(tokens, table).bfloat16())
+    got.backward(torch.ones_like(got))
+    assert layer.weight.grad[3].eq(3).all() and layer.weight.grad[1].eq(0).all()

@@ -1,0 +1,87 @@
+"""A short run with --wandb-project: an offline wandb run under the run folder, with no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.train.metrics import read_metrics
+
+pytest.importorskip("wandb")
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_llama.py"
+WORDS = """--num-layers 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 128
+--vocab-size 128 --global-batch-size 1 --train-iters 3 --mock-data --precision snip --snip-start 1
+--snip-interval 4 --snip-target 0.5 --wandb-project demo --wandb-exp-name first --run-dir run"""
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format (blocks of 32 KiB, fragments) after 7 bytes of header."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield parts
+            parts = b""
+
+
+def history(path: Path) -> list[dict]:
+    """The rows that wandb's own file holds."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    rows = []
+    for data in records(path.read_bytes()):
+        record = messages.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group is still there; wandb's service may need a moment to go."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_run_is_logged_offline(tmp_path):
+    dead = "http://127.0.0.1:9"  # whoever tries the network fails
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "RANK"))}
+    environment |= {"HTTPS_PROXY": dead, "HTTP_PROXY": dead, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, PROGRAM, *WORDS.split()],
+            cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        status = process.wait(100)
+    assert status == 0, (tmp_path / "log").read_text()
+    end = time.monotonic() + 20
+    while alive(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(process.pid), "a process of wandb is left over"
+
+    run_id = json.loads((tmp_path / "run/config.json").read_text())["run_id"]
+    (file,) = (tmp_path / "run/wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+    rows, written = history(file), read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    for row, expected in zip(rows, written, strict=True):
+        assert {key: row[key] for key in expected} == expected
+    assert rows[1]["snip/achieved"] > 0.5 and rows[0]["snip/probe_seconds"] > 0
+    assert rows[1]["snip/plan/_type"] == "table-file"
+    assert list((tmp_path / "run/wandb").rglob("plan_*.table.json"))
