@@ -7,9 +7,11 @@ of the mesh, "dim" a dim of a tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 AXES = ("pp", "dp", "tp")
 
@@ -56,11 +58,16 @@ class Mesh:
         dist.barrier(self.world)
 
 
-def build_mesh(device_type: str, *, pp: int, dp: int, tp: int) -> Mesh:
-    """The mesh over the started process group; every process calls it, pp * dp * tp is the world size."""
+def build_mesh(device_type: str, *, pp: int, dp: int, tp: int, timeout_minutes: float = 10.0) -> Mesh:
+    """The mesh over the started process group; every process calls it, pp * dp * tp is the world size.
+
+    A collective on one of its axes that takes longer than the time-out ends the run.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert pp * dp * tp == world_size, f"{pp} x {dp} x {tp} is not {world_size}"
     device_mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=AXES)
+    for name in AXES:  # the mesh makes its groups with torch's default, whatever the world's is
+        _set_pg_timeout(timedelta(minutes=timeout_minutes), device_mesh.get_group(name))
     axes = {
         name: Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name))
         for name, size in zip(AXES, (pp, dp, tp))

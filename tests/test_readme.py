@@ -36,9 +36,7 @@ README = commands((ROOT / "README.md").read_text())
 @functools.cache
 def help_of(script: str) -> str:
     """What a Python script says to --help."""
-    done = subprocess.run(
-        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -85,9 +83,7 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_commands_are_found() -> None:
-    text = (
-        "a\n```bash\nA=1 bash x.sh \\\n    --y 1  # why\n\n# nothing\npython z.py\n```\n```python\nno\n```\n"
-    )
+    text = "a\n```bash\nA=1 bash x.sh \\\n    --y 1  # why\n\n# nothing\npython z.py\n```\n```python\nno\n```\n"
     assert commands(text) == ["A=1 bash x.sh --y 1", "python z.py"]
     assert split_environment("A=1 B=2 bash x.sh C=3") == ({"A": "1", "B": "2"}, ["bash", "x.sh", "C=3"])
     assert TEST_COMMAND in README and "bash examples/quickstart.sh" in README
@@ -96,9 +92,7 @@ def test_commands_are_found() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", path.read_text())
-    gone = [
-        link for link in links if "://" not in link and not (path.parent / link.partition("#")[0]).exists()
-    ]
+    gone = [link for link in links if "://" not in link and not (path.parent / link.partition("#")[0]).exists()]
     assert not gone
 
 
@@ -117,9 +111,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
 def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:
     """The real quickstart, all steps and four processes, cut short; then once more, to go on."""
     data, run = tmp_path / "data", tmp_path / "run"
-    env = environment(
-        tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000"
-    )
+    env = environment(tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000")
     options = "--snip-start 2 --snip-interval 2 --snip-apply-lag 1 --eval-interval 2 --eval-iters 1"
 
     def quickstart(*more: str) -> str:
@@ -135,7 +127,7 @@ def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:
     assert str(run / "report.html") in output
     assert (run / "report.html").is_file()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["snip/plan_hash"]
     assert list((run / "plans").glob("iter_*.json"))
     assert made == {path: os.stat(path).st_mtime_ns for path in data.rglob("*") if path.is_file()}

@@ -77,9 +77,7 @@ def import_order(source: str, module: str) -> list[str]:
     """Imports that go up or sideways, and relative ones, which hide where they go."""
     level = {unit: i for i, units in enumerate(LEVELS) for unit in units}
     me = unit_of(module)
-    problems = (
-        [] if me in level or module == PACKAGE else [f"{module}: {me} has no place in the import order"]
-    )
+    problems = [] if me in level or module == PACKAGE else [f"{module}: {me} has no place in the import order"]
     for line, name in imported(source):
         if name.startswith("."):
             problems.append(f"{module}:{line} imports {name}; write the full name")
@@ -315,9 +313,7 @@ def test_the_solver_starts_without_torch() -> None:
 
 def test_requirements_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [
-        line for name in ("base", "dev") for line in (ROOT / f"requirements/{name}.txt").read_text().split()
-    ]
+    lines = [line for name in ("base", "dev") for line in (ROOT / f"requirements/{name}.txt").read_text().split()]
     pinned = {line.partition("==")[0].replace("-", "_") for line in lines if "==" in line}
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=\[ ]", requirement)[0].replace("-", "_") for requirement in wanted}

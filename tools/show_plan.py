@@ -57,9 +57,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
             f"gap {solver.gap:.2e}, {solver.seconds:.2f} s"
         )
     if other is not None:
-        lines.append(
-            f"against plan {other.hash} of iteration {other.iteration}: {plan.churn(other):.1%} differ"
-        )
+        lines.append(f"against plan {other.hash} of iteration {other.iteration}: {plan.churn(other):.1%} differ")
         if gone := sorted(other.linears.keys() - plan.linears.keys()):
             lines.append(f"only in the other plan: {', '.join(gone)}")
     return "\n".join(lines)

@@ -282,6 +282,13 @@ class _Builder:
         return BlendedDataset(corpora, weights, sum(targets), cache_path=self.cache_path)
 
 
+def check_data(*path_lists: Sequence[str]) -> None:
+    """Open every corpus of the path lists and close it again.  ValueError for the first that cannot be read."""
+    for paths in path_lists:
+        for prefix in parse_blend(paths)[0] if paths else ():
+            IndexedDataset(prefix)
+
+
 def build_datasets(
     train_paths: Sequence[str],
     valid_paths: Sequence[str],

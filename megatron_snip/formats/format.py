@@ -46,9 +46,7 @@ class Format:
         if unknown := sorted(self.stochastic_roles - set(ROLES)):
             raise ValueError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
-            raise ValueError(
-                f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more"
-            )
+            raise ValueError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
 
     @property
     def quantised(self) -> bool:

@@ -68,9 +68,9 @@ class Build:
     device: torch.device
 
     def normal(self, name: str, shape: tuple[int, int], std: float) -> Tensor:
-        """Initial weight [rows, columns]: a function of seed and name, whatever the layout."""
+        """Initial weight [rows, columns] on the CPU: a function of seed and name, whatever the layout."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, name))
-        return torch.empty(shape).normal_(std=std, generator=generator).to(self.device)
+        return torch.empty(shape).normal_(std=std, generator=generator)
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name, freshly initialised."""
@@ -81,7 +81,7 @@ class Build:
             std /= math.sqrt(2 * self.model.num_layers)
         weight = self.normal(name, linear_shapes(self.model)[name], std)
         module = RowParallelLinear if leaves else ColumnParallelLinear
-        return module(name, weight, self.region, self.mesh.device_mesh, self.seed)
+        return module(name, weight, self.region, self.mesh.device_mesh)
 
 
 class RMSNorm(nn.Module):
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.epsilon = build.model.norm_epsilon
-        ones = torch.ones(build.model.hidden_size, device=build.device)
+        ones = torch.ones(build.model.hidden_size)
         self.weight = make_parameter(ones, None, build.region.axis, build.mesh.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,9 +157,7 @@ class MLP(nn.Module):
     def __init__(self, build: Build, prefix: str) -> None:
         super().__init__()
         self.region = build.region
-        self.gate_proj, self.up_proj, self.down_proj = (
-            build.linear(f"{prefix}.{name}") for name in MLP_LINEARS
-        )
+        self.gate_proj, self.up_proj, self.down_proj = (build.linear(f"{prefix}.{name}") for name in MLP_LINEARS)
 
     def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
@@ -220,9 +218,7 @@ class LlamaStage(nn.Module):
         self.lm_head: OutputLayer | None = None
         if first:
             weight = build.normal("embed_tokens", vocab, m.init_method_std)
-            self.embed_tokens = VocabParallelEmbedding(
-                weight, build.region, build.mesh.device_mesh, build.dtype
-            )
+            self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
         self.layers = nn.ModuleDict({str(i): Block(build, i) for i in layers})
         if last:
             self.norm = RMSNorm(build)
@@ -271,9 +267,7 @@ class LlamaStage(nn.Module):
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
         assert labels is not None, "the last stage needs labels"
-        losses = vocab_parallel_cross_entropy(
-            self.logits(x).flatten(0, 1), labels.flatten(), self.build.region.axis
-        )
+        losses = vocab_parallel_cross_entropy(self.logits(x).flatten(0, 1), labels.flatten(), self.build.region.axis)
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
 
 

@@ -66,9 +66,7 @@ def sum_norm_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh) -> None
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=mesh.tp.group)
-    torch._foreach_copy_(
-        [grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads]))
-    )
+    torch._foreach_copy_([grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads])))
 
 
 @torch.no_grad()

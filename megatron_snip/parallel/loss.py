@@ -17,12 +17,11 @@ from megatron_snip.mesh import Axis
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
-        z = logits.float()
-        rows = z.shape[-1]
-        top = z.amax(dim=-1)
+        rows = logits.shape[-1]
+        top = logits.amax(dim=-1).float()
         if axis.size > 1:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
-        z = z - top.unsqueeze(-1)
+        z = torch.sub(logits, top.unsqueeze(-1))  # float32 without a float32 copy of the logits beside it
         column = labels - axis.rank * rows
         elsewhere = (column < 0) | (column >= rows)
         column = column.masked_fill(elsewhere, 0)
@@ -38,9 +37,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, elsewhere = ctx.saved_tensors
-        here = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
-        grad = softmax.scatter_add(-1, column.unsqueeze(-1), -here)
-        return (grad * grads[0].unsqueeze(-1)).to(ctx.dtype), None, None
+        scale = grads[0].unsqueeze(-1)
+        grad = softmax * scale
+        grad.scatter_add_(-1, column.unsqueeze(-1), -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return grad.to(ctx.dtype), None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:

@@ -82,9 +82,7 @@ class Pipeline:
             if len(stages) == 1:
                 self._schedules[training] = Schedule1F1B(stages[0], self.microbatches, **options)
             else:
-                self._schedules[training] = ScheduleInterleaved1F1B(
-                    cast(Any, stages), self.microbatches, **options
-                )
+                self._schedules[training] = ScheduleInterleaved1F1B(cast(Any, stages), self.microbatches, **options)
         return self._schedules[training]
 
     def _set_iteration(self, iteration: int) -> None:

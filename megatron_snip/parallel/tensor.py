@@ -94,11 +94,13 @@ class Region:
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
 
-    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.
+    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard goes to
+    the mesh's device and is kept; a view would keep the whole.
     """
+    device = device_mesh.device_type
     if axis.size == 1:
-        return nn.Parameter(full)
-    local = full if dim is None else full.chunk(axis.size, dim)[axis.rank].contiguous()
+        return nn.Parameter(full.to(device))
+    local = (full if dim is None else full.chunk(axis.size, dim)[axis.rank].clone()).contiguous().to(device)
     placement = Replicate() if dim is None else Shard(dim)
     device_mesh = device_mesh["tp"]
     return nn.Parameter(DTensor.from_local(local, device_mesh, [placement], run_check=False))
@@ -114,9 +116,9 @@ class _ParallelLinear(nn.Module):
 
     split_dim: int
 
-    def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh, seed: int) -> None:
+    def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
-        self.name, self.region, self.seed = name, region, seed
+        self.name, self.region = name, region
         self.out_features, self.in_features = weight.shape
         self.weight = make_parameter(weight, self.split_dim, region.axis, device_mesh)
         self.precision = LinearPrecision.uniform("bf16")

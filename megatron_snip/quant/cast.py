@@ -115,9 +115,7 @@ def unquantised(x: Tensor, fmt: Format) -> Quantized:
 
 
 @torch.no_grad()
-def _to_grid(
-    x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None
-) -> tuple[Tensor, Tensor]:
+def _to_grid(x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None) -> tuple[Tensor, Tensor]:
     """Grid values q, float32 [R, C], and scales, float32 [row blocks, column blocks].
 
     A key asks for stochastic rounding.

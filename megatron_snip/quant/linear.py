@@ -169,14 +169,10 @@ class _Emulated(torch.autograd.Function):
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
             fmt = precision.dgrad
-            grad_x = operands.quantized("dgrad", "grad_output", fmt) @ operands.quantized(
-                "dgrad", "weight", fmt
-            )
+            grad_x = operands.quantized("dgrad", "grad_output", fmt) @ operands.quantized("dgrad", "weight", fmt)
         if ctx.needs_input_grad[1]:
             fmt = precision.wgrad
-            grad_w = operands.quantized("wgrad", "grad_output", fmt).T @ operands.quantized(
-                "wgrad", "input", fmt
-            )
+            grad_w = operands.quantized("wgrad", "grad_output", fmt).T @ operands.quantized("wgrad", "input", fmt)
         return grad_x, grad_w, None, None, None, None, None
 
 

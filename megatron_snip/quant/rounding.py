@@ -71,17 +71,13 @@ class RoundingKey:
         mixed = mix64(mix64(self.seed) ^ (self.stream & _MASK64))
         return mixed & _MASK32, mixed >> 32
 
-    def for_operand(
-        self, gemm: str, role: str, row0: int | None = None, col0: int | None = None
-    ) -> RoundingKey:
+    def for_operand(self, gemm: str, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
         """The key of one operand of one GEMM; positions left out stay this key's.
 
         Raises ValueError for an unknown GEMM or role.
         """
         if gemm not in GEMMS or role not in ROLES:
-            raise ValueError(
-                f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}"
-            )
+            raise ValueError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
         operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
         return RoundingKey(
             seed=self.seed,

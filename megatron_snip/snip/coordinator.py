@@ -35,7 +35,7 @@ from megatron_snip.snip.divergence import (
 )
 from megatron_snip.snip.plan import Plan, build_plan
 from megatron_snip.snip.probes import Pass, ProbedLinear, StatisticsProbe
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
+from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed
 from megatron_snip.snip.stats import ProbeStats
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -67,16 +67,19 @@ class Pending:
 
     probed: int  # iteration before which statistics were taken
     due: int  # iteration from which its plan is to hold
+    options: tuple[str, ...]  # what the matrices' columns stand for
+    objective: str
     request: SolveRequest
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values for a checkpoint."""
-        return {"probed": self.probed, "due": self.due, "request": self.request.to_dict()}
+        return {**vars(self), "options": list(self.options), "request": self.request.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Pending:
         """The value that `to_dict` wrote."""
-        return cls(values["probed"], values["due"], SolveRequest.from_dict(values["request"]))
+        request = SolveRequest.from_dict(values["request"])
+        return cls(values["probed"], values["due"], tuple(values["options"]), values["objective"], request)
 
 
 class Coordinator:
@@ -102,9 +105,7 @@ class Coordinator:
         self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
         self._solver: BackgroundSolver | None = None
 
-    def before_step(
-        self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]
-    ) -> Metrics:
+    def before_step(self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]) -> Metrics:
         """Apply what is due and probe what is due; every process calls it before every iteration."""
         metrics = self._finish_if_due(iteration)
         since = iteration - self.snip.snip_start
@@ -147,8 +148,7 @@ class Coordinator:
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
         if stats is not None:
             metrics |= self._divergence_metrics(stats)
-            if self.mesh.rank == 0:
-                stats.save(self.run_dir / "stats" / f"iter_{iteration:07d}.json")
+            self._write(stats, "stats", iteration)
         inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
         try:
             quality, fixed, held = finite_or_held(self.snip.snip_objective, inputs)
@@ -163,7 +163,9 @@ class Coordinator:
             stage=stages(self.shapes) if self.snip.snip_stage_target else None,
             fixed=np.asarray(fixed) if held else None,
         )
-        self._start(Pending(iteration, iteration + self.snip.snip_apply_lag, request))
+        options = tuple(str(option) for option in self.options)
+        due = iteration + self.snip.snip_apply_lag
+        self._start(Pending(iteration, due, options, self.snip.snip_objective, request))
         return metrics
 
     def _start(self, pending: Pending) -> None:
@@ -188,7 +190,17 @@ class Coordinator:
         plan = Plan.from_dict(answer[0], "plan from rank 0")
         if not self._agreed(plan):
             return waited | self._keep(iteration, "the plan's hash differs between processes")
+        self._write(plan, "plans", iteration)
         return waited | self._apply(plan)
+
+    def _write(self, what: ProbeStats | Plan, kind: str, iteration: int) -> None:
+        """Rank 0 keeps a file for people; a full disk must not end the run."""
+        if self.mesh.rank == 0:
+            path = self.run_dir / kind / f"iter_{iteration:07d}.json"
+            try:
+                what.save(path)
+            except OSError as error:
+                LOGGER.warning(f"{path} was not written: {error}")
 
     def _solved(self, pending: Pending) -> dict[str, Any] | str:
         """Rank 0: the plan as plain values, or why there is none."""
@@ -197,20 +209,21 @@ class Coordinator:
             return "the solver's process did not start"
         try:
             solution = solver.result(self.snip.snip_solve_timeout)
-        except (SolverTimeout, SolverFailed, ValueError) as error:
-            return str(error)
+            # the options that the matrices were made with; those of a resumed run may differ
+            options = [LinearPrecision.parse(option) for option in pending.options]
+            plan = build_plan(
+                solution,
+                self.shapes,
+                options,
+                iteration=pending.due,
+                objective=pending.objective,
+                target=pending.request.target,
+            )
+            return plan.to_dict()
+        except Exception as error:  # whatever it is, the others wait for an answer
+            return str(error) or repr(error)
         finally:
             solver.cancel()
-        plan = build_plan(
-            solution,
-            self.shapes,
-            self.options,
-            iteration=pending.due,
-            objective=self.snip.snip_objective,
-            target=self.snip.snip_target,
-        )
-        plan.save(self.run_dir / "plans" / f"iter_{pending.due:07d}.json")
-        return plan.to_dict()
 
     def _agreed(self, plan: Plan) -> bool:
         """Whether every process holds this very plan; every process calls it."""

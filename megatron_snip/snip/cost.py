@@ -88,9 +88,7 @@ def saving(precision: LinearPrecision, measure: str = "fp4") -> float:
     return sum(MEASURES[measure](b) for b in bits) / len(GEMMS)
 
 
-def efficiency(
-    shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], measure: str = "fp4"
-) -> Floats:
+def efficiency(shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], measure: str = "fp4") -> Floats:
     """[L, O]: what linear l saves in option o as a share of all linears' FLOPs; everything in FP4 sums to 1.
 
     measure: "fp4", the share of FLOPs in FP4; "time", modelled GEMM time saved, the one to use when bf16 is
@@ -100,9 +98,7 @@ def efficiency(
     return flops[:, None] / flops.sum() * np.array([saving(option, measure) for option in options])[None, :]
 
 
-def achieved(
-    shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], measure: str = "fp4"
-) -> float:
+def achieved(shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], measure: str = "fp4") -> float:
     """What a whole assignment saves, 0..1.  ``precisions`` must name every linear of ``shapes``."""
     total = sum(shape.gemm_flops for shape in shapes)
     saved = sum(shape.gemm_flops * saving(precisions[shape.name], measure) for shape in shapes)

@@ -182,9 +182,7 @@ def _matrix(
 def _snip_loss(inputs: ObjectiveInputs) -> Floats:
     stats = inputs.measured()
     if not (np.isfinite(stats.loss) and stats.loss > 0):
-        raise ValueError(
-            f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0"
-        )
+        raise ValueError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
     return loss_divergence(stats, inputs.names, inputs.options) / stats.loss
 
 

@@ -185,9 +185,7 @@ def _local(group: Ints) -> Ints:
     return np.unique(group, return_inverse=True)[1].reshape(-1)
 
 
-def _check_feasible(
-    problem: _Problem, merged: dict[int, tuple[Floats, Floats]], budget: dict[int, float]
-) -> None:
+def _check_feasible(problem: _Problem, merged: dict[int, tuple[Floats, Floats]], budget: dict[int, float]) -> None:
     reach = {s: float(saved.max(axis=1).sum()) for s, (_, saved) in merged.items()}
     short = {s: r for s, r in reach.items() if r < budget[s] - BUDGET_TOLERANCE * abs(r)}
     if not short:
@@ -265,9 +263,7 @@ def _check(
     group = np.where(tie_ids >= 0, tie_ids, tie_ids.max() + 1 + np.arange(count))
     fixed_ids = np.full(count, -1) if fixed is None else _ids("fixed", fixed, count)
     if bad := np.flatnonzero((fixed_ids < -1) | (fixed_ids >= options)).tolist():
-        raise ValueError(
-            f"fixed[{bad[0]}] is {fixed_ids[bad[0]]}, but there are {options} options (-1 is free)"
-        )
+        raise ValueError(f"fixed[{bad[0]}] is {fixed_ids[bad[0]]}, but there are {options} options (-1 is free)")
     _check_groups(tie_ids, stages, fixed_ids)
     return _Problem(quality, saved, float(target), stages, group, fixed_ids)
 
@@ -288,6 +284,4 @@ def _check_groups(ties: Ints, stages: Ints | None, fixed: Ints) -> None:
         if len(options) > 1:
             raise ValueError(f"linears {rows.tolist()} are tied (id {tie}) but fixed to options {options}")
         if stages is not None and len(set(stages[rows].tolist())) > 1:
-            raise ValueError(
-                f"linears {rows.tolist()} are tied (id {tie}) across stages; untie them, or drop stage"
-            )
+            raise ValueError(f"linears {rows.tolist()} are tied (id {tie}) across stages; untie them, or drop stage")

@@ -64,9 +64,7 @@ def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
     if not isinstance(values, dict):
-        raise ValueError(
-            f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}"
-        )
+        raise ValueError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
     return values
 
 

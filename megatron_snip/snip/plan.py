@@ -185,9 +185,7 @@ def build_plan(
     if len(solution.choice) != len(shapes):
         raise ValueError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
     linears = {shape.name: options[int(option)] for shape, option in zip(shapes, solution.choice)}
-    record = SolverRecord(
-        solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6)
-    )
+    record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
     return Plan(iteration, linears, objective, float(target), achieved(shapes, linears), record)
 
 

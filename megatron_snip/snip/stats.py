@@ -60,9 +60,7 @@ class ProbeStats:
     def save(self, path: str | Path) -> None:
         """Write JSON, whole or not at all.  NaN and Infinity are kept: they are findings."""
         linears = {name: vars(stats) for name, stats in self.linears.items()}
-        write_atomic(
-            path, json.dumps({"version": VERSION, **vars(self), "linears": linears}, indent=1) + "\n"
-        )
+        write_atomic(path, json.dumps({"version": VERSION, **vars(self), "linears": linears}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ProbeStats:

@@ -15,7 +15,7 @@ from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.metrics import MetricsWriter, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
-from megatron_snip.train.setup import Parts, build, check, with_defaults
+from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -54,11 +54,13 @@ class Trainer:
                 row |= parts.coordinator.before_step(iteration, probe, parts.optimizer.zero_grad)
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
-            self._count_skipped(result)
+            self.nan_iterations += result.skipped
+            self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
+            self._end_if_never_finite()
             leave = result.stop or self._due(t.exit_interval)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
                 self._save()
@@ -66,18 +68,19 @@ class Trainer:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
 
-    def close(self) -> None:
-        """Write the report and let go of files, threads and the solver."""
+    def close(self, *, report: bool) -> None:
+        """Let go of files, threads and the solver; write the report if asked."""
         if self.parts.coordinator is not None:
             self.parts.coordinator.close()
         self.parts.train_loader.close()
         if self.writer is not None:
             self.writer.close()
+        if self.writer is not None and report:
             run_dir = Path(self.config.logging.run_dir)
             try:
-                report = write_report(run_dir)
-                print(f"\n{format_summary(run_dir)}\nreport: {report}", flush=True)
-            except Exception as error:  # a full disk, say: it must not hide what ended the run
+                path = write_report(run_dir)
+                print(f"\n{format_summary(run_dir)}\nreport: {path}", flush=True)
+            except Exception as error:  # a full disk, say: the run itself went well
                 LOGGER.warning(f"no report was written to {run_dir}: {error}")
 
     def _due(self, interval: int | None) -> bool:
@@ -88,10 +91,8 @@ class Trainer:
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
         return self.signal.received or late
 
-    def _count_skipped(self, result: StepResult) -> None:
+    def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
-        self.nan_iterations += result.skipped
-        self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
         if self.nan_in_a_row >= limit:
             raise ValueError(
                 f"loss or gradient was not finite in {limit} iterations in a row, the last {self.iteration}; "
@@ -182,11 +183,6 @@ class Trainer:
         LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
         if state is None:
             return
-        if state["config"]["training"]["global_batch_size"] != self.config.training.global_batch_size:
-            raise ValueError(
-                f"--global-batch-size is {self.config.training.global_batch_size}, the checkpoint's run used "
-                f"{state['config']['training']['global_batch_size']}; keep it, or start a new run with --finetune"
-            )
         for change in changed_options(self.config, state):
             LOGGER.warning(f"this run continues with a changed option, {change}")
         if not self.config.checkpoint.no_load_optim:
@@ -202,11 +198,12 @@ def train(config: Config) -> None:
     config = with_defaults(config)
     start = find_start(config)
     here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
-    parts = build(config, here, plan)
-    start = parts.agree_on(start)
-    trainer = Trainer(config, parts, start)
+    start = agree_on(config, start)
+    trainer = Trainer(config, build(config, here, plan), start)
     try:
         trainer.run()
-    finally:
-        trainer.close()
+    except BaseException:
+        trainer.close(report=False)  # what went wrong is told first and alone
+        raise
+    trainer.close(report=True)
     runtime.stop()

@@ -19,6 +19,13 @@ from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.checkpoint import latest_iteration, read_state
 
 LOGGER = logging.getLogger("megatron_snip")
+#: Model options that decide which weights there are and what they mean, whatever the sequence.
+SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "untie_embeddings_and_output_weights", "norm_epsilon",
+)  # fmt: skip
+#: Model options that matter only while the model is made; a vocabulary of another size fails by its shape.
+INITIAL = {"init_method_std", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,14 @@ def find_start(config: Config) -> Start:
     saved = latest_iteration(Path(c.load)) if c.load else None
     if c.load and saved is None and c.exit_on_missing_checkpoint:
         raise ValueError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
+    if saved is None and (c.finetune or c.no_load_optim):
+        option = "--finetune" if c.finetune else "--no-load-optim"
+        raise ValueError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
     if saved is None or c.finetune:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
         if saved is not None:
+            _refuse_other_model(config, read_state(Path(str(c.load)), saved), finetune=True)
             start = Start(0, None, Path(str(c.load)), saved, start.run_id)
         return start
     assert c.load is not None
@@ -56,7 +67,28 @@ def find_start(config: Config) -> Start:
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
     _refuse_folder_of_another_run(config.save_dir, Path(c.load), state["run_id"])
+    _refuse_other_model(config, state, finetune=False)
     return Start(state["iteration"], state, Path(c.load), saved, state["run_id"])
+
+
+def _refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
+    """A checkpoint goes on as the model and in the data order that it was trained with.
+
+    `finetune` takes its weights alone, so it may change positions and data.
+    """
+    now, then = config.to_dict(), state["config"]
+    fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
+    if not finetune:
+        fixed += [("training", "global_batch_size"), ("training", "seed"), ("data", "split")]
+    for group, name in fixed:
+        old, new = then.get(group, {}).get(name), now[group][name]
+        if old != new:
+            option = name.replace("_", "-")
+            instead = "" if finetune else ", or start a new run from these weights with --finetune"
+            raise ValueError(
+                f"--{option} is {new}, the checkpoint in {config.checkpoint.load} was trained with {old}; "
+                f"give --{option} {old}{instead}"
+            )
 
 
 def run_id_of(run_dir: Path) -> str | None:
@@ -88,19 +120,36 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
             f"{save} already holds checkpoints up to iteration {held}; --load {save} continues them, "
             "or give another --run-dir and --save"
         )
+    other = _save_dir_of(run_dir)
+    if resuming and other is not None and other.resolve() != save.resolve():
+        raise ValueError(
+            f"--run-dir {run_dir} holds a run that saves to {other}, not to {save}; --load {other} continues it, "
+            "or give another --run-dir"
+        )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
         raise ValueError(
             f"--run-dir {run_dir} already holds a run; --load {save} continues it, or give another --run-dir"
         )
 
 
+def _save_dir_of(run_dir: Path) -> Path | None:
+    """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
+    if run_id_of(run_dir) is None:
+        return None
+    saved = json.loads((run_dir / "config.json").read_text())["checkpoint"]["save"]
+    return Path(saved or run_dir / "checkpoints")
+
+
 def open_run_folder(config: Config, start: Start) -> None:
     """Write config.json, and put aside what a killed run wrote after the checkpoint; rank 0 calls it."""
     run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    metrics = run_dir / "metrics.jsonl"
-    if start.iteration == 0 and metrics.is_file():  # killed before its first checkpoint
-        metrics.rename(run_dir / f"metrics.{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}.jsonl")
+    if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
+        aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
+        aside.mkdir()
+        for name in ("metrics.jsonl", "config.json", "plans", "stats"):
+            if (run_dir / name).exists():
+                (run_dir / name).rename(aside / name)
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
         for path in (run_dir / kind).glob("iter_*.json"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
-from megatron_snip.data.sampling import Dataset, build_datasets
+from megatron_snip.data.sampling import Dataset, build_datasets, check_data
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
@@ -61,6 +61,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             f"--linear-impl {p.linear_impl} is unknown; known: auto, {', '.join(linear_implementations())}"
         )
     check_optimizer_impl(config.training)
+    check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
     check_wandb(config)
     plan = None
     if p.precision == "plan":
@@ -93,12 +94,6 @@ class Parts:
     def linears(self) -> dict[str, Any]:
         """The quantisable linears of this process by name."""
         return {name: linear for stage in self.stages.values() for name, linear in stage.linears().items()}
-
-    def agree_on(self, start: Start) -> Start:
-        """Rank 0's start, on every process: a new run's id is drawn by each of them."""
-        shared: list[Any] = [start.run_id]
-        dist.broadcast_object_list(shared, src=0, group=self.mesh.world)
-        return dataclasses.replace(start, run_id=shared[0])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and moments by their names in a checkpoint."""
@@ -213,7 +208,13 @@ def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
     """All parts of a run with fresh weights; every process calls it alike."""
     dp = config.data_parallel_size(runtime.world_size)
     p = config.parallel
-    mesh = build_mesh(runtime.device.type, pp=p.pipeline_model_parallel_size, dp=dp, tp=p.tensor_model_parallel_size)
+    mesh = build_mesh(
+        runtime.device.type,
+        pp=p.pipeline_model_parallel_size,
+        dp=dp,
+        tp=p.tensor_model_parallel_size,
+        timeout_minutes=p.distributed_timeout_minutes,
+    )
     stages = build_model(config, mesh, runtime.device)
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
@@ -246,6 +247,27 @@ def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:
             f"tensor parallel {tp} cuts the {TILE}-wide scale blocks of {', '.join(sorted(kinds))}: "
             "their scales close at the shard's edge, so results differ a little from other layouts"
         )
+
+
+def agree_on(config: Config, start: Start) -> Start:
+    """Rank 0's start, on every process: each of them drew an id for a new run.  Every process calls it.
+
+    ValueError on all of them if they were given other options or see another checkpoint, as where a folder
+    is not shared or a network file system is late.
+    """
+    mine = (start.iteration, start.load_iteration, config)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, start.run_id))
+    (first, run_id), *_ = everyone
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs[:2] != first[:2]:
+            raise ValueError(
+                f"--load {config.checkpoint.load}: rank 0 sees iteration {first[1]}, rank {rank} {theirs[1]}; "
+                "the folder must be the same for all processes, wait for the file system or share it"
+            )
+        if theirs[2] != first[2]:
+            raise ValueError(f"rank {rank} was started with other options than rank 0; start all with the same")
+    return dataclasses.replace(start, run_id=run_id)
 
 
 def with_defaults(config: Config) -> Config:

@@ -62,7 +62,7 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     mesh = start_mesh()
     region = Region(mesh.tp, sequence_parallel)
     x, w, g = draw(B, S, K, seed=1), draw(N, K, seed=2) / 16, draw(B, S, N, seed=3)
-    layer = KINDS[kind]("layers.3.mlp.up_proj", w, region, mesh.device_mesh, KEY.seed)
+    layer = KINDS[kind]("layers.3.mlp.up_proj", w, region, mesh.device_mesh)
     layer.precision = LinearPrecision.parse(precision)
     outside = (lambda t: part(t, 1, mesh)) if sequence_parallel else (lambda t: t.clone())
     x = outside(x) if kind == "column" else part(x, 2, mesh)

@@ -31,8 +31,11 @@ LAYOUTS = {
     "dp2": {},
     "tp2 x dp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2 x dp2": {"pipeline_model_parallel_size": 2},
+    "tp2 x pp2 x dp2": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True
+    },
 }  # fmt: skip
-DATA_PARALLEL = {"dp2": 2, "tp2 x dp2": 2, "pp2 x dp2": 2}
+DATA_PARALLEL = {"dp2": 2, "tp2 x dp2": 2, "pp2 x dp2": 2, "tp2 x pp2 x dp2": 2}
 
 
 def world_of(layout: str) -> int:
@@ -120,6 +123,38 @@ def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[st
         "hash": metrics["snip/plan_hash"],
         "precision": {name: str(linear.precision) for name, linear in parts.linears.items()},
     }
+
+
+def memory_and_timeouts(options: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that each parameter's shard keeps alive beyond its own, and the axes' time-outs in seconds."""
+    _, parts = make({**options, "distributed_timeout_minutes": 3.0})
+    parts.train_loader.close()
+    surplus = {}
+    for name, p in parts.optimizer.parameters.items():
+        shard = p.to_local() if isinstance(p, DTensor) else p
+        surplus[name] = shard.untyped_storage().nbytes() - shard.numel() * shard.element_size()
+    axes = {name: getattr(parts.mesh, name).group for name in ("pp", "dp", "tp")}
+    device = torch.device("cpu")
+    return {
+        "surplus": surplus,
+        "timeouts": {n: g._get_backend(device).options._timeout.total_seconds() for n, g in axes.items()},
+    }
+
+
+def disagreement(what: str) -> str:
+    """What `agree_on` says when rank 1 sees another checkpoint or has other options; "" for agreement."""
+    from megatron_snip.train.run_folder import Start
+    from megatron_snip.train.setup import agree_on
+
+    odd = dist.get_rank() == 1
+    config = Config().replace(lr=0.5 if odd and what == "options" else 0.25, load="somewhere")
+    iteration = 4 if odd and what == "checkpoint" else 6
+    try:
+        agreed = agree_on(config, Start(iteration, None, None, iteration, f"id of rank {dist.get_rank()}"))
+    except ValueError as error:
+        return str(error)
+    assert agreed.run_id == "id of rank 0"
+    return ""
 
 
 def train_run(options: dict[str, Any], slow_state: bool = False) -> None:

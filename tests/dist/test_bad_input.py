@@ -149,11 +149,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "wrong type": ({**MOCK, "hidden_size": "wide"}, ["--hidden-size", "'wide'", "--help"]),
     "checkpoint of another shape": (
         {**MOCK, "load": SAVES, "run_dir": "@trained", "train_iters": 4, "ffn_hidden_size": 256},
-        ["iter_0000002: model.layers.0.mlp.gate_proj.weight has shape [128, 128], the model's is [256, 128]",
+        [f"--ffn-hidden-size is 256, the checkpoint in {SAVES} was trained with 128; give --ffn-hidden-size 128"],
+    ),
+    "checkpoint of another vocabulary": (
+        {**MOCK, "load": SAVES, "run_dir": "@trained", "train_iters": 4, "vocab_size": 200},
+        ["iter_0000002: model.embed_tokens.weight has shape [128, 128], the model's is [256, 128]",
          "match the model options to its state.json"],
     ),
     "checkpoint of a shallower model": (
-        {**MOCK, "load": SAVES, "finetune": True, "num_layers": 2}, ["iter_0000002: holds no model.layers.1."],
+        {**MOCK, "load": SAVES, "finetune": True, "num_layers": 2},
+        [f"--num-layers is 2, the checkpoint in {SAVES} was trained with 1; give --num-layers 1"],
     ),
     "missing checkpoint": (
         {**MOCK, "load": "@none", "exit_on_missing_checkpoint": True}, ["--load @none: no checkpoint is there"],

@@ -122,7 +122,7 @@ def test_sigterm_saves_and_leaves(uninterrupted, tmp_path):
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
-    left_at = lines(run_dir)
+    left_at = read_metrics(run_dir / "metrics.jsonl")[-1]["iteration"]
     assert left_at < OPTIONS["train_iters"]
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
     run_ranks(train_run, WORLD, options_for(run_dir))

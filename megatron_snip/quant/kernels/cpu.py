@@ -20,9 +20,7 @@ MAX_BLOCK_COLS = 128
 
 # A thread costs some 30 us to start: fewer elements than this a thread are not worth one.
 _ELEMENTS_PER_THREAD = 1 << 18
-_SLOWER = (
-    "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
-)
+_SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
 
 
 class _Call(ctypes.Structure):
@@ -81,9 +79,7 @@ def fake_quantize(x: Tensor, element: Element, block: tuple[int, int], key: Roun
     return out
 
 
-def quantize(
-    x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None) -> tuple[Tensor, Tensor]:
     """Codes, uint8 [R, C], and scales, float32 [row blocks, column blocks].  Needs ``library()``."""
     x = x.contiguous()
     codes = torch.empty_like(x, dtype=torch.uint8)

@@ -41,7 +41,7 @@ def test_a_parameter_of_one_is_plain(lone_mesh):
 def test_a_linear_is_the_quantised_one_of_its_name(kind, precision, region, lone_mesh):
     generator = torch.Generator().manual_seed(0)
     w, x, g = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (2, 128, 32), (2, 128, 64)))
-    layer = kind(NAME, w, region, lone_mesh.device_mesh, KEY.seed)
+    layer = kind(NAME, w, region, lone_mesh.device_mesh)
     layer.precision = LinearPrecision.parse(precision)
     x.requires_grad_()
     y = layer(x, KEY)
@@ -56,14 +56,14 @@ def test_a_linear_is_the_quantised_one_of_its_name(kind, precision, region, lone
 
 
 def test_a_linear_tells_its_shape_and_precision(region, lone_mesh):
-    layer = ColumnParallelLinear(NAME, torch.ones(64, 32), region, lone_mesh.device_mesh, 1)
+    layer = ColumnParallelLinear(NAME, torch.ones(64, 32), region, lone_mesh.device_mesh)
     assert repr(layer) == f"ColumnParallelLinear({NAME}, 32 -> 64, precision=bf16)"
     layer.precision = LinearPrecision.parse("fp4/fp8/fp4")
     assert "precision=fp4/fp8/fp4" in repr(layer)
 
 
 def test_compute_in_bf16_leaves_the_weight_in_float32(region, lone_mesh):
-    layer = ColumnParallelLinear(NAME, torch.randn(64, 32), region, lone_mesh.device_mesh, 1)
+    layer = ColumnParallelLinear(NAME, torch.randn(64, 32), region, lone_mesh.device_mesh)
     y = layer(torch.randn(1, 4, 32, dtype=torch.bfloat16), KEY)
     assert y.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
     y.float().sum().backward()

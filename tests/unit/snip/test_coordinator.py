@@ -256,6 +256,39 @@ def test_a_solve_in_flight_survives_a_checkpoint(make):
     assert other.plan.linears == one.plan.linears and other.history == one.history
 
 
+def test_a_solve_in_flight_keeps_its_options_when_a_resume_changes_them(make):
+    """The matrices' columns mean the options they were made with."""
+    first = make(snip_apply_lag=2)
+    run(first, range(1, 5))
+    state = json.loads(json.dumps(first.state()))
+    run(first, [5])
+    again = make(options=("fp4", "fp8"), snip_apply_lag=2, snip_target=0.25, snip_objective="snip_loss")
+    again.load_state(state)
+    run(again, [5])
+    assert again.plan.to_dict() | {"solver": 0} == first.plan.to_dict() | {"solver": 0}
+    assert precisions(again) == precisions(first)
+
+
+def test_a_full_disk_does_not_end_the_run(make, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ProbeStats, "save", full)
+    monkeypatch.setattr(Plan, "save", full)
+    one = make()
+    seen = run(one, range(1, 5))
+    assert seen[4]["snip/plan_hash"] and precisions(one).count("fp4") == 2
+    assert caplog.text.count("No space left on device") == 2
+
+
+def test_whatever_the_solver_raises_is_answered(make, monkeypatch):
+    """Rank 0 must answer: the others wait for it in a broadcast."""
+    one = with_plan_in_force(make())
+    monkeypatch.setattr(module, "build_plan", lambda *args, **more: [][0])
+    seen = run(one, range(3, 5))
+    assert_kept(one, seen[4], "list index out of range")
+
+
 def test_a_plan_in_force_survives_a_checkpoint(make):
     one = make()
     run(one, range(1, 7))

@@ -18,11 +18,12 @@ def options(folder: Path, **more) -> Config:
     return Config().replace(run_dir=str(folder), **more)
 
 
-def checkpoint(save: Path, iteration: int, run_id: str) -> None:
+def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
     """What find_start looks at of a checkpoint."""
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "run_id": run_id}
+    trained = {"config": Config().to_dict(), **more}
+    state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "run_id": run_id} | trained
     (folder / "state.json").write_text(json.dumps(state))
     (save / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
 
@@ -30,7 +31,7 @@ def checkpoint(save: Path, iteration: int, run_id: str) -> None:
 def used(folder: Path, run_id: str, iteration: int | None = None) -> Path:
     """A run folder after some training, with a checkpoint if an iteration is given."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"run_id": run_id}))
+    (folder / "config.json").write_text(json.dumps({"run_id": run_id, **options(folder).to_dict()}))
     (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
     if iteration is not None:
         checkpoint(folder / "checkpoints", iteration, run_id)
@@ -120,6 +121,48 @@ def test_finetune_takes_weights_into_a_new_run(tmp_path):
     assert start.load == one / "checkpoints" and start.run_id != "abc"
 
 
+def test_weights_alone_need_a_checkpoint(tmp_path):
+    for option in ("finetune", "no_load_optim"):
+        for load in (None, str(tmp_path / "none")):
+            said = refused(options(tmp_path / "new", load=load, **{option: True}), tmp_path)
+            assert said.startswith(f"--{option.replace('_', '-')} needs a checkpoint, --load is {load}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "finetune_too"),
+    [
+        ("num_layers", 2, True),
+        ("num_attention_heads", 8, True),
+        ("untie_embeddings_and_output_weights", True, True),
+        ("norm_epsilon", 1e-6, True),
+        ("rotary_base", 5e5, False),
+        ("seq_length", 256, False),
+        ("seed", 7, False),
+        ("global_batch_size", 4, False),
+        ("split", "1,1,1", False),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune_too, tmp_path):
+    """Many of these have the same shapes and would go on silently as another function."""
+    load = str(used(tmp_path / "run", "abc", 7) / "checkpoints")
+    old = next(group[name] for group in Config().to_dict().values() if name in group)
+    said = refused(options(tmp_path / "new", load=load, **{name: value}), tmp_path)
+    option = f"--{name.replace('_', '-')}"
+    assert said.startswith(f"{option} is {value}, the checkpoint in {load} was trained with {old}; give {option} {old}")
+    tuned = options(tmp_path / "new", load=load, finetune=True, **{name: value})
+    if finetune_too:
+        assert "was trained with" in refused(tuned, tmp_path)
+    else:
+        assert find_start(tuned).load_iteration == 7
+
+
+def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
+    run = used(tmp_path / "run", "abc")
+    there = options(run, load=str(tmp_path / "mistyped"), save=str(tmp_path / "elsewhere"))
+    said = refused(there, tmp_path)
+    assert said.startswith(f"--run-dir {run} holds a run that saves to {run}/checkpoints, not to {tmp_path}/elsewhere")
+
+
 def test_a_file_is_no_folder(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -162,7 +205,8 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_pa
     for run_id in ("def", "ghi"):  # twice within one second
         open_run_folder(options(run), Start(0, None, None, 0, run_id))
         (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    assert len(list(run.glob("metrics.*.jsonl"))) == 2 and not list((run / "plans").iterdir())
+    assert len(list(run.glob("before-*/metrics.jsonl"))) == 2 and not list((run / "plans").iterdir())
+    assert len(list(run.glob("before-*/plans/iter_0000001.json"))) == 1, "nothing is deleted"
     assert run_id_of(run) == "ghi"
 
 
@@ -186,7 +230,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_pa
     with pytest.raises(ValueError, match="already holds a run"):
         train_here(train_iters=3)
     again = train_here(train_iters=3, load=saves)
-    (aside,) = run.glob("metrics.*.jsonl")
+    (aside,) = run.glob("before-*/metrics.jsonl")
     assert read_metrics(aside) == first and [row["lm loss"] for row in again] == [row["lm loss"] for row in first]
     assert read_state(Path(saves), 3)["run_id"] == run_id_of(run)
 

@@ -1,0 +1,37 @@
+"""What processes hold, and that they begin together or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.harness import run_ranks
+from tests.dist.runs import LAYOUTS, disagreement, memory_and_timeouts
+
+
+@pytest.fixture(scope="module")
+def held():
+    return run_ranks(memory_and_timeouts, 2, LAYOUTS["tp2"])
+
+
+def test_a_shard_does_not_keep_the_whole_weight_alive(held):
+    for result in held:
+        assert result["surplus"] and not any(result["surplus"].values())
+
+
+def test_the_time_out_reaches_every_axis(held):
+    for result in held:
+        assert result["timeouts"] == {"pp": 180.0, "dp": 180.0, "tp": 180.0}
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("checkpoint", "--load somewhere: rank 0 sees iteration 6, rank 1 4; the folder must be the same"),
+        ("options", "rank 1 was started with other options than rank 0; start all with the same"),
+        ("nothing", ""),
+    ],
+)
+def test_processes_agree_on_their_start_or_all_refuse(what, said):
+    first, second = run_ranks(disagreement, 2, what)
+    assert first == second
+    assert first.startswith(said) if said else first == ""
