@@ -126,7 +126,7 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Wait for the batch being read ahead, if any, and drop it."""
+        """Drop the batch being read ahead, if any; a read that hangs is left to its daemon thread."""
         pending, self._next = self._next, None
         if pending is not None:
-            pending.join()
+            pending.join(timeout=10.0)

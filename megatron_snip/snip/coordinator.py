@@ -249,6 +249,7 @@ class Coordinator:
         return {
             "snip/achieved": fp4,
             "snip/target": plan.target,
+            "snip/saved": achieved(self.shapes, plan.linears, measure_of(self.options)),  # in the target's unit
             "snip/objective": plan.solver.objective,
             "snip/gap": plan.solver.gap,
             "snip/solver_seconds": plan.solver.seconds,

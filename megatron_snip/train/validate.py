@@ -6,21 +6,50 @@ registry is checked by `train.setup`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from megatron_snip.config import TILE, Config, option_groups
 
+#: Every numeric option by its range; None, where an option allows it, passes.
+RANGES: dict[str, tuple[str, ...]] = {
+    "a positive number": (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
+        "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
+        "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval",
+        "snip_interval", "snip_start",
+    ),
+    "0 or more": (
+        "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
+        "exit_duration_in_mins", "snip_weight",
+    ),
+    "a number above 0": (
+        "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
+        "adam_eps", "distributed_timeout_minutes", "snip_solve_timeout",
+    ),
+    "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
+    "0 to 4294967295": ("seed",),  # what numpy's generator takes
+    "a share, 0 to 1": ("snip_target",),
+}  # fmt: skip
+_WITHIN: dict[str, Callable[[float], bool]] = {
+    "a positive number": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
+    "a number above 0": lambda value: value > 0,
+    "0 or more and less than 1": lambda value: 0 <= value < 1,
+    "0 to 4294967295": lambda value: 0 <= value < 2**32,
+    "a share, 0 to 1": lambda value: 0 <= value <= 1,
+}
 
-def _positive(config: Config) -> None:
-    required = [
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length",
-        "global_batch_size", "train_iters", "micro_batch_size",
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "log_interval", "snip_interval",
-        "max_skipped_iterations", "make_vocab_size_divisible_by",
-    ]  # fmt: skip
+
+def _in_range(config: Config) -> None:
     groups = option_groups()
-    for name in required:
-        value = getattr(getattr(config, groups[name]), name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; give a positive number")
+    for kind, names in RANGES.items():
+        for name in names:
+            value = getattr(getattr(config, groups[name]), name)
+            if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; give {kind}")
 
 
 def _divides(value: int, by: int, what: str, way_out: str) -> None:
@@ -30,7 +59,7 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises ValueError."""
-    _positive(config)
+    _in_range(config)
     m, p, t = config.model, config.parallel, config.training
     tp = p.tensor_model_parallel_size
     dp = config.data_parallel_size(world_size)
@@ -87,8 +116,6 @@ def _validate_stages(config: Config, microbatches: int) -> None:
 
 def _validate_choices(config: Config) -> None:
     s, d = config.snip, config.data
-    if not 0.0 <= s.snip_target <= 1.0:
-        raise ValueError(f"--snip-target is {s.snip_target}; it is a share, give 0 to 1")
     if s.snip_apply_lag < 0 or s.snip_apply_lag >= s.snip_interval:
         raise ValueError(
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
@@ -102,5 +129,7 @@ def _validate_choices(config: Config) -> None:
         )
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
+    if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):
+        raise ValueError("--mock-data is given together with paths of real data; drop one of them")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.train.validate import validate
+from megatron_snip.train.validate import RANGES, validate
 
 GOOD = {
     "num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4,
@@ -61,6 +63,23 @@ def test_numbers_that_must_be_positive(name, value):
     assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give a positive number"
 
 
+def numeric_options() -> set[str]:
+    types = {f.name: str(f.type) for group in fields(Config) for f in fields(getattr(Config(), group.name))}
+    return {name for name, kind in types.items() if "int" in kind or "float" in kind}
+
+
+def test_every_numeric_option_has_a_range():
+    own_rules = {"snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in RANGES.items() for name in names])
+def test_numbers_out_of_range_are_named(kind, name):
+    too_high = {"0 or more and less than 1": 1.0, "0 to 4294967295": 2**32, "a share, 0 to 1": 1.01}
+    for value in (-1, float("nan"), float("inf"), too_high.get(kind, -2)):
+        assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give {kind}"
+
+
 @pytest.mark.parametrize("world", [1, 2, 6, 13])
 def test_world_sizes_that_do_not_divide(world):
     said = error(world)
@@ -108,8 +127,9 @@ CASES = [
     ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),
     ({"mock_data": False}, ["no data: give --data-path, --train-data-path or --mock-data"]),
-    ({"data_path": ("a",), "train_data_path": ("b",)}, ["exclude each other"]),
-    ({"data_path": ("a",), "valid_data_path": ("b",)}, ["exclude each other"]),
+    ({"mock_data": False, "data_path": ("a",), "train_data_path": ("b",)}, ["exclude each other"]),
+    ({"mock_data": False, "data_path": ("a",), "valid_data_path": ("b",)}, ["exclude each other"]),
+    ({"data_path": ("a",)}, ["--mock-data is given together with paths of real data; drop one"]),
 ]
 
 
