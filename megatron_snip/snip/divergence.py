@@ -4,7 +4,7 @@
     weight divergence  rho^2(l, o) = |u(g + E_w,f) - u(g)|_F^2 / sum_k |u(g_k)|_F^2   f = o.wgrad    1
     snip               Q = dL / L0 + c/2 rho^2                                                       1
 
-Source: SNIP, arXiv 2602.01410, as worked out in NUMERICS.md.
+Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md.
 Convention: T tokens of the global batch, L0 its loss, bf16 costs nothing, Q is the difference from the base
 option: fp8 where it is among the options, else the first.  A new objective is one entry of OBJECTIVES.
 """

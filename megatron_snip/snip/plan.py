@@ -5,7 +5,7 @@
      "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
      "hash": "0123456789abcdef"}
 
-Source: DESIGN.md.  Convention: names are Hugging Face's with the global block index.
+Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
 and linears: what ranks must agree on, not how it was found.
 """

@@ -1,6 +1,6 @@
 """What the probe passes measured: one LinearStats per linear, and their JSON file.
 
-Source: NUMERICS.md, "Loss divergence" and "Weight divergence".  T is the tokens of the whole global batch and
+Source: docs/numerics.md, "Loss divergence" and "Weight divergence".  T is the tokens of the whole global batch and
 G = dL/dY contains 1/T.  All values are sums over the batch, the data-parallel ranks and the tensor shards.
 """
 

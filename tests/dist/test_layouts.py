@@ -69,10 +69,9 @@ def test_pipeline_is_bit_for_bit_at_first(layout, quantised, alone, alone_quanti
     assert all(result["first"] == reference["first"] for result in results)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2 x dp2"])
-def test_data_parallel_draws_the_same_random_bits(layout, alone_quantised, plan_options):
-    """Each microbatch has the same samples as in one process, so only the order of their sum differs."""
-    for result in trained(layout, *plan_options.items()):
+def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone_quantised, plan_options):
+    """Rows are counted over all samples; beside the bits only the order of sums differs from one process."""
+    for result in run_ranks(losses, 2, {**plan_options, "micro_batch_size": 2}):
         for name, grad in result["gradients"].items():
             expected = alone_quantised["gradients"][name]
             assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
