@@ -10,6 +10,7 @@
 # Environment: QUICKSTART_DATA   folder of text, tokenizer and tokens      (data/quickstart)
 #              QUICKSTART_RUN    the run folder                            (runs/quickstart)
 #              QUICKSTART_BYTES  bytes of text to gather, about            (16000000)
+#              SAVE_GRACE_SECONDS  time that processes have to save after SIGTERM (120)
 #              PYTHON, SKIP_SET_UP   see tools/set_up.sh
 # Relative paths in them are relative to the repository.
 set -euo pipefail
@@ -76,8 +77,10 @@ if [ -e "$run/checkpoints/latest_checkpointed_iteration.txt" ]; then
     echo "[quickstart] resuming $run (--fresh starts anew)" >&2
 fi
 
-# Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.
+# Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.  On SIGTERM it gives
+# them two minutes for the iteration under way and a save, where torch would give 30 seconds (before 2.12, always).
 export OMP_NUM_THREADS=1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-120}"
 exec torchrun --standalone --nproc_per_node 4 pretrain_llama.py --config examples/quickstart.toml \
     --train-data-path "$data/tokens/train_text_document" \
     --valid-data-path "$data/tokens/valid_text_document" \

@@ -10,8 +10,10 @@
 # Further options go to pretrain_llama.py and win over all others.
 #
 # Environment: GPUS_PER_NODE (8), NUM_NODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (6000); on
-# several nodes the same command runs once on each, with its own NODE_RANK.  SAVE_GRACE_SECONDS (100) is the
-# time that processes have to save after SIGTERM.
+# several nodes the same command runs once on each, with its own NODE_RANK.
+# SAVE_GRACE_SECONDS (840) is the time that processes have to save after SIGTERM reached torchrun.  They look for
+# the signal once an iteration, so it must exceed one iteration plus a save.  torch before 2.12 does not know the
+# variable that it sets: there it is 30 seconds.
 # Relative paths are relative to the folder the command is given in.
 set -euo pipefail
 
@@ -28,7 +30,7 @@ MASTER_PORT="${MASTER_PORT:-6000}"
 
 examples="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-100}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-840}"
 
 DISTRIBUTED_ARGS=(
     --nproc_per_node "$GPUS_PER_NODE"

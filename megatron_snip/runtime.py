@@ -79,11 +79,11 @@ def stop() -> None:
 
 
 def set_up_logging(rank: int) -> None:
-    """Log to stderr: rank 0 tells everything, the others warnings only."""
+    """Log to stderr: rank 0 tells everything, the others errors only, since what they would say is the same."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(message)s", "%Y-%m-%d %H:%M:%S"))
     LOGGER.handlers[:] = [handler]
-    LOGGER.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    LOGGER.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     LOGGER.propagate = False
 
 

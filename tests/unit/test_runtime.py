@@ -71,13 +71,14 @@ def logger():
     runtime.LOGGER.handlers[:], runtime.LOGGER.level, runtime.LOGGER.propagate = before
 
 
-def test_rank_0_tells_everything_and_others_warn(logger, capsys):
+def test_rank_0_tells_everything_and_others_errors(logger, capsys):
     for rank in (0, 1):
         runtime.set_up_logging(rank)
         logging.getLogger("megatron_snip").info("news")
         logging.getLogger("megatron_snip").warning("careful")
+        logging.getLogger("megatron_snip").error("wrong")
     lines = [line.split("[", 1)[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["rank 0] news", "rank 0] careful", "rank 1] careful"]
+    assert lines == ["rank 0] news", "rank 0] careful", "rank 0] wrong", "rank 1] wrong"]
 
 
 def leave_with(monkeypatch, error: Exception) -> tuple[list[int], list[float]]:
