@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -197,9 +198,16 @@ def test_quickstart_resumes_or_moves_the_old_run_aside(
     assert [p.read_text() for p in tmp_path.glob("run.*/metrics.jsonl")] == ["old"]
 
 
-def sbatch(stubs: Path, folder: Path) -> subprocess.Popen[str]:
-    """Start pretrain.sbatch as SLURM would on two nodes, with stand-ins for its programs."""
-    program(stubs, "scontrol", 'if [ "$1" = show ]; then printf "n0\\nn1\\n"; else echo "scontrol $*"; fi\n')
+def sbatch(stubs: Path, folder: Path, seconds: int = 86400, **more: str) -> subprocess.Popen[str]:
+    """Start pretrain.sbatch as SLURM would on two nodes for so many seconds, with stand-ins for its programs."""
+    end = datetime.now() + timedelta(seconds=seconds)
+    program(
+        stubs,
+        "scontrol",
+        'case "$1 $2" in "show hostnames") printf "n0\\nn1\\n" ;;\n'
+        f'"show job") printf "JobId=31\\n   StartTime=2026-01-01T00:00:00 EndTime={end:%FT%T} Deadline=N/A\\n" ;;\n'
+        '*) echo "scontrol $*" ;; esac\n',
+    )
     program(stubs, "scancel", f'echo "scancel $*"; kill -TERM $(cat "{folder}"/pid.*)\n')
     program(
         stubs,
@@ -215,11 +223,12 @@ def sbatch(stubs: Path, folder: Path) -> subprocess.Popen[str]:
         SLURM_JOB_NODELIST="n[0-1]",
         SLURM_GPUS_ON_NODE="4",
         VENV="no",
+        **more,
     )
     script = str(EXAMPLES / "slurm" / "pretrain.sbatch")
     return subprocess.Popen(
         ["bash", script, str(EXAMPLES / "llama_1b/train_llama_1b.sh"), "ckpt"],
-        env=env, cwd=folder, stdout=subprocess.PIPE, text=True,
+        env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -234,16 +243,58 @@ def test_sbatch_starts_one_task_a_node(stubs: Path, tmp_path: Path) -> None:
             assert launch[launch.index(name) + 1] == value
 
 
-def test_sbatch_saves_and_requeues_on_usr1(stubs: Path, tmp_path: Path) -> None:
-    program(stubs, "torchrun", "sleep 60 & trap 'kill $!; echo saved; exit 1' TERM\necho started; wait\n")
-    job = sbatch(stubs, tmp_path)
-    outputs = [tmp_path / "out.0", tmp_path / "out.1"]
+def wait_for_start(outputs: list[Path]) -> None:
+    """Until the stand-ins for torchrun have said that they run."""
     deadline = time.monotonic() + 30
     while not all(p.exists() and "started" in p.read_text() for p in outputs):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_sbatch_saves_and_requeues_on_usr1(stubs: Path, tmp_path: Path) -> None:
+    program(stubs, "torchrun", "sleep 60 & trap 'kill $!; echo saved; exit 1' TERM\necho started; wait\n")
+    job = sbatch(stubs, tmp_path)
+    outputs = [tmp_path / "out.0", tmp_path / "out.1"]
+    wait_for_start(outputs)
     job.send_signal(signal.SIGUSR1)
     output, _ = job.communicate(timeout=60)
     assert output.splitlines() == ["scancel --signal=TERM 31", "scontrol requeue 31"]
     assert job.returncode != 0
     assert all("saved" in p.read_text() for p in outputs)
+
+
+def test_sbatch_lives_on_after_term_and_does_not_requeue(stubs: Path, tmp_path: Path) -> None:
+    program(stubs, "torchrun", "sleep 60 & trap 'kill $!; sleep 1; echo saved; exit 1' TERM\necho started; wait\n")
+    job = sbatch(stubs, tmp_path)
+    outputs = [tmp_path / "out.0", tmp_path / "out.1"]
+    wait_for_start(outputs)
+    job.send_signal(signal.SIGTERM)  # as scancel does, to all processes
+    for i in (0, 1):
+        os.kill(int((tmp_path / f"pid.{i}").read_text()), signal.SIGTERM)
+    output, _ = job.communicate(timeout=60)
+    assert output == ""
+    assert job.returncode != 0
+    assert all("saved" in p.read_text() for p in outputs)
+
+
+@pytest.mark.parametrize(
+    ("variables", "grace"),
+    [({}, "840"), ({"SAVE_LEAD_SECONDS": "1800"}, "1740"), ({"SAVE_GRACE_SECONDS": "7"}, "7")],
+)
+def test_grace_follows_the_lead(variables: dict[str, str], grace: str, stubs: Path, tmp_path: Path) -> None:
+    program(stubs, "torchrun", 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"\n')
+    sbatch(stubs, tmp_path, **variables).communicate(timeout=60)
+    assert (tmp_path / "out.0").read_text() == f"{grace}\n"
+
+
+def test_lead_of_the_header_is_the_one_that_the_script_counts_with() -> None:
+    text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
+    assert re.findall(r"USR1@(\d+)\n", text) == re.findall(r"SAVE_LEAD_SECONDS:-(\d+)", text) == ["900"]
+
+
+def test_sbatch_refuses_a_time_that_its_lead_fills(stubs: Path, tmp_path: Path) -> None:
+    job = sbatch(stubs, tmp_path, seconds=600)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "within its lead of 900 s; raise --time" in errors
+    assert not list(tmp_path.glob("out.*"))

@@ -19,7 +19,9 @@ from tests.test_examples import WORLD_SIZES, check_command_line, environment, st
 __all__ = ["stubs"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md")]
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/numerics.md")
+]
 TEST_COMMAND = "bash tests/run.sh"  # it runs this very test
 
 

@@ -35,7 +35,7 @@ from megatron_snip.snip.jsonfile import (
 )
 
 VERSION = 1
-_WAY_OUT = "use a file that Plan.save wrote, or make a new plan (--precision snip, tools/generate_plan.py)"
+_WAY_OUT = "use a file that Plan.save wrote, or make a new plan (--precision snip)"
 _FIELDS = {
     "version": is_count,
     "iteration": is_count,

@@ -24,7 +24,7 @@ def test_model_learned_and_planting_keeps_the_function(measured):
 
 
 def test_loss_divergence_ranks_linears_as_the_truth_does(measured):
-    """NUMERICS: Spearman >= 0.85 with the even part of the true loss change, median true/predicted 0.5-2."""
+    """Required: Spearman >= 0.85 with the even part of the true loss change, median true/predicted 0.5-2."""
     spearman = spearmanr(measured["predicted"], measured["truth"])[0]
     ratio = np.median(measured["truth"] / measured["predicted"])
     print(f"\nloss divergence: Spearman {spearman:.3f}, median true/predicted {ratio:.2f}")
@@ -33,7 +33,7 @@ def test_loss_divergence_ranks_linears_as_the_truth_does(measured):
 
 
 def test_own_term_is_the_update_error_of_wgrad(measured):
-    """NUMERICS: Spearman >= 0.99, ratio 0.95-1.05 against wgrad alone in FP4."""
+    """Required: Spearman >= 0.99, ratio 0.95-1.05 against wgrad alone in FP4."""
     spearman = spearmanr(measured["rho"], measured["rho_true"])[0]
     ratios = measured["rho_true"] / measured["rho"]
     print(f"\nown: Spearman {spearman:.4f}, true/predicted {ratios.min():.3f} to {ratios.max():.3f}")

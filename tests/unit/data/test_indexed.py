@@ -48,7 +48,7 @@ def edit(path, change):
 
 
 def test_bytes_written_by_hand(pair):
-    """The layout of INTEROP.md, spelled out."""
+    """The layout of Megatron's .idx, spelled out."""
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 4)
     expected += struct.pack("<2i", 3, 2) + struct.pack("<2q", 0, 6) + struct.pack("<4q", 0, 1, 1, 2)
     assert both_files(pair) == [struct.pack("<5H", 1, 2, 3, 4, 5), expected]
