@@ -50,7 +50,7 @@ def test_logits_equal_transformers(case, lone_mesh):
         expected = theirs(tokens).logits
         got = stage.logits(stage.hidden(tokens, torch.tensor([0, 1])))
     assert expected.std() > 0.1
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (got - expected).abs().max() <= 1e-5
 
 
 def test_names_round_trip_into_transformers(lone_mesh):
