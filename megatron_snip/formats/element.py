@@ -8,7 +8,9 @@ Microscaling Formats (MX) v1.0, sec. 5.3, for E2M1, E2M3 and E3M2.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Specials = Literal["ieee", "fn", "finite"]
@@ -84,6 +86,27 @@ class Element:
     def min_subnormal(self) -> float:
         """Smallest positive value, and the step of the subnormal range."""
         return float(2.0 ** (self.emin - self.mantissa_bits))
+
+    @property
+    def saturation(self) -> float:
+        """Largest float32 magnitude that still rounds, to nearest even, to no more than ``max``.
+
+        What lies beyond is overflow in the sense of OFP8 sec. 5.2: it saturates and is counted.
+        """
+        midpoint = self.max + 2.0 ** (self.emax - self.mantissa_bits) / 2
+        if self.max_code % 2 == 0:  # the tie goes to the even code, which is max's own
+            return midpoint
+        (bits,) = struct.unpack("<I", struct.pack("<f", midpoint))
+        return float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
+
+    @cached_property
+    def carrier(self) -> Element | None:
+        """The 8-bit element of FP8 tensor cores that holds every value of this one exactly.
+
+        E4M3 where it can, else E5M2; None where neither does.  E2M1 rides E4M3.
+        """
+        values = set(self.values())
+        return next((element for element in (E4M3, E5M2) if values <= set(element.values())), None)
 
     @property
     def max_code(self) -> int:

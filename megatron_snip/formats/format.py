@@ -17,7 +17,7 @@ from megatron_snip.formats.element import Element, element_named
 ROLES = ("input", "weight", "grad_output")
 
 _EXMY = re.compile(r"e(\d)m(\d)")
-_SCALE_BITS = {"fp32": 32}
+_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e4m3": 8}
 _FORMATS: dict[str, Format] = {}
 
 
@@ -28,7 +28,9 @@ class Format:
     element: the grid, or None when the operand stays in the compute dtype (bf16).
     tile: elements along the reduction dim that share a scale.
     weight_block: side of the square block of a weight; None gives weights tiles too.
-    scale: kind of scale; "fp32" is 1 / (element max / amax).
+    scale: kind of scale.  "fp32" is 1 / (element max / amax); "fp32_pow2" the same with the divisor rounded
+    down to a power of two; "e8m0" 2**(floor(log2 amax) - element emax); "e4m3" an E4M3 scale of the block
+    under one float32 scale of the tensor.  The formulas stand in quant/scales.py.
     stochastic_roles: roles that round stochastically unless the caller says otherwise.
     Raises ValueError for an unknown role or scale kind and for sizes below 1.
     """
@@ -52,6 +54,11 @@ class Format:
     def quantised(self) -> bool:
         """Whether operands change at all; False for bf16."""
         return self.element is not None
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """Whether the scales of a block depend on the largest magnitude of the whole tensor."""
+        return self.scale == "e4m3"
 
     @property
     def element_bits(self) -> int:

@@ -10,3 +10,32 @@ FP8 = register(Format(name="fp8", element=E4M3))
 # Gradients are rounded stochastically in FP4: their small values would all fall to zero otherwise.
 FP4 = register(Format(name="fp4", element=E2M1, stochastic_roles=frozenset({"grad_output"})))
 FP8_E5M2 = register(Format(name="fp8_e5m2", element=E5M2))
+# Power-of-two scales: DeepSeek-V3 (arXiv 2412.19437, sec. 3.3.2), and Transformer Engine's Float8BlockScaling.
+FP8_POW2 = register(Format(name="fp8_pow2", element=E4M3, scale="fp32_pow2"))
+FP4_POW2 = register(
+    Format(name="fp4_pow2", element=E2M1, scale="fp32_pow2", stochastic_roles=frozenset({"grad_output"}))
+)
+# OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, weights too.
+MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
+MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0"))
+MXFP4 = register(
+    Format(
+        name="mxfp4",
+        element=E2M1,
+        tile=32,
+        weight_block=None,
+        scale="e8m0",
+        stochastic_roles=frozenset({"grad_output"}),
+    )
+)
+# NVFP4: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
+NVFP4 = register(
+    Format(
+        name="nvfp4",
+        element=E2M1,
+        tile=16,
+        weight_block=None,
+        scale="e4m3",
+        stochastic_roles=frozenset({"grad_output"}),
+    )
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_snip.quant.cast import Quantized
+from megatron_snip.quant.cast import Form, Quantized
 from megatron_snip.quant.dispatch import fake_quantize, quantize
 from megatron_snip.quant.linear import (
     LinearObserver,

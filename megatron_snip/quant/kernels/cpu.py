@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_snip.formats import Element
+from megatron_snip.quant.cast import Cast, Form, Output
 from megatron_snip.quant.rounding import RoundingKey
 
 logger = logging.getLogger(__name__)
@@ -71,21 +74,30 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def fake_quantize(x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None) -> Tensor:
-    """The dequantised ``x`` [R, C], same dtype; a key asks for stochastic rounding.  Needs ``library()``."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _call(x, out, None, element, block, key)
-    return out
+def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
+    """Whether the compiled kernel can cast ``x`` [R, C] into these forms.
+
+    Subclasses (fake tensors, for one) have no memory to point at, and a compiler cannot trace ctypes.
+    """
+    return (
+        x.is_cpu
+        and type(x) in (Tensor, Parameter)
+        and all(form.fmt.scale == "fp32" and form.block[1] <= MAX_BLOCK_COLS for form in forms)
+        and all(output == "values" for output in outputs)
+        and not torch.compiler.is_compiling()
+        and library() is not None
+    )
 
 
-def quantize(x: Tensor, element: Element, block: tuple[int, int], key: RoundingKey | None) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [R, C], and scales, float32 [row blocks, column blocks].  Needs ``library()``."""
+def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
+    """The casts of ``x`` [R, C], which ``takes`` has accepted."""
     x = x.contiguous()
-    codes = torch.empty_like(x, dtype=torch.uint8)
-    scales = torch.empty([-(-n // b) for n, b in zip(x.shape, block, strict=True)])
-    _call(x, codes, scales, element, block, key)
-    return codes, scales
+    casts = []
+    for form in forms:
+        out = torch.empty_like(x)
+        _call(x, out, None, form.element, form.block, form.key)
+        casts.append(Cast(out, None, None))
+    return casts
 
 
 def _call(

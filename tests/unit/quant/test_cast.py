@@ -11,7 +11,7 @@ import torch
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from megatron_snip.quant.cast import fake_quantize_reference, quantize_reference
+from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 from megatron_snip.quant.rounding import random_bits
 
 INDEPENDENT = {

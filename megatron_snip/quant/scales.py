@@ -1,0 +1,73 @@
+"""The specification of scales: from the largest magnitude of each block to what multiplies it.
+
+Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which
+decodes: x ~= scale * q.  All arithmetic is float32, every division a true one: Tensor.__rtruediv__
+(``6.0 / t``) multiplies by a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
+Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; Transformer Engine's NVFP4 reference
+quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format
+from megatron_snip.formats.element import E4M3, Element
+from megatron_snip.quant.grid import power_of_two, round_nearest
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_E8M0_LARGEST = 127  # exponents of E8M0 run from -127 to 127
+
+
+def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``encode`` and stored ``scale`` of each block: amax float32 [...] -> two float32 [...].
+
+    tensor_amax: float32 scalar, needed by formats with ``needs_tensor_amax``; their stored scale decodes
+    together with ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
+    """
+    assert fmt.element is not None
+    if fmt.scale == "e8m0":
+        return _e8m0(amax, fmt.element)
+    if fmt.scale == "e4m3":
+        assert tensor_amax is not None
+        return _e4m3(amax, fmt.element, tensor_amax)
+    encode = _divide(fmt.element.max, amax)
+    if fmt.scale == "fp32_pow2":
+        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
+
+
+def tensor_encode(tensor_amax: Tensor, element: Element) -> Tensor:
+    """What brings the largest block scale of an "e4m3" format to E4M3's largest: float32 scalar."""
+    return _divide(E4M3.max * element.max, tensor_amax)
+
+
+def tensor_scale(tensor_amax: Tensor, element: Element) -> Tensor:
+    """The scale of the tensor by which "e4m3" block scales are multiplied: float32 scalar."""
+    return _divide(1.0, tensor_encode(tensor_amax, element))
+
+
+def _divide(numerator: float, denominator: Tensor) -> Tensor:
+    """A true division in float32, at most the largest finite value."""
+    return torch.div(torch.full_like(denominator, numerator), denominator).clamp(max=FLOAT32_MAX)
+
+
+def _e8m0(amax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """Exponent floor(log2 amax) - emax of the element, within E8M0; an amax of 0 takes the smallest."""
+    # float32's own exponent field is floor(log2); a subnormal amax is below E8M0's smallest anyway
+    exponent = (amax.view(torch.int32) >> 23) - 127 - element.emax
+    exponent = exponent.clamp(min=-_E8M0_LARGEST, max=_E8M0_LARGEST)
+    # 2**-127 is subnormal: half of 2**-126
+    scale = torch.where(
+        exponent > -_E8M0_LARGEST, power_of_two(exponent.clamp(min=1 - _E8M0_LARGEST)), 2.0**-_E8M0_LARGEST
+    )
+    return power_of_two(-exponent), scale
+
+
+def _e4m3(amax: Tensor, element: Element, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 block scale amax / element max / tensor scale; a scale that rounds to 0 gives zeros."""
+    sixth = torch.div(tensor_amax.new_ones(()), tensor_amax.new_full((), element.max))
+    scale = (amax * (tensor_encode(tensor_amax, element) * sixth)).clamp(max=E4M3.max)
+    scale = round_nearest(scale, E4M3)
+    return _divide(1.0, scale * tensor_scale(tensor_amax, element)), scale
