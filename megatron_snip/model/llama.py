@@ -28,7 +28,7 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import RoundingKey
+from megatron_snip.quant import Casts, RoundingKey
 from megatron_snip.runtime import seed_of
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -140,8 +140,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         x = self.region.enter(x)
+        casts = Casts()
         q, k, v = (
-            linear(x, key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            linear(x, key, casts).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(
@@ -162,7 +163,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         x = self.region.enter(x)
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, key)) * self.up_proj(x, key), key)
+        casts = Casts()
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, key, casts)) * self.up_proj(x, key, casts), key)
         return out
 
 

@@ -12,6 +12,7 @@ Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N out
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_snip.mesh import Axis
-from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
-from megatron_snip.quant.linear import LinearObserver
+from megatron_snip.quant import Casts, LinearObserver, LinearPrecision, RoundingKey, name_stream, quantized_linear
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -112,9 +112,14 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _ParallelLinear(nn.Module):
-    """A quantisable linear without bias; `precision`, `impl` and `observer` may change between steps."""
+    """A quantisable linear without bias; `precision`, `impl` and `observer` may change between steps.
+
+    `weight_casts` holds the weight's casts from its first use to `drop_weight_casts`, which the caller owes
+    it after every change of the weights; None casts at every use, where FSDP frees the weight in between.
+    """
 
     split_dim: int
+    sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -124,23 +129,34 @@ class _ParallelLinear(nn.Module):
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.observer: LinearObserver | None = None
+        self.weight_casts: Casts | None = Casts()
+        self._reduce_amax = {role: self._whole_amax for role in self.sharded_roles if region.axis.size > 1}
         self._stream = name_stream(name)
         shard = weight.shape[self.split_dim] // region.axis.size
         offsets = [0, 0]
         offsets[self.split_dim] = region.axis.rank * shard
         self._output_col0, self._input_col0 = offsets
 
-    def _local_linear(self, x: Tensor, key: RoundingKey) -> Tensor:
+    def _whole_amax(self, amax: Tensor) -> Tensor:
+        """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp."""
+        amax = amax.clone()
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.axis.group)
+        return amax
+
+    def _local_linear(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
         """x [B, S, K_local] -> [B, S, N_local]."""
         y = quantized_linear(
             x.flatten(0, 1),
-            local(self.weight).to(x.dtype),
+            local(self.weight),
             self.precision,
             key=dataclasses.replace(key, stream=self._stream),
             impl=self.impl,
             input_col0=self._input_col0,
             output_col0=self._output_col0,
             observer=self.observer,
+            input_casts=input_casts,
+            weight_casts=self.weight_casts,
+            reduce_amax=self._reduce_amax,
         )
         return y.unflatten(0, x.shape[:2])
 
@@ -153,20 +169,33 @@ class ColumnParallelLinear(_ParallelLinear):
     """Output channels split over tp.  The caller has entered the region, once for all linears that share x."""
 
     split_dim = 0
+    sharded_roles = frozenset({"weight", "grad_output"})
 
-    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
-        """x [B, S, K], the same on each process -> [B, S, N/tp]."""
-        return self._local_linear(x, key)
+    def forward(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
+        """x [B, S, K], the same on each process -> [B, S, N/tp].
+
+        Linears that are given the same x share its casts through `input_casts`.
+        """
+        return self._local_linear(x, key, input_casts)
 
 
 class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
     split_dim = 1
+    sharded_roles = frozenset({"input", "weight"})
 
     def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]."""
         return self.region.leave(self._local_linear(x, key))
+
+
+def drop_weight_casts(modules: Iterable[nn.Module]) -> None:
+    """Forget casts of all parallel linears' weights in `modules`; owed after every change of the weights."""
+    for module in modules:
+        for linear in module.modules():
+            if isinstance(linear, _ParallelLinear) and linear.weight_casts is not None:
+                linear.weight_casts.clear()
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from megatron_snip.quant.cast import Form, Quantized
-from megatron_snip.quant.dispatch import fake_quantize, quantize
+from megatron_snip.quant.cast import Quantized
+from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linear import (
-    LinearObserver,
-    Operands,
+    check_linear,
     linear_implementations,
     quantized_linear,
     register_linear,
 )
+from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, name_stream
 
 __all__ = [
     "GEMMS",
+    "Casts",
+    "LinearCall",
     "LinearObserver",
     "LinearPrecision",
     "Operands",
     "Quantized",
     "RoundingKey",
+    "check_linear",
+    "dequantize",
     "fake_quantize",
     "linear_implementations",
     "name_stream",

@@ -8,7 +8,7 @@ NaN stays in its element, infinities saturate, the sign of zero is kept.  Source
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_snip.formats import Element, Format, get_format
 from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import RoundingKey, random_bits
 from megatron_snip.quant.scales import block_scales, tensor_scale
 
@@ -47,6 +48,15 @@ class Form:
         return self.fmt.block_shape(self.role, self.dim)
 
     @property
+    def transformed(self) -> bool:
+        """Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats."""
+        return self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
+
+    def without_transform(self) -> Form:
+        """The form that casts ``hadamard(x)`` as this one casts x."""
+        return replace(self, fmt=replace(self.fmt, hadamard=0))
+
+    @property
     def element(self) -> Element:
         """The format's element; bf16 has none and is never cast."""
         assert self.fmt.element is not None, "bf16 is not cast"
@@ -58,11 +68,13 @@ class Cast(NamedTuple):
 
     values: as the Output says, logically [R, C].  For codes and operands, scales: float32 [row blocks,
     column blocks], and saturated: int64 scalar, the elements beyond ``Element.saturation`` or infinite.
+    tensor_scale: float32 scalar that multiplies all scales, filled in by dispatch.cast where there is one.
     """
 
     values: Tensor
     scales: Tensor | None
     saturated: Tensor | None
+    tensor_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,12 +138,16 @@ def finite_amax(x: Tensor) -> Tensor:
 def cast_reference(
     x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None = None
 ) -> list[Cast]:
-    """``x`` [R, C] in each of the forms.  amax: of the whole tensor, where a form needs it."""
+    """``x`` [R, C] in each of the forms.
+
+    amax: of the whole tensor, where a form needs it; for a transformed form, of the transformed tensor.
+    """
     return [_cast(x, form, output, amax) for form, output in zip(forms, outputs, strict=True)]
 
 
 def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None) -> Cast:
     element, block = form.element, form.block
+    x = hadamard(x) if form.transformed else x
     encoding, scales = block_scales(_block_amax(x.float(), block), form.fmt, tensor_amax)
     y = x.float() * _expand(encoding, block, x.shape)
     saturated = (y.abs() > element.saturation).sum()

@@ -5,7 +5,7 @@ All give the same bits (cast.py), so this choice never changes a result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,22 +21,57 @@ from megatron_snip.quant.cast import (
     finite_amax,
     resolve,
 )
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import cpu
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scales import tensor_scale
 
+#: A shard's largest magnitude, float32 scalar -> that of the whole tensor.  A collective: every process of
+#: the group calls it alike.
+ReduceAmax = Callable[[Tensor], Tensor]
 
-def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None = None) -> list[Cast]:
+
+def cast(
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None = None,
+    reduce_amax: ReduceAmax | None = None,
+) -> list[Cast]:
     """``x`` [R, C] in each of the forms, from one read of it where a kernel can.
 
     amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a shard; None takes
-    x's own.  Only formats with ``needs_tensor_amax`` look at it.
+    x's own, which ``reduce_amax`` makes the whole tensor's.  Only formats with ``needs_tensor_amax`` look.
+    Transformed forms (hadamard.py) are cast from the transformed tensor, and its own amax counts for them.
     """
-    if amax is None and any(form.fmt.needs_tensor_amax for form in forms):
+    if any(form.transformed for form in forms):
+        return _cast_with_transform(x, forms, outputs, amax, reduce_amax)
+    scaled = [form.fmt.needs_tensor_amax for form in forms]
+    if amax is None and any(scaled):
         amax = finite_amax(x)
+        amax = amax if reduce_amax is None else reduce_amax(amax)
     if cpu.takes(x, forms, outputs):
-        return cpu.cast(x, forms, outputs, amax)
-    return cast_reference(x, forms, outputs, amax)
+        casts = cpu.cast(x, forms, outputs, amax)
+    else:
+        casts = cast_reference(x, forms, outputs, amax)
+    if amax is None:
+        return casts
+    scales = (tensor_scale(amax, form.element) if has else None for form, has in zip(forms, scaled, strict=True))
+    return [made._replace(tensor_scale=scale) for made, scale in zip(casts, scales, strict=True)]
+
+
+def _cast_with_transform(
+    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None, reduce_amax: ReduceAmax | None
+) -> list[Cast]:
+    """``cast`` where some forms are of ``hadamard(x)``: one call for x, one for the transformed tensor."""
+    assert amax is None or all(form.transformed for form in forms), "x and hadamard(x) have different amaxes"
+    casts: dict[int, Cast] = {}
+    for source, transformed in ((x, False), (hadamard(x), True)):
+        chosen = [index for index, form in enumerate(forms) if form.transformed == transformed]
+        plain = [forms[index].without_transform() if transformed else forms[index] for index in chosen]
+        made = cast(source, plain, [outputs[index] for index in chosen], amax, reduce_amax) if chosen else []
+        casts.update(zip(chosen, made, strict=True))
+    return [casts[index] for index in range(len(forms))]
 
 
 def quantize(
@@ -53,17 +88,9 @@ def quantize(
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
         return _unquantised(x, form.fmt)
-    return quantized_form(x, form, amax)
-
-
-def quantized_form(x: Tensor, form: Form, amax: Tensor | None = None) -> Quantized:
-    """Codes and scales of ``x`` [R, C] in a form; amax as in ``cast``."""
-    if amax is None and form.fmt.needs_tensor_amax:
-        amax = finite_amax(x)
-    codes, scales, saturated = cast(x, [form], ["codes"], amax)[0]
-    assert scales is not None
-    whole = tensor_scale(amax, form.element) if form.fmt.needs_tensor_amax and amax is not None else None
-    return Quantized(codes, scales, form.fmt, form.block, whole, saturated)
+    made = cast(x, [form], ["codes"], amax)[0]
+    assert made.scales is not None
+    return Quantized(made.values, made.scales, form.fmt, form.block, made.tensor_scale, made.saturated)
 
 
 def fake_quantize(
@@ -83,7 +110,8 @@ def fake_quantize(
     the role.  key: the random bits of stochastic rounding.  amax: float32 scalar, the largest finite
     magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
     Raises ValueError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
-    bfloat16 or float32, and stochastic rounding without a key.
+    bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
+    A form with that transform (Form.transformed) gives, and takes the amax of, the transformed tensor.
     """
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
@@ -94,3 +122,8 @@ def fake_quantize(
 def _unquantised(x: Tensor, fmt: Format) -> Quantized:
     """An operand [R, C] that stays as it is, with one scale of 1 over the whole of it."""
     return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """scale * q, computed in float32 and rounded to ``dtype``, bfloat16 or float32: [R, C]."""
+    return quantized.dequantize(dtype)

@@ -56,10 +56,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             f"the padded vocabulary {config.model.padded_vocab_size} is not a multiple of tensor parallel {tp}; "
             "change --make-vocab-size-divisible-by"
         )
-    if p.linear_impl != "auto" and p.linear_impl not in linear_implementations():
-        raise ValueError(
-            f"--linear-impl {p.linear_impl} is unknown; known: auto, {', '.join(linear_implementations())}"
-        )
+    if p.linear_impl not in linear_implementations():
+        raise ValueError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)
     check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
     check_wandb(config)
@@ -118,12 +116,14 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         recompute=t.recompute_granularity == "full",
         of=lambda s: s % pp == mesh.pp.rank,
     )
-    impl = "emulated" if config.precision.linear_impl == "auto" else config.precision.linear_impl
+    reshard = pp == 1
     for stage in stages.values():
         stage.loss_tokens = t.global_batch_size * m.seq_length
         for linear in stage.linears().values():
-            linear.impl = impl
-        shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=pp == 1)
+            linear.impl = config.precision.linear_impl
+            if reshard and mesh.dp.size > 1:  # the gathered weight is freed after each use: so are its casts
+                linear.weight_casts = None
+        shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=reshard)
     return stages
 
 

@@ -12,6 +12,7 @@ from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_norm_gradients_over_tp
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
+from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.snip.probes import Pass
 from megatron_snip.train.optim import Optimizer, learning_rate
 
@@ -62,6 +63,7 @@ class Stepper:
         lr = learning_rate(self.config.training, iteration)
         if not skipped:
             self.optimizer.step(lr, result.clip)
+            drop_weight_casts(self.pipeline.stages.values())
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 

@@ -31,9 +31,7 @@ def _rank(rank: int, world: int, folder: str, seconds: float, pipe: Any, functio
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
         pipe.send_bytes(pickle.dumps((True, function(*args))))  # by value: send() would share memory
         dist.barrier()
         dist.destroy_process_group()

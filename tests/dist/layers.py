@@ -19,11 +19,11 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearPrecision, RoundingKey, linear, quantize
+from megatron_snip.quant import LinearPrecision, RoundingKey, operands
 from megatron_snip.quant.rounding import random_bits
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
-PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8")
+PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 
@@ -42,19 +42,23 @@ def part(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
 
 
 class Recorder:
-    """Codes, scales and random bits of every operand that a linear quantises, in the order of its GEMMs."""
+    """Codes, scales and random bits of every operand that a linear quantises, in the order of the casts."""
 
     def __init__(self) -> None:
         self.operands: list[dict[str, Any]] = []
-        self.real = linear.fake_quantize
+        self.real = operands.cast
 
-    def __call__(self, x: Tensor, fmt: Any, *, role: str, dim: int, key: RoundingKey | None) -> Tensor:
-        got = quantize(x, fmt, role=role, dim=dim, key=key)
-        bits = random_bits(key, *x.shape) if key is not None and role in fmt.stochastic_roles else None
-        self.operands.append(
-            {"role": role, "dim": dim, "format": fmt.name, "codes": got.codes, "scales": got.scales, "bits": bits}
-        )
-        return self.real(x, fmt, role=role, dim=dim, key=key)
+    def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any) -> list[Any]:
+        for form, made in zip(forms, self.real(x, forms, ["codes"] * len(forms), amax, reduce_amax), strict=True):
+            self.operands.append(
+                {
+                    "role": form.role,
+                    "codes": made.values,
+                    "scales": made.scales,
+                    "bits": None if form.key is None else random_bits(form.key, *x.shape),
+                }
+            )
+        return self.real(x, forms, outputs, amax, reduce_amax)
 
 
 def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, Any]:
@@ -69,12 +73,12 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     g = part(g, 2, mesh) if kind == "column" else outside(g)
     x.requires_grad_()
     recorder = Recorder()
-    linear.fake_quantize = recorder
+    operands.cast = recorder
     try:
         y = layer(region.enter(x) if kind == "column" else x, KEY)
         y.backward(g)
     finally:
-        linear.fake_quantize = recorder.real
+        operands.cast = recorder.real
     return {"y": y.detach(), "dx": x.grad, "dw": local(layer.weight.grad), "operands": recorder.operands}
 
 

@@ -76,9 +76,7 @@ def losses(options: dict[str, Any], *, nudge: bool = False, iterations: int = 20
     first, _ = parts.stepper.gradients(batch, 1)
     gradients = {name: _whole(p.grad) for name, p in parts.optimizer.parameters.items()}
     parts.optimizer.zero_grad()
-    out = [
-        parts.stepper.step(parts.train_loader.batch((i - 1) * size), i).loss for i in range(1, iterations + 1)
-    ]
+    out = [parts.stepper.step(parts.train_loader.batch((i - 1) * size), i).loss for i in range(1, iterations + 1)]
     parts.train_loader.close()
     return {"losses": out, "first": first, "gradients": gradients}
 

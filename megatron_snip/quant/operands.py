@@ -1,0 +1,175 @@
+"""The operands of a linear's three GEMMs: which form each is cast into, and casts that are kept.
+
+fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   reduces K: X tiles along dim 1, W dim 1
+dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     reduces N: G tiles along dim 1, W dim 0
+wgrad  dW[N,K] = Q(G)[T,N].T @ Q(X)[T,K]     reduces T: G tiles along dim 0, X dim 0
+
+T tokens, K input channels, N output channels, G = dL/dY.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant.cast import Form, Output, Quantized
+from megatron_snip.quant.dispatch import ReduceAmax, cast, dequantize
+from megatron_snip.quant.precision import LinearPrecision
+from megatron_snip.quant.rounding import RoundingKey
+
+#: gemm -> role -> reduction dim, as the table above.
+REDUCTION_DIM = {
+    "fprop": {"input": 1, "weight": 1},
+    "dgrad": {"grad_output": 1, "weight": 0},
+    "wgrad": {"grad_output": 0, "input": 0},
+}
+
+
+class LinearObserver(Protocol):
+    """Sees a linear's unquantised operands."""
+
+    def backward(self, operands: Operands) -> None:
+        """Called once per backward, before its GEMMs, recomputed or not."""
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """Everything about one call of a linear but its tensors.
+
+    key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
+    x's and y's first column.  input_casts: shared by the linears that read the same x; weight_casts: kept
+    from call to call while the weight does not change.  reduce_amax: by role, for operands that are shards.
+    """
+
+    precision: LinearPrecision
+    key: RoundingKey | None
+    input_col0: int = 0
+    output_col0: int = 0
+    observer: LinearObserver | None = None
+    input_casts: Casts | None = None
+    weight_casts: Casts | None = None
+    reduce_amax: Mapping[str, ReduceAmax] = field(default_factory=dict)
+
+    def form(self, gemm: str, role: str, fmt: str | None = None) -> Form | None:
+        """The form of an operand of a GEMM, in its own format by default; None stays as it is (bf16).
+
+        A weight's rows are output channels, those of the others tokens.
+        """
+        form = get_format(fmt or getattr(self.precision, gemm))
+        if not form.quantised:
+            return None
+        key = None
+        if role in form.stochastic_roles:
+            assert self.key is not None, "quantized_linear refuses this call"
+            col0 = self.output_col0 if role == "grad_output" else self.input_col0
+            key = self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0)
+        return Form(form, role, REDUCTION_DIM[gemm][role], key)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a linear multiplies, before quantisation: x [T,K], w [N,K], and in backward grad_output [T,N]."""
+
+    x: Tensor
+    w: Tensor
+    grad_output: Tensor
+    call: LinearCall
+
+    def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
+        """One operand of one GEMM in a format, with this linear's own random bits; shape and dtype kept.
+
+        A format that does not quantise gives the operand itself.
+        """
+        tensor = {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
+        form = self.call.form(gemm, role, fmt)
+        return (
+            tensor
+            if form is None
+            else cast(tensor, [form], ["values"], None, self.call.reduce_amax.get(role))[0].values
+        )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand [R, C] of one GEMM as an implementation wants it.
+
+    data: the tensor itself where form is None; values, codes or tensor-core bytes as ``Output`` says.
+    scales: float32 [row blocks, column blocks] of codes and bytes, with the tensor's scale in them.
+    """
+
+    form: Form | None
+    output: Output
+    data: Tensor
+    scales: Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Dequantised [R, C] of a dtype; not for tensor-core bytes."""
+        if self.form is None or self.output == "values":
+            return self.data
+        assert self.output == "codes" and self.scales is not None
+        return dequantize(Quantized(self.data, self.scales, self.form.fmt, self.form.block), dtype)
+
+
+Wanted = tuple[Form | None, Output]
+
+
+@torch.no_grad()
+def cast_operands(x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None = None) -> list[Operand]:
+    """``x`` [R, C] in each wanted form, from one read of it where a kernel can; no gradient."""
+    forms = [form for form, _ in wanted if form is not None]
+    made = iter(cast(x, forms, [output for form, output in wanted if form is not None], None, reduce_amax))
+    operands = []
+    for form, output in wanted:
+        if form is None:
+            operands.append(Operand(None, output, x))
+            continue
+        data, scales, _, whole = next(made)
+        operands.append(Operand(form, output, data, scales if whole is None or scales is None else scales * whole))
+    return operands
+
+
+class Casts:
+    """Casts of one tensor, each made once while the tensor stays as it is.
+
+    For an input it lives as long as the forward of the linears that share it; for a weight, from one
+    optimiser step to the next.  A tensor that was replaced or changed in place is cast anew.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int, torch.Size, torch.dtype] | None = None
+        self._tensor: Tensor | None = None  # kept alive, so that no other tensor can have its address
+        self._made: dict[Wanted, Operand] = {}
+
+    def clear(self) -> None:
+        """Forget and free all casts."""
+        self._of = self._tensor = None
+        self._made.clear()
+
+    def get(
+        self, x: Tensor, wanted: Sequence[Wanted], dtype: torch.dtype, reduce_amax: ReduceAmax | None = None
+    ) -> list[Operand]:
+        """``x`` [R, C], rounded to ``dtype`` first, in each wanted form."""
+        of = (x.data_ptr(), x._version, x.shape, dtype)
+        if of != self._of:
+            self.clear()
+            self._of, self._tensor = of, x
+        wanted = [_shared(form, output) for form, output in wanted]
+        if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
+            made = cast_operands(x.to(dtype), missing, reduce_amax)
+            self._made.update(zip(missing, made, strict=True))
+        return [self._made[key] for key in wanted]
+
+
+def _shared(form: Form | None, output: Output) -> Wanted:
+    """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
+    if form is None:
+        return None, "values"
+    if output != "operand" and form.key is None and form.block[0] == form.block[1]:
+        return dataclasses.replace(form, dim=1), output
+    return form, output

@@ -1,0 +1,88 @@
+"""A linear's forward and backward as three GEMMs on cast operands, for implementations that work GEMM by GEMM.
+
+What differs between such implementations is in ``Gemms``: how operands are laid out, and who multiplies
+them.  The input is cast once, in forward, into its two forms, for fprop and wgrad; backward keeps the
+second and never sees the unquantised input again, unless wgrad is in bf16 or an observer looks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_snip.quant.cast import Output
+from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, cast_operands
+
+
+class Gemms(Protocol):
+    """One way to hold and to multiply quantised operands."""
+
+    def output(self, role: str, *, kept: bool) -> Output:
+        """How an operand of a role is held; ``kept`` until backward or longer, so memory counts."""
+        ...
+
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """The product of a GEMM, of a dtype; a and b as docs in operands.py: fprop (X [T,K], W [N,K]),
+        dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
+        """
+        ...
+
+
+def three_gemms(x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
+    """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable once."""
+    y: Tensor = _ThreeGemms.apply(x, w, call, gemms)
+    return y
+
+
+def plain_product(gemm: str, a: Tensor, b: Tensor) -> Tensor:
+    """The GEMM of two tensors as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b."""
+    if gemm == "fprop":
+        return a @ b.T
+    return a @ b if gemm == "dgrad" else a.T @ b
+
+
+class _ThreeGemms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
+        wanted = [(call.form("fprop", "input"), gemms.output("input", kept=False))]
+        if ctx.needs_input_grad[1]:
+            wanted.append((call.form("wgrad", "input"), gemms.output("input", kept=True)))
+        casts = call.input_casts if call.input_casts is not None else Casts()
+        made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
+        y = gemms.multiply("fprop", made[0], _weight(w, "fprop", call, gemms, x.dtype), x.dtype)
+        kept = made[1] if ctx.needs_input_grad[1] else Operand(None, "values", x)
+        ctx.save_for_backward(kept.data, kept.scales, w, x if call.observer is not None else None)
+        ctx.form, ctx.output, ctx.dtype = kept.form, kept.output, x.dtype
+        ctx.call, ctx.gemms = call, gemms
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        data, scales, w, x = ctx.saved_tensors
+        call, gemms, dtype = ctx.call, ctx.gemms, ctx.dtype
+        g = grads[0]
+        if call.observer is not None:
+            call.observer.backward(Operands(x, w.to(dtype), g, call))
+        needed = [gemm for gemm, need in zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False) if need]
+        output = gemms.output("grad_output", kept=False)
+        wanted = [(call.form(gemm, "grad_output"), output) for gemm in needed]
+        cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
+        grad_x = grad_w = None
+        if "dgrad" in cast:
+            grad_x = gemms.multiply("dgrad", cast.pop("dgrad"), _weight(w, "dgrad", call, gemms, dtype), dtype)
+        if "wgrad" in cast:
+            operand = Operand(ctx.form, ctx.output, data, scales)
+            grad_w = gemms.multiply("wgrad", cast.pop("wgrad"), operand, dtype).to(w.dtype)
+        return grad_x, grad_w, None, None
+
+
+def _weight(w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.dtype) -> Operand:
+    """The weight [N,K] for a GEMM, from the casts that are kept if there are any."""
+    kept = call.weight_casts is not None
+    casts = call.weight_casts if call.weight_casts is not None else Casts()
+    wanted = [(call.form(gemm, "weight"), gemms.output("weight", kept=kept))]
+    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"))[0]

@@ -1,0 +1,114 @@
+"""The Hopper linear without a Hopper: its layouts against PyTorch's own rules, its values against the emulation.
+
+`multiply` below stands in for the tensor cores.  It first shows the operands' shapes, strides and dtypes to
+torch.nn.functional.scaled_mm on the meta device, which refuses what the hardware would refuse, then multiplies
+what the codes and scales say.  tests/gpu/test_linear.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
+from megatron_snip.quant.scaled_mm import ScaledMM, unfit_shapes
+
+KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
+REAL = F.scaled_mm
+SIZES = (384, 640, 256)  # tokens, input channels, output channels: 5 blocks make cuBLAS's padding show
+
+
+def meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def multiply(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, use_fast_accum):
+    assert not use_fast_accum and recipe_a == F.ScalingType.BlockWise1x128
+    shape = REAL(meta(a), meta(b), meta(scale_a), recipe_a, meta(scale_b), recipe_b, output_dtype=output_dtype)
+    a = a.float() * scale_a.repeat_interleave(128, dim=1)
+    if recipe_b == F.ScalingType.BlockWise1x128:
+        b = b.float() * scale_b.T.repeat_interleave(128, dim=0)
+    else:
+        blocks = scale_b[: b.shape[0] // 128]
+        b = b.float() * blocks.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    assert shape.shape == (a.shape[0], b.shape[1])
+    return (a @ b).to(output_dtype)
+
+
+@pytest.fixture
+def scaled_mm(monkeypatch):
+    calls = []
+    monkeypatch.setattr(F, "scaled_mm", lambda *args, **how: calls.append(args) or multiply(*args, **how))
+    return calls
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    t, k, n = SIZES
+    x, w, g = (torch.randn(shape, generator=generator).to(dtype) for shape in ((t, k), (n, k), (t, n)))
+    return x.requires_grad_(), w.requires_grad_(), g
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["fp8", "fp4", "fp8_e5m2", "fp8_pow2", "fp4_pow2", "e3m2", "fp4/fp8/bf16",
+                                       "bf16/fp4/fp8"])  # fmt: skip
+def test_the_same_codes_and_scales_as_the_emulation(precision, dtype, scaled_mm):
+    x, w, g = tensors(dtype)
+    precision = LinearPrecision.parse(precision)
+    emulated = quantized_linear(x, w, precision, key=KEY)
+    y = ScaledMM()(x, w, LinearCall(precision, KEY))
+    expected = [emulated, *torch.autograd.grad(emulated, (x, w), g)]
+    ours = [y, *torch.autograd.grad(y, (x, w), g)]
+    # float32: only the order of sums differs; bfloat16 operands of the emulation are rounded once more
+    worst = 2e-6 if dtype == torch.float32 else 8e-3
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert float((a - b).detach().float().norm() / b.detach().float().norm()) < worst
+    quantised = [gemm for gemm in (precision.fprop, precision.dgrad, precision.wgrad) if gemm != "bf16"]
+    assert len(scaled_mm) == len(quantised)
+
+
+def test_backward_keeps_a_byte_an_element(scaled_mm):
+    x, w, _ = tensors(torch.bfloat16)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ScaledMM()(x, w, LinearCall(LinearPrecision.uniform("fp4"), KEY))
+    assert sorted(str(t.dtype) for t in kept) == ["torch.bfloat16", "torch.float32", "torch.uint8"]
+    assert next(t for t in kept if t.dtype == torch.bfloat16).data_ptr() == w.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        ("mxfp8", "mxfp8 has other scales"),
+        ("nvfp4", "nvfp4 has other scales"),
+        ("e6m1", "e6m1's E6M1 elements fit neither E4M3 nor E5M2"),
+        ("fp8", "needs a Hopper GPU, the device is cpu"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_way_out(fmt, reason):
+    with pytest.raises(ValueError, match=rf"scaled_mm cannot run {fmt} here: .*{reason}.*use --linear-impl .*emulated"):
+        check_linear("scaled_mm", LinearPrecision.uniform(fmt), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [((9, 0), "13.0", None), ((9, 0), "12.8", "need CUDA 12.9"), ((10, 0), "13.0", "compute capability 9.0")],
+)
+def test_devices(capability, cuda, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    refusal = ScaledMM().refusal(LinearPrecision.uniform("fp4"), torch.device("cuda"))
+    assert refusal is None if reason is None else reason in refusal
+
+
+@pytest.mark.parametrize("sizes", [(300, 256, 256), (256, 300, 256), (256, 256, 300)])
+def test_sizes_that_do_not_fit_the_blocks_are_refused(sizes):
+    t, k, n = sizes
+    x, w = torch.randn(t, k), torch.randn(n, k)
+    assert "300" in unfit_shapes(x, w)
+    with pytest.raises(ValueError, match=r"300 .* no multiple of 128; use --linear-impl auto or emulated"):
+        ScaledMM()(x, w, LinearCall(LinearPrecision.uniform("fp8"), KEY))
