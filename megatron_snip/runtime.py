@@ -44,12 +44,18 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def resolve_backend(backend: str) -> tuple[str, str]:
+    """--distributed-backend with auto resolved, and the type of device that goes with it."""
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return backend, "cuda" if backend == "nccl" else "cpu"
+
+
 def start(backend: str, timeout_minutes: float) -> Runtime:
     """Join the process group and take a device.  Every process calls it once; `stop` undoes it."""
     rank, world_size = environment_rank(), environment_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend, _ = resolve_backend(backend)
     if backend == "nccl":
         if not torch.cuda.is_available():
             raise ValueError("--distributed-backend nccl needs a GPU and none is here; use gloo")

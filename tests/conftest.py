@@ -1,8 +1,14 @@
-"""Fixtures that all tests share."""
+"""Fixtures and options that all tests share."""
 
 from __future__ import annotations
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to find projects that are compared with ours and not installed."""
+    parser.addoption("--microxcaling", metavar="DIR", help="checkout of microsoft/microxcaling")
+    parser.addoption("--transformer-engine", metavar="DIR", help="checkout of NVIDIA/TransformerEngine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,8 @@ class Format:
     down to a power of two; "e8m0" 2**(floor(log2 amax) - element emax); "e4m3" an E4M3 scale of the block
     under one float32 scale of the tensor.  The formulas stand in quant/scales.py.
     stochastic_roles: roles that round stochastically unless the caller says otherwise.
-    Raises ValueError for an unknown role or scale kind and for sizes below 1.
+    hadamard: tokens in a group of the random Hadamard transform on wgrad's operands (quant/hadamard.py); 0 for none.
+    Raises ValueError for an unknown role or scale kind, for sizes below 1 and for a transform other than 0 and 16.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Format:
     weight_block: int | None = 128
     scale: str = "fp32"
     stochastic_roles: frozenset[str] = frozenset()
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         if self.scale not in _SCALE_BITS:
@@ -49,6 +51,8 @@ class Format:
             raise ValueError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise ValueError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+        if self.hadamard not in (0, 16):
+            raise ValueError(f"format {self.name}: hadamard={self.hadamard}; signs are known for 16, 0 is none")
 
     @property
     def quantised(self) -> bool:

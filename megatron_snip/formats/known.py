@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_snip.formats.element import E2M1, E4M3, E5M2
+from megatron_snip.formats.element import E2M1, E4M3, E5M2, element_named
 from megatron_snip.formats.format import Format, register
 
 BF16 = register(Format(name="bf16", element=None))
@@ -18,6 +18,12 @@ FP4_POW2 = register(
 # OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, weights too.
 MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
 MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0"))
+MXFP6_E2M3 = register(
+    Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0")
+)
+MXFP6_E3M2 = register(
+    Format(name="mxfp6_e3m2", element=element_named(3, 2), tile=32, weight_block=None, scale="e8m0")
+)
 MXFP4 = register(
     Format(
         name="mxfp4",
@@ -37,5 +43,18 @@ NVFP4 = register(
         weight_block=None,
         scale="e4m3",
         stochastic_roles=frozenset({"grad_output"}),
+    )
+)
+# The same paper's recipe for training: 16x16 blocks for weights, so that fprop and dgrad see the same values, and
+# a random Hadamard transform of 16 tokens on both operands of wgrad.
+NVFP4_RHT = register(
+    Format(
+        name="nvfp4_rht",
+        element=E2M1,
+        tile=16,
+        weight_block=16,
+        scale="e4m3",
+        stochastic_roles=frozenset({"grad_output"}),
+        hadamard=16,
     )
 )

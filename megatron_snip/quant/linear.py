@@ -21,6 +21,7 @@ from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, Linea
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scaled_mm import ScaledMM, unfit_shapes
+from megatron_snip.quant.transformer_engine import TransformerEngine
 
 
 class LinearImplementation(Protocol):
@@ -134,3 +135,4 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
 register_linear("auto", Auto())
 register_linear("emulated", Emulated())
 register_linear("scaled_mm", ScaledMM())
+register_linear("transformer_engine", TransformerEngine())

@@ -151,14 +151,20 @@ class Casts:
         self._of = self._tensor = None
         self._made.clear()
 
+    def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
+        of = (x.data_ptr(), x._version, x.shape, dtype)
+        if of == self._of:
+            return False
+        self.clear()
+        self._of, self._tensor = of, x.detach()
+        return True
+
     def get(
         self, x: Tensor, wanted: Sequence[Wanted], dtype: torch.dtype, reduce_amax: ReduceAmax | None = None
     ) -> list[Operand]:
         """``x`` [R, C], rounded to ``dtype`` first, in each wanted form."""
-        of = (x.data_ptr(), x._version, x.shape, dtype)
-        if of != self._of:
-            self.clear()
-            self._of, self._tensor = of, x
+        self.renewed(x, dtype)
         wanted = [_shared(form, output) for form, output in wanted]
         if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
             made = cast_operands(x.to(dtype), missing, reduce_amax)

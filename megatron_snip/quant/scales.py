@@ -17,6 +17,7 @@ from megatron_snip.formats.element import E4M3, Element
 from megatron_snip.quant.grid import power_of_two, round_nearest
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_TINY = torch.finfo(torch.float32).tiny
 _E8M0_LARGEST = 127  # exponents of E8M0 run from -127 to 127
 
 
@@ -34,7 +35,8 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
         return _e4m3(amax, fmt.element, tensor_amax)
     encode = _divide(fmt.element.max, amax)
     if fmt.scale == "fp32_pow2":
-        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+        # below the smallest normal number, which E2M5 alone reaches (3.94 / 3.4e38), the masked bits would be 0
+        encode = (encode.clamp(min=_FLOAT32_TINY).view(torch.int32) & 0x7F800000).view(torch.float32)
     return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
 
 

@@ -42,11 +42,16 @@ LOGGER = logging.getLogger("megatron_snip")
 Metrics = dict[str, Any]
 
 
+def snip_options(snip: SnipConfig) -> list[LinearPrecision]:
+    """What --snip-options lets a linear take.  ValueError for an unknown format."""
+    return [LinearPrecision.parse(text) for text in snip.snip_options.split(",")]
+
+
 def check_snip(snip: SnipConfig) -> None:
     """ValueError for an unknown objective, an option that cannot be read, or a target beyond the options."""
     get_objective(snip.snip_objective)
     LinearPrecision.parse(snip.snip_warmup_precision)
-    options = [LinearPrecision.parse(text) for text in snip.snip_options.split(",")]
+    options = snip_options(snip)
     one = [LinearShape("layers.0.any", 1, 1)]
     most = float(efficiency(one, options, measure_of(options)).max())
     if snip.snip_target > most:

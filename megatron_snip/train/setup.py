@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import runtime
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
 from megatron_snip.data.sampling import Dataset, build_datasets, check_data
@@ -21,9 +22,9 @@ from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_na
 from megatron_snip.parallel.data import shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearPrecision, linear_implementations
+from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
-from megatron_snip.snip.coordinator import Coordinator, check_snip
+from megatron_snip.snip.coordinator import Coordinator, check_snip, snip_options
 from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.probes import AdamSettings, StatisticsProbe
@@ -73,7 +74,21 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         except ValueError as error:
             known = ", ".join([*format_names(), "plan", "snip"])
             raise ValueError(f"--precision {p.precision} is unknown; known: {known}") from error
+    _check_linears(config, plan)
     return config, plan
+
+
+def _check_linears(config: Config, plan: Plan | None) -> None:
+    """ValueError if --linear-impl cannot run a precision that this run may come to."""
+    kind, device = config.precision.precision, runtime.resolve_backend(config.parallel.distributed_backend)[1]
+    if plan is not None:
+        precisions = set(plan.linears.values())
+    elif kind == "snip":
+        precisions = set(snip_options(config.snip)) | {LinearPrecision.parse(config.snip.snip_warmup_precision)}
+    else:
+        precisions = {LinearPrecision.parse(kind)}
+    for precision in sorted(precisions, key=str):
+        check_linear(config.precision.linear_impl, precision, torch.device(device))
 
 
 @dataclass
@@ -187,7 +202,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         LinearShape(name, n, k, stage=_stage_of_layer(config, name))
         for name, (n, k) in linear_shapes(config.model).items()
     ]
-    options = [LinearPrecision.parse(text) for text in config.snip.snip_options.split(",")]
+    options = snip_options(config.snip)
     probe = StatisticsProbe(
         parts.linears,
         names=[shape.name for shape in shapes],

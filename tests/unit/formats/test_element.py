@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, NAN_CODE, Element, element_named
+from tests.unit.quant.elements import ELEMENTS, NAMES, gfloat_format
 
 INDEPENDENT = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -77,3 +81,25 @@ def test_bad_specials_raise():
         Element(2, 1, "nan")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no code for NaN"):
         Element(4, 3, "finite")
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=NAMES)
+def test_saturation_is_the_last_float32_that_an_endless_grid_rounds_to_the_largest_value(element):
+    endless = gfloat_format(element, more_exponents=1)
+
+    def stays(bits: int) -> bool:
+        (size,) = struct.unpack("<f", struct.pack("<I", bits))
+        return gfloat.round_float(endless, size) <= element.max
+
+    low, high = (struct.unpack("<I", struct.pack("<f", size))[0] for size in (element.max, 2 * element.max))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if stays(middle) else (low, middle)
+    assert struct.pack("<f", element.saturation) == struct.pack("<I", low)
+
+
+def test_carriers():
+    """Which elements an FP8 tensor core holds exactly."""
+    carriers = {element.name: element.carrier and element.carrier.name for element in ELEMENTS}
+    e4m3 = ["E2M1", "E2M2", "E2M3", "E3M1", "E3M2", "E3M3", "E4M1", "E4M2", "E4M3"]
+    assert carriers == {name: "E4M3" if name in e4m3 else "E5M2" if name == "E5M2" else None for name in NAMES}

@@ -9,16 +9,29 @@ from megatron_snip.formats.element import E2M1, E4M3
 
 
 def test_the_registered_formats():
-    assert format_names() == ["bf16", "fp8", "fp4", "fp8_e5m2"]
-    assert get_format("fp8").element is E4M3
-    assert get_format("fp4").element is E2M1
+    elements = {name: get_format(name).element and get_format(name).element.name for name in format_names()}
+    assert elements == {
+        "bf16": None,
+        "fp8": "E4M3",
+        "fp4": "E2M1",
+        "fp8_e5m2": "E5M2",
+        "fp8_pow2": "E4M3",
+        "fp4_pow2": "E2M1",
+        "mxfp8": "E4M3",
+        "mxfp8_e5m2": "E5M2",
+        "mxfp6_e2m3": "E2M3",
+        "mxfp6_e3m2": "E3M2",
+        "mxfp4": "E2M1",
+        "nvfp4": "E2M1",
+        "nvfp4_rht": "E2M1",
+    }
     assert not get_format("bf16").quantised
 
 
 def test_only_fp4_gradients_round_stochastically_by_default():
-    assert get_format("fp4").stochastic_roles == {"grad_output"}
-    for name in ("bf16", "fp8", "fp8_e5m2", "e2m1"):
-        assert not get_format(name).stochastic_roles
+    for name in [*format_names(), "e2m1"]:
+        rounds = get_format(name).stochastic_roles
+        assert rounds == ({"grad_output"} if "fp4" in name else frozenset())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
@@ -30,6 +43,20 @@ def test_tiles_follow_the_reduction_dim_and_weights_have_square_blocks(name):
     assert fmt.block_shape("weight", 0) == fmt.block_shape("weight", 1) == (128, 128)
 
 
+@pytest.mark.parametrize("name", format_names())
+def test_published_blocks_and_scales(name):
+    """OCP MX v1.0, sec. 5: 32 elements under E8M0; NVFP4: 16 under E4M3; else 128 and 128x128 under float32."""
+    fmt = get_format(name)
+    if name.startswith("mx"):
+        expected = (32, None, "e8m0", 0)
+    elif name.startswith("nv"):
+        expected = (16, 16, "e4m3", 16) if name == "nvfp4_rht" else (16, None, "e4m3", 0)
+    else:
+        expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", 0)
+    assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard) == expected
+    assert fmt.needs_tensor_amax == name.startswith("nv")
+
+
 def test_without_weight_blocks_weights_have_tiles():
     fmt = Format("tiles", E2M1, tile=32, weight_block=None)
     assert fmt.block_shape("weight", 1) == (1, 32) and fmt.block_shape("weight", 0) == (32, 1)
@@ -39,6 +66,8 @@ def test_stored_bits_count_the_scale():
     assert get_format("fp8").bits_per_element == 8.25
     assert get_format("fp4").bits_per_element == 4.25
     assert get_format("bf16").bits_per_element == 16
+    stored = {"mxfp8": 8.25, "mxfp6_e3m2": 6.25, "mxfp4": 4.25, "nvfp4": 4.5, "nvfp4_rht": 4.5, "fp8_pow2": 8.25}
+    assert {name: get_format(name).bits_per_element for name in stored} == stored
     assert [get_format(name).element_bits for name in ("bf16", "fp8", "fp4", "e3m2")] == [16, 8, 4, 6]
 
 
@@ -56,8 +85,10 @@ def test_bad_arguments_raise():
         fmt.block_shape("input", 2)
     with pytest.raises(ValueError, match="taken"):
         register(Format("fp8", E4M3))
-    with pytest.raises(ValueError, match="e8m0"):
-        Format("x", E2M1, scale="e8m0")
+    with pytest.raises(ValueError, match="scale='e5m3'.*e8m0"):
+        Format("x", E2M1, scale="e5m3")
+    with pytest.raises(ValueError, match="hadamard=8"):
+        Format("x", E2M1, hadamard=8)
     with pytest.raises(ValueError, match="activation"):
         Format("x", E2M1, stochastic_roles=frozenset({"activation"}))
     with pytest.raises(ValueError, match="tile=0"):

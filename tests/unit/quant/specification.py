@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
+import torch
 from torch import Tensor
 
-from megatron_snip.quant import dispatch
-from megatron_snip.quant.cast import Quantized, cast_reference
+from megatron_snip.quant.cast import Form, Quantized, cast_reference, finite_amax, resolve
+from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.scales import tensor_scale
+
+
+def _resolve(x: Tensor, fmt: Any, how: dict[str, Any]) -> tuple[Form, Tensor]:
+    """The form, and the largest magnitude of what it casts."""
+    amax = how.pop("amax", None)
+    form = resolve(x, fmt, rounding=how.pop("rounding", None), key=how.pop("key", None), **how)
+    if amax is None:
+        amax = finite_amax(hadamard(x) if form.transformed else x)
+    return form, amax
 
 
 def quantize_reference(x: Tensor, fmt: Any, **how: Any) -> Quantized:
-    with mock.patch.object(dispatch, "cast", cast_reference):
-        return dispatch.quantize(x, fmt, amax=how.pop("amax", None), **how)
+    form, amax = _resolve(x, fmt, how)
+    if not form.fmt.quantised:
+        return Quantized(x, torch.ones(1, 1), form.fmt, (x.shape[0], x.shape[1]))
+    codes, scales, saturated, _ = cast_reference(x, [form], ["codes"], amax)[0]
+    assert scales is not None
+    whole = tensor_scale(amax, form.element) if form.fmt.needs_tensor_amax else None
+    return Quantized(codes, scales, form.fmt, form.block, whole, saturated)
 
 
 def fake_quantize_reference(x: Tensor, fmt: Any, **how: Any) -> Tensor:
-    form = dispatch.resolve(x, fmt, rounding=how.pop("rounding", None), key=how.pop("key", None), **how)
+    form, amax = _resolve(x, fmt, how)
     if not form.fmt.quantised:
         return x
-    return cast_reference(x, [form], ["values"], dispatch.finite_amax(x))[0].values
+    return cast_reference(x, [form], ["values"], amax)[0].values

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.formats.element import element_named
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
+from megatron_snip.quant.cast import finite_amax
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import random_bits
+from tests.unit.quant.elements import gfloat_format
+from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
 INDEPENDENT = {
     "fp8": ml_dtypes.float8_e4m3fn,
@@ -192,6 +197,61 @@ def test_an_aligned_shard_is_the_slice_of_the_whole(role, dim, rounding):
         assert torch.equal(part.codes, whole.codes[rows, cols])
         scales = whole.scales[rows.start // high : rows.stop // high, cols.start // wide : cols.stop // wide]
         assert torch.equal(part.scales, scales)
+
+
+@pytest.mark.parametrize("casts", CASTS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("fmt", ["fp4", "mxfp4", "nvfp4", "nvfp4_rht"])
+def test_tensor_parallel_shards_are_rounded_as_the_whole(fmt, dim, cut, tp, casts):
+    """Stochastically, cut by rows or columns: the bits belong to the position, and nvfp4's amax to the whole."""
+    x = torch.randn(512, 512).bfloat16()
+    whole = casts[1](x, fmt, role="grad_output", dim=dim, key=KEY)
+    amax = finite_amax(hadamard(x) if fmt == "nvfp4_rht" and dim == 0 else x)
+    step = 512 // tp
+    for rank in range(tp):
+        rows, cols = (slice(rank * step, (rank + 1) * step) if side == cut else slice(0, 512) for side in (0, 1))
+        key = RoundingKey(KEY.seed, KEY.iteration, KEY.stream, rows.start, cols.start)
+        part = casts[1](x[rows, cols].contiguous(), fmt, role="grad_output", dim=dim, key=key, amax=amax)
+        assert torch.equal(part.codes, whole.codes[rows, cols])
+        values = whole.dequantize(torch.bfloat16)[rows, cols]
+        assert torch.equal(part.dequantize(torch.bfloat16), values)
+
+
+@pytest.mark.parametrize("casts", CASTS)
+@pytest.mark.parametrize(("role", "dim"), [("input", 1), ("input", 0), ("weight", 1)])
+@pytest.mark.parametrize("scale", ["fp32", "fp32_pow2", "e8m0", "e4m3"])
+def test_a_format_of_ones_own_is_one_literal(scale, role, dim, casts):
+    """Any grid and any block: here E3M3 in tiles of 37, weights in 11x11, over edges that no block divides."""
+    fmt = Format("own", element_named(3, 3), tile=37, weight_block=11, scale=scale)
+    x = torch.randn(100, 90, generator=torch.Generator().manual_seed(0))
+    q = casts[1](x, fmt, role=role, dim=dim)
+    high, wide = fmt.block_shape(role, dim)
+    assert q.block == (high, wide) and q.scales.shape == (-(-100 // high), -(-90 // wide))
+    y = casts[0](x, fmt, role=role, dim=dim)
+    assert torch.equal(y, q.dequantize())
+    assert float((y - x).norm() / x.norm()) == pytest.approx(0.027, rel=0.2)
+    part = casts[1](x[high:, wide:].contiguous(), fmt, role=role, dim=dim, amax=finite_amax(x))
+    assert torch.equal(part.codes, q.codes[high:, wide:]) and torch.equal(part.scales, q.scales[1:, 1:])
+
+
+@pytest.mark.parametrize("casts", CASTS)
+@pytest.mark.parametrize("fmt", [name for name in format_names() if name != "bf16"])
+def test_saturated_elements_are_those_beyond_the_largest_value_and_infinities(fmt, casts):
+    """By the definition: on a grid that goes on above the element's largest value they would round to more."""
+    x = torch.randn(64, 256).bfloat16()
+    x[3, 7], x[40, 1], x[5, 5] = INF, -INF, NAN
+    q = casts[1](x, fmt, role="input", dim=1)
+    scales = q.scales if q.tensor_scale is None else q.scales * q.tensor_scale
+    encode = 1 / scales.double().repeat_interleave(q.block[1], 1)
+    sizes = (x.double() * encode).abs()
+    endless = gfloat.round_ndarray(gfloat_format(q.fmt.element, more_exponents=1), sizes.float().double().numpy())
+    over = torch.from_numpy(endless) > q.fmt.element.max
+    assert int(q.saturated) == int(over.sum())
+    assert (int(over.sum()) > 2) == (q.fmt.scale == "e8m0")  # whose scales leave some of amax's binade outside
+    top = q.fmt.element.max_code
+    assert torch.equal(q.codes[over] & (q.fmt.element.sign_code - 1), torch.full((int(over.sum()),), top))
 
 
 def test_rounding_none_takes_the_formats_rule():

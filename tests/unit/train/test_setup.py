@@ -59,6 +59,11 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
         ({"precision": "fp5"}, ["--precision fp5 is unknown; known: bf16", "fp4", "fp8", "plan, snip"]),
         ({"precision": "fp4/fp8"}, ["--precision fp4/fp8 is unknown"]),
         ({"linear_impl": "magic"}, ["--linear-impl magic is unknown; known: auto", "emulated"]),
+        ({"linear_impl": "scaled_mm", "precision": "fp8"}, ["--linear-impl scaled_mm cannot run fp8", "or emulated"]),
+        (
+            {"linear_impl": "transformer_engine", "precision": "snip", "snip_options": "fp8,fp4"},
+            ["--linear-impl transformer_engine cannot run fp4", "use --linear-impl auto or emulated"],
+        ),
         ({"precision": "snip", "snip_objective": "luck"}, ["unknown objective 'luck'; known: snip"]),
         ({"precision": "snip", "snip_options": "fp8,fp5"}, ["fp5", "fp8"]),
         ({"precision": "snip", "snip_warmup_precision": "fp5"}, ["fp5", "fp8"]),

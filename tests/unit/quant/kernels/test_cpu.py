@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 from megatron_snip.quant.kernels import cpu
+from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
 built = pytest.mark.skipif(cpu.library() is None, reason="the CPU kernel is not built; pip install -e .")
 

@@ -1,0 +1,154 @@
+"""Whole tensors, codes and scales, against other projects' quantisers, on bfloat16 data; differences by cause.
+
+torchao is installed with the tests.  The two others are compared where a checkout is given:
+``pytest tests/unit/quant/test_peers.py --microxcaling DIR --transformer-engine DIR``.
+docs/numerics.md has the table of what is the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_snip.quant import quantize
+from megatron_snip.quant.hadamard import hadamard
+from tests.unit.quant.peers import (
+    bf16_tensors,
+    load_microxcaling,
+    load_transformer_engine_blockwise,
+    load_transformer_engine_nvfp4,
+)
+from tests.unit.quant.specification import quantize_reference
+
+DATA = bf16_tensors()
+CASTS = [pytest.param(quantize, id="dispatched"), pytest.param(quantize_reference, id="specification")]
+MX = {  # format: microxcaling's and torchao's name of the element
+    "mxfp8": ("fp8_e4m3", torch.float8_e4m3fn),
+    "mxfp8_e5m2": ("fp8_e5m2", torch.float8_e5m2),
+    "mxfp6_e2m3": ("fp6_e2m3", "fp6_e2m3"),
+    "mxfp6_e3m2": ("fp6_e3m2", "fp6_e3m2"),
+    "mxfp4": ("fp4_e2m1", torch.float4_e2m1fn_x2),
+}
+pytestmark = pytest.mark.parametrize("name", DATA)
+
+
+@pytest.fixture
+def checkout(request):
+    """Call it with an option of this project's tests to get the folder given, or skip."""
+
+    def folder(option: str) -> Path:
+        if not (given := request.config.getoption(option)):
+            pytest.skip(f"needs {option} DIR")
+        return Path(given)
+
+    return folder
+
+
+def nibbles(packed):
+    """Two E2M1 codes a byte, the first in the lower half: uint8 [R, C / 2] -> [R, C]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(start_dim=1)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("fmt", MX)
+def test_mx_is_that_of_torchao(fmt, name, cast):
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    scales, codes = to_mx(DATA[name], MX[fmt][1], 32)
+    ours = cast(DATA[name], fmt, role="input", dim=1)
+    assert torch.equal(ours.scales, scales.float())
+    assert torch.equal(ours.codes, nibbles(codes) if fmt == "mxfp4" else codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("fmt", MX)
+def test_mx_is_that_of_microxcaling(fmt, name, cast, checkout, monkeypatch):
+    peer = load_microxcaling(checkout("--microxcaling"), monkeypatch)
+    for dim in (0, 1):
+        ours = cast(DATA[name], fmt, role="input", dim=dim).dequantize()
+        theirs = peer._quantize_mx(DATA[name].float(), 8, MX[fmt][0], axes=[dim], block_size=32, round="even")
+        assert torch.equal(ours, theirs)
+
+
+def same_but_for_zero_blocks(ours, codes, scales):
+    """Codes are equal, and scales where a block has anything but zeros: there ours is 0, so it decodes to them too."""
+    assert torch.equal(ours.codes, codes.view(torch.uint8))
+    zeros = ours.scales == 0
+    assert torch.equal(ours.scales[~zeros], scales[~zeros])
+    assert (scales[zeros] != 0).all()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize(("role", "dim"), [("input", 1), ("input", 0), ("weight", 1)])
+def test_blockwise_fp8_is_that_of_torchao(role, dim, name, cast):
+    """torchao takes amax to be 1e-12 at least, so it has a scale for blocks of zeros."""
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    peers = {
+        ("input", 1): kernels.torch_blockwise_scale_act_quant_lhs,
+        ("input", 0): kernels.torch_blockwise_scale_act_quant_rhs,
+        ("weight", 1): kernels.torch_blockwise_scale_weight_quant,
+    }
+    codes, scales = peers[role, dim](DATA[name])
+    ours = cast(DATA[name], "fp8", role=role, dim=dim)
+    same_but_for_zero_blocks(ours, codes, scales)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("role", ["input", "weight"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_pow2", "fp8_e5m2"])
+def test_blockwise_fp8_is_that_of_transformer_engine(fmt, role, name, cast, checkout, monkeypatch):
+    """It gives blocks of zeros a scale of 1, we 0."""
+    peer = load_transformer_engine_blockwise(checkout("--transformer-engine"), monkeypatch)
+    theirs = peer.quantize(
+        DATA[name],
+        torch.float8_e5m2 if fmt == "fp8_e5m2" else torch.float8_e4m3fn,
+        return_transpose=True,
+        pow_2_scales=fmt == "fp8_pow2",
+        quant_tile_shape=(1, 128) if role == "input" else (128, 128),
+        munge_scale_shapes=False,
+    )
+    same_but_for_zero_blocks(cast(DATA[name], fmt, role=role, dim=1), theirs.data, theirs.scale)
+    same_but_for_zero_blocks(cast(DATA[name], fmt, role=role, dim=0), theirs.data_t.T, theirs.scale_t.T)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_nvfp4_is_that_of_transformer_engine(role, fmt, name, cast, checkout, monkeypatch):
+    """1x16, 16x16 and transformed forms.  It stores -0 as +0, we keep the sign."""
+    peer = load_transformer_engine_nvfp4(checkout("--transformer-engine"), monkeypatch)
+    square = fmt == "nvfp4_rht" and role == "weight"
+    quantiser = peer.NVFP4QuantizerRef(
+        dtype=None, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=fmt == "nvfp4_rht" and role == "input"
+    )
+    quantiser.rowwise_usage = quantiser.columnwise_usage = True
+    x = DATA[name]
+    theirs = quantiser.quantize(x)
+    for dim, packed, scales in ((1, theirs.data, theirs.scale), (0, theirs.data_t, theirs.scale_t)):
+        ours = cast(x, fmt, role=role, dim=dim, rounding="nearest")
+        codes, own_scales = (ours.codes, ours.scales) if dim == 1 else (ours.codes.T, ours.scales.T)
+        assert torch.equal(own_scales, scales.float()[:: 16 if square else 1])
+        source = hadamard(x) if dim == 0 and quantiser.with_rht else x
+        negative_zero = (source if dim == 1 else source.T).eq(0) & (codes == 8)
+        assert torch.equal(codes.masked_fill(negative_zero, 0), nibbles(packed))
+        assert negative_zero.any() == name.startswith("zeros")
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_nvfp4_differs_from_torchao_by_the_order_of_its_divisions(name, cast):
+    """torchao: E4M3((amax / 6) / (tensor amax / 2688)), at least 2**-6.  The codes agree where the scales do."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    x = DATA[name]
+    scales, packed = nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
+    ours = cast(x, "nvfp4", role="input", dim=1)
+    raised = ours.scales < 2.0**-6
+    assert (scales.float()[raised] == 2.0**-6).all()
+    same = ours.scales == scales.float()
+    if not name.startswith("ties"):
+        assert (~same & ~raised).float().mean() < 1e-3
+    differ = (ours.codes != nibbles(packed)).view(*same.shape, 16)[same]
+    assert differ.float().mean() < (0.06 if name.startswith("ties") else 0.005)
