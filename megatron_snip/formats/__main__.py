@@ -17,6 +17,7 @@ _HEADER = (
     "weight",
     "scale",
     "stochastic",
+    "Hadamard",
 )
 
 
@@ -28,7 +29,8 @@ def _row(fmt: Format) -> tuple[str, ...]:
     blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
     numbers = (fmt.bits_per_element, element.max, element.min_normal, element.min_subnormal)
     stochastic = ", ".join(role for role in ROLES if role in fmt.stochastic_roles) or "-"
-    return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, fmt.scale, stochastic)
+    rest = (fmt.scale, stochastic, str(fmt.hadamard or "-"))
+    return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, *rest)
 
 
 def table(names: list[str]) -> str:

@@ -18,12 +18,8 @@ FP4_POW2 = register(
 # OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, weights too.
 MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
 MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0"))
-MXFP6_E2M3 = register(
-    Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0")
-)
-MXFP6_E3M2 = register(
-    Format(name="mxfp6_e3m2", element=element_named(3, 2), tile=32, weight_block=None, scale="e8m0")
-)
+MXFP6_E2M3 = register(Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0"))
+MXFP6_E3M2 = register(Format(name="mxfp6_e3m2", element=element_named(3, 2), tile=32, weight_block=None, scale="e8m0"))
 MXFP4 = register(
     Format(
         name="mxfp4",

@@ -176,6 +176,6 @@ def _shared(form: Form | None, output: Output) -> Wanted:
     """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
     if form is None:
         return None, "values"
-    if output != "operand" and form.key is None and form.block[0] == form.block[1]:
+    if output != "operand" and form.key is None and form.block[0] == form.block[1] and not form.transformed:
         return dataclasses.replace(form, dim=1), output
     return form, output

@@ -41,12 +41,12 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
 
 
 def tensor_encode(tensor_amax: Tensor, element: Element) -> Tensor:
-    """What brings the largest block scale of an "e4m3" format to E4M3's largest: float32 scalar."""
+    """What brings the largest block scale of an "e4m3" format to E4M3's largest: float32 [] -> []."""
     return _divide(E4M3.max * element.max, tensor_amax)
 
 
 def tensor_scale(tensor_amax: Tensor, element: Element) -> Tensor:
-    """The scale of the tensor by which "e4m3" block scales are multiplied: float32 scalar."""
+    """The scale of the tensor by which "e4m3" block scales are multiplied: float32 [] -> []."""
     return _divide(1.0, tensor_encode(tensor_amax, element))
 
 

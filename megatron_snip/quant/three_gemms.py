@@ -38,7 +38,7 @@ def three_gemms(x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
 
 
 def plain_product(gemm: str, a: Tensor, b: Tensor) -> Tensor:
-    """The GEMM of two tensors as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b."""
+    """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b."""
     if gemm == "fprop":
         return a @ b.T
     return a @ b if gemm == "dgrad" else a.T @ b

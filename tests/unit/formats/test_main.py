@@ -23,6 +23,7 @@ def test_one_row_a_format_with_its_numbers():
         "128x128",
         "fp32",
         "-",
+        "-",
     ]
     assert rows[2].split() == [
         "fp4",
@@ -35,7 +36,10 @@ def test_one_row_a_format_with_its_numbers():
         "128x128",
         "fp32",
         "grad_output",
+        "-",
     ]
+    last = ["E2M1", "4.5", "6", "1", "0.5", "1x16", "16x16", "e4m3", "grad_output", "16"]
+    assert rows[-2].split() == ["nvfp4_rht", *last]
 
 
 def test_command_line():

@@ -11,7 +11,7 @@ from megatron_snip.quant import RoundingKey, quantize
 from megatron_snip.quant.cast import Cast, Form
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.grid import decode, encode
-from tests.unit.quant.elements import ELEMENTS, NAMES
+from tests.unit.quant.elements import ELEMENTS
 
 DTYPE = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 CARRIED = [name for name in format_names() if (element := get_format(name).element) and element.carrier]
@@ -26,7 +26,9 @@ def test_every_value_is_one_of_the_carriers(element):
     assert torch.equal(codes.view(DTYPE[element.carrier]).float(), values)
 
 
-@pytest.mark.parametrize("element", [e for e in ELEMENTS if not e.carrier], ids=[e.name for e in ELEMENTS if not e.carrier])
+@pytest.mark.parametrize(
+    "element", [e for e in ELEMENTS if not e.carrier], ids=[e.name for e in ELEMENTS if not e.carrier]
+)
 def test_elements_without_a_carrier_have_a_value_that_neither_holds(element):
     values = torch.tensor(element.values())
     for dtype in DTYPE.values():
@@ -38,7 +40,9 @@ def operand(x, form) -> Cast:
 
 
 @pytest.mark.parametrize("name", CARRIED)
-@pytest.mark.parametrize(("role", "dim"), [("input", 1), ("input", 0), ("weight", 1), ("weight", 0), ("grad_output", 0)])
+@pytest.mark.parametrize(
+    ("role", "dim"), [("input", 1), ("input", 0), ("weight", 1), ("weight", 0), ("grad_output", 0)]
+)
 def test_operands_are_the_codes_in_another_type(name, role, dim):
     x = torch.randn(160, 144).bfloat16()
     x[3, 5] = float("nan")

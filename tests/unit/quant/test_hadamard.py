@@ -24,6 +24,12 @@ def matrix():
     return h * torch.tensor(SIGNS) / 4
 
 
+def test_the_signs_are_transformer_engines():
+    """As published: get_wgrad_sign_vector in its custom_recipes/reference_nvfp4.py."""
+    assert [token for token, sign in enumerate(SIGNS) if sign == -1] == [3, 5, 6, 7, 8, 9, 10, 12, 14, 15]
+    assert len(SIGNS) == LENGTH and {abs(sign) for sign in SIGNS} == {1}
+
+
 def test_the_matrix_is_sylvesters_with_signs_and_orthogonal():
     assert torch.equal(hadamard(torch.eye(LENGTH)), matrix())
     assert torch.equal(matrix() @ matrix().T, torch.eye(LENGTH))
@@ -36,7 +42,7 @@ def test_groups_of_16_tokens_are_transformed_each_by_itself(dtype):
     assert y.dtype == dtype and y.shape == x.shape
     for start in range(0, 80, LENGTH):
         exact = matrix().double() @ x[start : start + LENGTH].double()
-        torch.testing.assert_close(y[start : start + LENGTH].double(), exact, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(y[start : start + LENGTH].double(), exact, rtol=2**-8, atol=1e-5)
         assert torch.equal(hadamard(x[start : start + LENGTH]), y[start : start + LENGTH])
     assert torch.equal(hadamard(x[:, 3:9]), y[:, 3:9])
     assert hadamard(x[:0]).shape == (0, 24)
@@ -56,7 +62,7 @@ def test_an_outlier_is_spread_over_its_group():
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
     x[5::LENGTH] += 1000
     y = hadamard(x)
-    assert 245 < y.abs().min() and y.abs().max() < 255
+    assert y.abs().min() > 245 and y.abs().max() < 255
     plain, spread = (quantize(x, name, role="input", dim=0) for name in ("nvfp4", "nvfp4_rht"))
     ratio = (spread.scales * spread.tensor_scale) / (plain.scales * plain.tensor_scale)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 0.25), rtol=0.07, atol=0)
@@ -64,7 +70,9 @@ def test_an_outlier_is_spread_over_its_group():
 
 def test_only_operands_of_wgrad_are_transformed():
     fmt = get_format("nvfp4_rht")
-    forms = {(role, dim): Form(fmt, role, dim).transformed for role in ("input", "weight", "grad_output") for dim in (0, 1)}
+    forms = {
+        (role, dim): Form(fmt, role, dim).transformed for role in ("input", "weight", "grad_output") for dim in (0, 1)
+    }
     assert {call for call, transformed in forms.items() if transformed} == {("input", 0), ("grad_output", 0)}
     assert not Form(get_format("nvfp4"), "input", 0).transformed
     x = torch.randn(64, 96).bfloat16()
