@@ -11,12 +11,15 @@ from setuptools.command.build_ext import build_ext
 
 KERNEL = "megatron_snip.quant.kernels._cpu"
 # The kernel must round like plain torch: no -ffast-math, no fused multiply-add.
-EXACT = ["-std=c++17", "-ffp-contract=off", "-pthread"]
+EXACT = ["-std=c++17", "-ffp-contract=off", "-fwrapv", "-pthread"]
+# GCC 12 warns of its own intrinsics' headers, and of the calling convention of functions that are never called.
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 FLAGS = [
-    ["-O3", "-fno-math-errno", "-fno-trapping-math", *EXACT],
-    ["-O3", "-march=native", "-DMEGATRON_SNIP_NO_CLONES", *EXACT],
-    ["-O2", "-DMEGATRON_SNIP_NO_CLONES", *EXACT],
+    ["-O3", "-fno-math-errno", "-fno-trapping-math", *QUIET, *EXACT],
+    ["-O2", "-DMEGATRON_SNIP_GENERIC", *EXACT],  # for compilers without the attributes for several instruction sets
 ]
+FOLDER = "megatron_snip/quant/kernels"
+HEADERS = ["cpu.h", "cpu_kernels.h", "cpu_rounding.h", "cpu_sizes.h", "cpu_vectors.h"]
 
 
 class BuildKernel(build_ext):
@@ -41,7 +44,8 @@ setup(
     ext_modules=[
         Extension(
             KERNEL,
-            sources=["megatron_snip/quant/kernels/cpu.cpp"],
+            sources=[f"{FOLDER}/cpu.cpp"],
+            depends=[f"{FOLDER}/{name}" for name in HEADERS],
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,

@@ -164,12 +164,22 @@ class SnipConfig:
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # A plan probed before iteration i holds from iteration i + this.
     snip_options: str = "fp8,fp4"  # Precisions a linear may take, by comma; a/b/c is fprop/dgrad/wgrad.
-    snip_granularity: Literal["linear"] = "linear"  # What gets one choice: a whole linear.
+    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # One choice: a linear; a GEMM; q,k,v or gate,up.
+    snip_fix: str = ""  # Linears that are not planned: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
+    snip_noise_draws: int = 1  # Passes with backward noise in a probe; one varies by 3 to 5%.
     snip_weight: float = 1.0  # c of the objective: weight of the weight divergence.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan holds.
-    snip_stage_target: bool = False  # Hold every pipeline stage to its own share of the target.
+    snip_stage_constraint: Literal["none", "each", "makespan"] = "none"  # Of every stage: the target; the least time.
+    snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.
+    snip_churn: float = 0.0  # Cost of a linear that changes, in the objective's unit; a third for each GEMM.
+    gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
+
+    @property
+    def stage_constraint(self) -> str:
+        """--snip-stage-constraint, under either name."""
+        return "each" if self.snip_stage_target else self.snip_stage_constraint
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from megatron_snip.quant.cast import (
     Output,
     Quantized,
     Rounding,
-    cast_reference,
-    finite_amax,
     resolve,
 )
 from megatron_snip.quant.hadamard import hadamard
-from megatron_snip.quant.kernels import cpu
+from megatron_snip.quant.kernels import op
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scales import tensor_scale
 
@@ -48,12 +46,9 @@ def cast(
         return _cast_with_transform(x, forms, outputs, amax, reduce_amax)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
     if amax is None and any(scaled):
-        amax = finite_amax(x)
+        amax = op.finite_amax(x)
         amax = amax if reduce_amax is None else reduce_amax(amax)
-    if cpu.takes(x, forms, outputs):
-        casts = cpu.cast(x, forms, outputs, amax)
-    else:
-        casts = cast_reference(x, forms, outputs, amax)
+    casts = op.cast(x, forms, outputs, amax)
     if amax is None:
         return casts
     scales = (tensor_scale(amax, form.element) if has else None for form, has in zip(forms, scaled, strict=True))
@@ -126,4 +121,4 @@ def _unquantised(x: Tensor, fmt: Format) -> Quantized:
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """scale * q, computed in float32 and rounded to ``dtype``, bfloat16 or float32: [R, C]."""
-    return quantized.dequantize(dtype)
+    return op.dequantize(quantized, dtype)

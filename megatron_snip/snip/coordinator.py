@@ -17,24 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, achieved, efficiency, stages
+from megatron_snip.snip.cost import LinearShape, achieved, by_stage
 from megatron_snip.snip.divergence import (
-    ObjectiveInputs,
-    finite_or_held,
-    get_objective,
     loss_divergence,
     non_finite_linears,
+    own_divergence,
+    prop_divergence,
     weight_divergence,
 )
+from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
+from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
+from megatron_snip.snip.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan import Plan, build_plan
-from megatron_snip.snip.probes import Pass, ProbedLinear, StatisticsProbe
+from megatron_snip.snip.probes import PassRunner, ProbedLinear, StatisticsProbe
 from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed
 from megatron_snip.snip.stats import ProbeStats
 
@@ -42,28 +43,14 @@ LOGGER = logging.getLogger("megatron_snip")
 Metrics = dict[str, Any]
 
 
-def snip_options(snip: SnipConfig) -> list[LinearPrecision]:
-    """What --snip-options lets a linear take.  ValueError for an unknown format."""
-    return [LinearPrecision.parse(text) for text in snip.snip_options.split(",")]
+def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
+    """What the options let these linears take.
 
-
-def check_snip(snip: SnipConfig) -> None:
-    """ValueError for an unknown objective, an option that cannot be read, or a target beyond the options."""
+    ValueError for an unknown objective, an option that cannot be read, or a target beyond the options.
+    """
     get_objective(snip.snip_objective)
     LinearPrecision.parse(snip.snip_warmup_precision)
-    options = snip_options(snip)
-    one = [LinearShape("layers.0.any", 1, 1)]
-    most = float(efficiency(one, options, measure_of(options)).max())
-    if snip.snip_target > most:
-        raise ValueError(
-            f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
-            "lower it or add an option"
-        )
-
-
-def measure_of(options: Sequence[LinearPrecision]) -> str:
-    """What a target counts: FP4's share of the FLOPs; modelled time where BF16 is an option, as FP8 then saves."""
-    return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
+    return check_choices(snip, shapes)
 
 
 @dataclass(frozen=True)
@@ -94,15 +81,17 @@ class Coordinator:
         self,
         snip: SnipConfig,
         shapes: Sequence[LinearShape],
-        options: Sequence[LinearPrecision],
+        choices: Choices,
         probe: StatisticsProbe,
         linears: Mapping[str, ProbedLinear],
         mesh: Mesh,
         run_dir: Path,
         seed: int,
         last_iteration: int | None = None,
+        times: GemmTimes = NOMINAL,
     ) -> None:
-        self.snip, self.shapes, self.options, self.probe = snip, list(shapes), list(options), probe
+        self.snip, self.shapes, self.choices, self.probe = snip, list(shapes), choices, probe
+        self.options, self.times = list(choices.options), times
         self.linears, self.mesh, self.run_dir, self.seed = linears, mesh, run_dir, seed
         self.last_iteration = last_iteration  # no probe whose plan would hold only after it
         self.plan: Plan | None = None
@@ -110,13 +99,13 @@ class Coordinator:
         self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
         self._solver: BackgroundSolver | None = None
 
-    def before_step(self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]) -> Metrics:
+    def before_step(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Apply what is due and probe what is due; every process calls it before every iteration."""
         metrics = self._finish_if_due(iteration)
         since = iteration - self.snip.snip_start
         in_time = self.last_iteration is None or iteration + self.snip.snip_apply_lag <= self.last_iteration
         if since >= 0 and since % self.snip.snip_interval == 0 and in_time:
-            metrics |= self._begin(iteration, gradients, zero_grad)
+            metrics |= self._begin(iteration, run_pass, zero_grad)
             metrics |= self._finish_if_due(iteration)  # lag 0
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
 
@@ -144,12 +133,12 @@ class Coordinator:
         if state["pending"]:
             self._start(Pending.from_dict(state["pending"]))
 
-    def _begin(self, iteration: int, gradients: Callable[[], Pass], zero_grad: Callable[[], None]) -> Metrics:
+    def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
         objective = get_objective(self.snip.snip_objective)
         start, stats = time.perf_counter(), None
-        if objective.needs_stats:
-            stats = self.probe.run(gradients, zero_grad, iteration)
+        if objective.passes is not None:
+            stats = self.probe.run(run_pass, zero_grad, iteration, objective.passes, objective.draws)
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
         if stats is not None:
             metrics |= self._divergence_metrics(stats)
@@ -159,14 +148,17 @@ class Coordinator:
             quality, fixed, held = finite_or_held(self.snip.snip_objective, inputs)
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
-        if held:
+        is_fixed = {shape.name for shape, option in zip(self.shapes, self.choices.fixed) if option >= 0}
+        if held := tuple(name for name in held if name not in is_fixed):
             LOGGER.warning(f"iteration {iteration}: held at the base option, statistics not finite: {', '.join(held)}")
-        request = SolveRequest(
-            quality_loss=quality,
-            efficiency=efficiency(self.shapes, self.options, measure_of(self.options)),
-            target=self.snip.snip_target,
-            stage=stages(self.shapes) if self.snip.snip_stage_target else None,
-            fixed=np.asarray(fixed) if held else None,
+        request = solve_request(
+            self.snip,
+            self.shapes,
+            self.choices,
+            quality,
+            times=self.times,
+            held=fixed,
+            current=self.plan.linears if self.plan else None,
         )
         options = tuple(str(option) for option in self.options)
         due = iteration + self.snip.snip_apply_lag
@@ -223,6 +215,7 @@ class Coordinator:
                 iteration=pending.due,
                 objective=pending.objective,
                 target=pending.request.target,
+                gemm_times=self.times.hardware,
             )
             return plan.to_dict()
         except Exception as error:  # whatever it is, the others wait for an answer
@@ -254,7 +247,7 @@ class Coordinator:
         return {
             "snip/achieved": fp4,
             "snip/target": plan.target,
-            "snip/saved": achieved(self.shapes, plan.linears, measure_of(self.options)),  # in the target's unit
+            **self._modelled_metrics(plan),
             "snip/objective": plan.solver.objective,
             "snip/gap": plan.solver.gap,
             "snip/solver_seconds": plan.solver.seconds,
@@ -262,6 +255,20 @@ class Coordinator:
             "snip/plans_made": len(self.history),
             "snip/solve_failed": 0,
         }
+
+    def _modelled_metrics(self, plan: Plan) -> Metrics:
+        """What is saved in the target's unit; by stage, FP4 share and modelled time as a share of all in BF16."""
+        metrics: Metrics = {"snip/gemm_times": self.times.hardware}
+        try:
+            found = by_stage(self.shapes, plan.linears, self.times)
+            metrics["snip/saved"] = achieved(self.shapes, plan.linears, self.choices.measure, self.times)
+        except ValueError as error:  # a resumed run's plan may hold formats that its table has not
+            LOGGER.warning(f"iteration {plan.iteration}: no modelled times: {error}")
+            return metrics
+        metrics["snip/modelled_time"] = sum(taken for _, taken in found.values())
+        for stage, (share, taken) in found.items() if len(found) > 1 else ():
+            metrics |= {f"snip/stage_{stage}/achieved": share, f"snip/stage_{stage}/modelled_time": taken}
+        return metrics
 
     def _keep(self, iteration: int, why: str) -> Metrics:
         """The plan in force stays."""
@@ -273,7 +280,10 @@ class Coordinator:
         bad = set(non_finite_linears(stats, list(stats.linears)))
         names = [name for name in stats.linears if name not in bad]
         metrics: Metrics = {"snip/non_finite_linears": len(bad)}
-        for kind, function in (("loss_divergence", loss_divergence), ("weight_divergence", weight_divergence)):
+        kinds = {"loss_divergence": loss_divergence, "own_divergence": own_divergence}
+        if "backward_noise" in stats.noise_sq:
+            kinds |= {"prop_divergence": prop_divergence, "weight_divergence": weight_divergence}
+        for kind, function in kinds.items():
             values = function(stats, names, self.options).max(axis=1) if names else []
             metrics |= {f"snip/{kind}/{name}": float(value) for name, value in zip(names, values, strict=True)}
         return metrics

@@ -1,31 +1,31 @@
-"""Divergences [L, O] from statistics, and the quality objectives that the solver minimises, by name.
+"""Divergences [L, O] from statistics: pure functions.
 
-    loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2         f = o.fprop    nats
-    weight divergence  rho^2(l, o) = |u(g + E_w,f) - u(g)|_F^2 / sum_k |u(g_k)|_F^2   f = o.wgrad    1
-    snip               Q = dL / L0 + c/2 rho^2                                                       1
+    loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2           f = o.fprop    nats
+    weight divergence  rho^2(l, o) = own^2 + prop^2                                                 1
+        own^2(l, o)    = |u(g + E_w,f) - u(g)|_F^2 / U^2                              f = o.wgrad
+        prop^2(l, o)   = (eps^2(l, f) Gamma^2(l) + near^2(l, f)) / U^2                f = o.dgrad
+        U^2            = sum over all linears k of |u(g_k)|_F^2
 
+eps is the size of dgrad's error in the residual stream; Gamma^2 = sum over linears k before it of |Delta u_k|^2 by
+|Delta R|^2, what noise in the residual stream's gradient there does to all updates further back.  near, of o_proj and
+down_proj, is what their dgrad's error does to the linears between them and the residual stream.
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md.
-Convention: T tokens of the global batch, L0 its loss, bf16 costs nothing, Q is the difference from the base
-option: fp8 where it is among the options, else the first.  A new objective is one entry of OBJECTIVES.
+Convention: T tokens of the global batch, L0 its loss, bf16 costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip import baselines
-from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.cost import FUSED_GROUPS, block_of
 from megatron_snip.snip.stats import LinearStats, ProbeStats
 
 Floats = NDArray[np.float64]
-
-BASE = LinearPrecision.uniform("fp8")
 
 
 class NonFiniteStatistics(ValueError):
@@ -37,40 +37,6 @@ class NonFiniteStatistics(ValueError):
         super().__init__(
             f"statistics of {len(self.names)} linears are not finite: {shown}; hold them at the base option"
         )
-
-
-@dataclass(frozen=True)
-class ObjectiveInputs:
-    """What an objective may look at.  Q has a row per shape and a column per option.
-
-    stats is None for rules that need none; update_weight is c of the snip objective; seed is for "random".
-    """
-
-    shapes: Sequence[LinearShape]
-    options: Sequence[LinearPrecision]
-    stats: ProbeStats | None = None
-    update_weight: float = 1.0
-    seed: int = 0
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the linears, in the order of the rows."""
-        return [shape.name for shape in self.shapes]
-
-    def measured(self) -> ProbeStats:
-        """The statistics.  Raises ValueError if there are none."""
-        if self.stats is None:
-            raise ValueError("this objective needs statistics; probe first, or choose a rule such as random")
-        return self.stats
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A quality objective: inputs -> Q [L, O], any unit.  needs_stats: whether a probe must come first."""
-
-    compute: Callable[[ObjectiveInputs], Floats]
-    needs_stats: bool
-    summary: str
 
 
 def loss_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
@@ -86,69 +52,103 @@ def loss_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[L
 
 
 def weight_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
-    """rho^2 [L, O]: squared change of the update by each option's wgrad, relative to all linears' update.
+    """rho^2 [L, O]: squared change of all updates by each option's dgrad and wgrad, relative to the whole update.
 
-    The update's norm is that of all linears in ``stats`` whose own norm is finite.
-    Raises ValueError if a linear or a format was not measured, NonFiniteStatistics as it says.
+    Raises ValueError if a linear, a format or the backward noise was not measured, NonFiniteStatistics as it says.
     """
+    return own_divergence(stats, names, options) + prop_divergence(stats, names, options)
+
+
+def own_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
+    """own^2 [L, O]: wgrad's error in the linear's own update.  Raises as ``weight_divergence``."""
 
     def value(linear: LinearStats, option: LinearPrecision) -> float | None:
         return _entry(linear.own_sq, option.wgrad)
 
-    own = _matrix(stats, names, options, value)
+    return _relative_to_update(_matrix(stats, names, options, value), stats)
+
+
+def prop_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
+    """prop^2 [L, O]: dgrad's error in the updates of all linears before it.  Raises as ``weight_divergence``."""
+    known = {id(stats.linears[name]): (name, residual_gain(stats, name)) for name in names if name in stats.linears}
+
+    def value(linear: LinearStats, option: LinearPrecision) -> float | None:
+        error = _entry(linear.dgrad_error_sq, option.dgrad)
+        if error is None or not get_format(option.dgrad).quantised:
+            return error
+        name, gain = known[id(linear)]
+        return error * gain + near_change(stats, name, option.dgrad)
+
+    return _relative_to_update(_matrix(stats, names, options, value), stats)
+
+
+def residual_gain(stats: ProbeStats, name: str) -> float:
+    """Squared change of all updates before a linear by its squared dgrad error, as ``dgrad_error_sq`` has it.
+
+    0 where nothing comes before.  For o_proj and down_proj the error is that of their input and reaches the
+    residual stream through q, k, v or gate, up: its relative size is kept, the signal's size there is theirs.
+    Raises ValueError if the backward noise was not measured.
+    """
+    linear = stats.linears[name]
+    if linear.noise_update_sq is None or linear.residual_noise_sq is None:
+        raise ValueError(
+            f"statistics of iteration {stats.iteration} have no backward noise, which the weight divergence needs; "
+            "collect them with an objective such as snip"
+        )
+    place = place_of(name)
+    changes = [other.noise_update_sq or 0.0 for key, other in stats.linears.items() if place_of(key) < place]
+    before = sum(change for change in changes if np.isfinite(change))
+    gain = before / linear.residual_noise_sq if linear.residual_noise_sq > 0 else 0.0
+    if between := _linears_between(stats, name):
+        signal = sum(other.dgrad_signal_sq for other in between)
+        gain *= signal / linear.dgrad_signal_sq if linear.dgrad_signal_sq > 0 else 0.0
+    return gain
+
+
+def near_change(stats: ProbeStats, name: str, fmt: str) -> float:
+    """near^2: squared change of the updates of q, k, v (gate, up) by the error of o_proj's (down_proj's) dgrad in ``fmt``.
+
+    The error, relative to its signal, is the relative error of their output gradients; what errors of that kind do
+    to an update is known from their own wgrad, whose operands have relative errors too.  0 for other linears.
+    """
+    linear, total = stats.linears[name], 0.0
+    relative = linear.dgrad_error_sq[fmt] / linear.dgrad_signal_sq if linear.dgrad_signal_sq > 0 else 0.0
+    for other in _linears_between(stats, name):
+        operands = (("grad_output", "G"), ("input", "X"))
+        errors = [
+            other.error_sq[f"{fmt}/wgrad/{role}"] / other.norm_sq[tensor] if other.norm_sq[tensor] > 0 else 0.0
+            for role, tensor in operands
+        ]
+        if other.is_finite and sum(errors) > 0:
+            total += other.own_sq[fmt] * relative / sum(errors)
+    return total
+
+
+def _linears_between(stats: ProbeStats, name: str) -> list[LinearStats]:
+    """The linears between o_proj or down_proj and the residual stream in front of it; none for the others."""
+    block, _, kind = name.rpartition(".")
+    if any(kind in group for group in FUSED_GROUPS):
+        return []
+    names = [f"{block}.{other}" for other in FUSED_GROUPS[place_of(name)[1]]]
+    return [stats.linears[other] for other in names if other in stats.linears]
+
+
+def place_of(name: str) -> tuple[int, int]:
+    """Where a linear's half of a block reads the residual stream: (block, 0 for attention or 1 for the SwiGLU)."""
+    return block_of(name) or 0, 0 if ".self_attn." in name else 1
+
+
+def _relative_to_update(values: Floats, stats: ProbeStats) -> Floats:
+    """[L, O] by U^2, the squared update of all linears whose own is finite."""
     norms = np.array([linear.update_norm_sq for linear in stats.linears.values()])
     total = float(norms[np.isfinite(norms)].sum())
     # No update at all (learning has not begun): relative to nothing, but no error of it either.
-    return own / total if total > 0 else np.zeros_like(own)
-
-
-def base_option(options: Sequence[LinearPrecision]) -> int:
-    """Index of the option that differences are taken from: fp8 if it is there, else the first."""
-    return list(options).index(BASE) if BASE in options else 0
-
-
-def quality_loss(objective: str, inputs: ObjectiveInputs) -> Floats:
-    """Q [L, O] of a named objective, as the difference from the base option.
-
-    Raises ValueError for an unknown name, listing the known ones, and what the objective itself raises.
-    """
-    values = get_objective(objective).compute(inputs)
-    return values - values[:, [base_option(inputs.options)]]
-
-
-def get_objective(name: str) -> Objective:
-    """The objective of that name.  Raises ValueError for an unknown one, listing the known."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
-
-
-def finite_or_held(
-    objective: str, inputs: ObjectiveInputs, fixed: NDArray[np.int64] | None = None
-) -> tuple[Floats, NDArray[np.int64], tuple[str, ...]]:
-    """Q [L, O], ``fixed`` [L] and the names held: linears with non-finite statistics are fixed to the base.
-
-    ``fixed`` as in ilp.solve; -1 is free.  The rows of held linears are zero.
-    """
-    held = () if inputs.stats is None else non_finite_linears(inputs.stats, inputs.names)
-    rows = np.array([name in held for name in inputs.names])
-    healthy = [shape for shape, bad in zip(inputs.shapes, rows) if not bad]
-    result = np.zeros((len(rows), len(inputs.options)))
-    if healthy:
-        part = ObjectiveInputs(healthy, inputs.options, inputs.stats, inputs.update_weight, inputs.seed)
-        result[~rows] = quality_loss(objective, part)
-    free = np.full(len(rows), -1, np.int64) if fixed is None else np.array(fixed, np.int64)
-    return result, np.where(rows, base_option(inputs.options), free), held
+    return values / total if total > 0 else np.zeros_like(values)
 
 
 def non_finite_linears(stats: ProbeStats, names: Sequence[str]) -> tuple[str, ...]:
     """Those of ``names`` that have a NaN or infinite statistic, in their order."""
-    return tuple(name for name in names if name in stats.linears and not _is_finite(stats.linears[name]))
-
-
-def _is_finite(linear: LinearStats) -> bool:
-    numbers = [*linear.token_square_sum.values(), *linear.own_sq.values(), linear.update_norm_sq]
-    return bool(np.isfinite(numbers).all())
+    return tuple(name for name in names if name in stats.linears and not stats.linears[name].is_finite)
 
 
 def _entry(values: Mapping[str, float], fmt: str) -> float | None:
@@ -177,31 +177,3 @@ def _matrix(
                 )
             result[row, column] = entry
     return result
-
-
-def _snip_loss(inputs: ObjectiveInputs) -> Floats:
-    stats = inputs.measured()
-    if not (np.isfinite(stats.loss) and stats.loss > 0):
-        raise ValueError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
-    return loss_divergence(stats, inputs.names, inputs.options) / stats.loss
-
-
-def _snip(inputs: ObjectiveInputs) -> Floats:
-    rho_sq = weight_divergence(inputs.measured(), inputs.names, inputs.options)
-    return _snip_loss(inputs) + inputs.update_weight / 2 * rho_sq
-
-
-def _rule(rank: Callable[[Sequence[str], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
-    def compute(inputs: ObjectiveInputs) -> Floats:
-        return baselines.protect(rank(inputs.names, inputs.seed), inputs.shapes, inputs.options)
-
-    return compute
-
-
-OBJECTIVES: Mapping[str, Objective] = {
-    "snip": Objective(_snip, True, "loss divergence / loss + c/2 weight divergence"),
-    "snip_loss": Objective(_snip_loss, True, "loss divergence / loss"),
-    "random": Objective(_rule(baselines.random_ranks), False, "linears in an order drawn from the seed"),
-    "layer_id": Objective(_rule(baselines.layer_id_ranks), False, "blocks in the middle first"),
-    "layer_type": Objective(_rule(baselines.layer_type_ranks), False, "kinds of linear, down_proj last"),
-}

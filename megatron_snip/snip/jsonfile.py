@@ -44,6 +44,16 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(is_number(number) for number in value.values())
 
 
+def is_number_or_null(value: Any) -> bool:
+    """Any number, or null."""
+    return value is None or is_number(value)
+
+
+def is_numbers_or_null(value: Any) -> bool:
+    """An object of numbers, or null."""
+    return value is None or is_numbers(value)
+
+
 #: What a check asks for, in an error's words.
 EXPECTED: Mapping[Callable[[Any], bool], str] = {
     is_object: "an object",
@@ -52,6 +62,8 @@ EXPECTED: Mapping[Callable[[Any], bool], str] = {
     is_number: "a number",
     is_finite: "a finite number",
     is_numbers: "an object of numbers",
+    is_number_or_null: "a number or null",
+    is_numbers_or_null: "an object of numbers or null",
 }
 
 

@@ -1,47 +1,58 @@
-"""Multiple-choice knapsack of one stage: LP bound and greedy, reduction, HiGHS.  Used by ilp.py only.
+"""Multiple-choice knapsack: LP bound and greedy plan, reduction by reduced costs.  Used by ilp.py and makespan.py.
 
-Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), ch. 11 (hulls, greedy, reduced costs);
-HiGHS, https://highs.dev.  Convention: G groups with O options each; cost [G, O] >= 0, inf = ruled out,
-and at least one 0 in a row; deficit [G, O] whole units >= 0; sum of deficits <= capacity.
+Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), ch. 11 (hulls, greedy, reduced costs).
+Convention: G groups with O options each and R resources; cost [G, O] >= 0, inf = ruled out, at least one 0 in
+a row; deficit [R, G, O] whole units >= 0; per resource, sum of deficits <= capacity.  Most blocks have R = 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+#: Deficits with a common unit stay exact up to this many of it; others are rounded to 2^-20 of the top.
+EXACT_LIMIT, ROUNDED_STEPS = 2**24, 2**20
+
 
 @dataclass(frozen=True)
 class Block:
-    """min sum cost[g, o_g] subject to sum deficit[g, o_g] <= capacity.  cost, deficit [G, O]."""
+    """min sum cost[g, o_g] subject to sum_g deficit[r, g, o_g] <= capacity[r] for every resource r.
+
+    cost [G, O], deficit [R, G, O], capacity [R].
+    """
 
     cost: Floats
     deficit: Ints
-    capacity: int
+    capacity: Ints
 
     def cost_of(self, choice: Ints) -> float:
         """Cost of one option per group; choice [G]."""
         return float(self.cost[np.arange(len(choice)), choice].sum())
 
-    def deficit_of(self, choice: Ints) -> int:
-        """Deficit of one option per group; choice [G]."""
-        return int(self.deficit[np.arange(len(choice)), choice].sum())
+    def deficit_of(self, choice: Ints) -> Ints:
+        """Deficits [R] of one option per group; choice [G]."""
+        used: Ints = self.deficit[:, np.arange(len(choice)), choice].sum(axis=1)
+        return used
+
+    def fits(self, choice: Ints) -> bool:
+        """Whether every capacity holds; choice [G]."""
+        return bool((self.deficit_of(choice) <= self.capacity).all())
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """A plan of a block: choice [G], its cost, a lower bound on any plan's cost, the price of one unit."""
+    """A plan of a block: choice [G], its cost, a lower bound on any plan's cost, prices [R] of one unit."""
 
     choice: Ints
     cost: float
     bound: float
-    price: float
+    prices: Floats
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Core:
 
     choice [G] holds the decided groups' options (and the greedy plan's for open ones); group [V], option [V]
     and open_groups [G'] say where variable v stands; cost [V] in the block's unit less each group's
-    smallest, constant: what that and the decided groups cost; deficit [V]; start [V] the greedy plan as 0/1.
+    smallest, constant: what that and the decided groups cost; deficit [R, V]; start [V] the greedy plan as 0/1.
     """
 
     choice: Ints
@@ -59,7 +70,7 @@ class Core:
     option: Ints
     cost: Floats
     deficit: Ints
-    capacity: int
+    capacity: Ints
     constant: float
     start: Floats
 
@@ -70,59 +81,85 @@ class Core:
         return full
 
 
-@dataclass(frozen=True)
-class Found:
-    """HiGHS's answer on a core: chosen variable per open group [G'] or None; bound without the constant."""
+def whole_units(deficit: Floats, slack: float, *, strict: bool = True) -> tuple[Ints, int]:
+    """Deficits [G, O] and slack in whole units, so that HiGHS's tolerances cannot blur the budget.
 
-    choice: Ints | None
-    bound: float
+    FLOP shares have a common unit and stay exact.  Others are rounded.  strict: up, and slack down: a plan that
+    fits in units fits in truth, and one that fits by less than G * 2^-20 of the largest deficit may be lost.
+    Else all down: a plan that fits in truth fits in units, and may break the slack by as little.
+    """
+    values = np.unique(deficit[deficit > 0])
+    if not len(values):
+        return np.zeros(deficit.shape, np.int64), 0
+    top = float(values[-1])
+    unit = top
+    for value in values.tolist():
+        while value > 1e-10 * top:
+            unit, value = value, unit % value
+        if unit < top / EXACT_LIMIT:
+            break
+    steps = np.rint(top / unit) if unit > 0 else np.inf
+    if steps <= EXACT_LIMIT:
+        unit = top / steps
+        whole = np.rint(deficit / unit)
+        if np.abs(deficit / unit - whole).max() < 1e-6:
+            return whole.astype(np.int64), int(slack / unit)
+    unit = top / ROUNDED_STEPS
+    rounded = np.ceil(deficit / unit - 1e-6) if strict else np.floor(deficit / unit)
+    return rounded.astype(np.int64), int(slack / unit)
 
 
 def lagrangian_greedy(block: Block) -> Greedy:
-    """The LP relaxation's bound and a feasible plan from its vertex, improved by single changes.
+    """The LP relaxation's bound and a feasible plan from its vertex, improved by single changes; R = 1.
 
     Starts with each group's cheapest option and walks down the lower hulls of (deficit, cost), the step with
     the least cost per unit first, until the capacity holds.
     """
-    rows = np.arange(len(block.cost))
+    ((deficit,), (capacity,)) = block.deficit, block.capacity.tolist()
     # Cheapest first, of equally cheap ones the smallest deficit.
-    choice = np.lexsort((block.deficit, block.cost), axis=1)[:, 0]
-    need = block.deficit_of(choice) - block.capacity
+    choice = np.lexsort((deficit, block.cost), axis=1)[:, 0]
+    need = int(block.deficit_of(choice)[0]) - capacity
     price = 0.0
     if need > 0:
-        steps = _hull_steps(block, choice)
+        steps = hull_steps(block.cost, deficit, choice)
         order = np.argsort(steps.ratio, kind="stable")
         last = int(np.searchsorted(np.cumsum(steps.units[order]), need))
         price = float(steps.ratio[order[last]])
         for step in order[: last + 1]:
             choice[steps.group[step]] = steps.option[step]
-    dual = block.cost + price * block.deficit
-    bound = float(dual.min(axis=1).sum()) - price * block.capacity
-    choice = _improve_singly(block, choice, rows)
+    dual = block.cost + price * deficit
+    bound = float(dual.min(axis=1).sum()) - price * capacity
+    choice = improve_singly(block, choice)
     cost = block.cost_of(choice)
     # The sums above carry rounding; a bound may be a little low, never high.
-    slop = 1e-13 * (float(dual.min(axis=1).sum()) + price * block.capacity)
-    return Greedy(choice, cost, min(max(bound - slop, 0.0), cost), price)
+    slop = 1e-13 * (float(dual.min(axis=1).sum()) + price * capacity)
+    return Greedy(choice, cost, min(max(bound - slop, 0.0), cost), np.array([price]))
 
 
 @dataclass(frozen=True)
-class _Steps:
+class Steps:
     """Steps down the hulls, [S] each, in order within a group: cost per unit, units, group, new option."""
 
     ratio: Floats
-    units: Ints
+    units: NDArray[Any]
     group: Ints
     option: Ints
 
 
-def _hull_steps(block: Block, start: Ints) -> _Steps:
+def hull_steps(cost: Floats, deficit: NDArray[Any], start: Ints) -> Steps:
+    """Steps of each group along the lower hull of (deficit, cost), from its option ``start`` [G] to the least deficit.
+
+    cost and deficit [G, O]; deficits whole or not.
+    """
     rows = np.arange(len(start))
     current, floor = start.copy(), np.zeros(len(start))
-    parts: list[tuple[Floats, Ints, Ints, Ints]] = []
+    parts: list[tuple[Floats, NDArray[Any], Ints, Ints]] = [
+        (np.empty(0), np.empty(0, deficit.dtype), np.empty(0, np.int64), np.empty(0, np.int64))
+    ]
     while True:
-        units = block.deficit[rows, current][:, None] - block.deficit
-        extra = block.cost - block.cost[rows, current][:, None]
-        ratio = np.where(units > 0, extra / np.maximum(units, 1), np.inf)
+        units = deficit[rows, current][:, None] - deficit
+        extra = cost - cost[rows, current][:, None]
+        ratio = np.where(units > 0, extra / np.where(units > 0, units, 1), np.inf)
         best = ratio.min(axis=1)
         # Of equal ratios the longest step, so that the hull has no collinear points.
         option = np.where(ratio <= best[:, None], units, -1).argmax(axis=1)
@@ -133,16 +170,17 @@ def _hull_steps(block: Block, start: Ints) -> _Steps:
         parts.append((floor[moves], units[moves, option[moves]], moves, option[moves]))
         current[moves] = option[moves]
     ratio_, units_, group_, option_ = (np.concatenate(column) for column in zip(*parts))
-    return _Steps(ratio_, units_, group_, option_)
+    return Steps(ratio_, units_, group_, option_)
 
 
-def _improve_singly(block: Block, choice: Ints, rows: Ints) -> Ints:
-    """Change one group at a time while that lowers the cost and the capacity holds."""
-    choice = choice.copy()
+def improve_singly(block: Block, choice: Ints) -> Ints:
+    """Change one group of a plan [G] at a time while that lowers the cost and the capacities hold."""
+    choice, rows = choice.copy(), np.arange(len(choice))
     for _ in range(4 * block.cost.size):  # each change lowers the cost; the limit is for rounding's sake
         slack = block.capacity - block.deficit_of(choice)
-        extra = block.deficit - block.deficit[rows, choice][:, None]
-        gain = np.where(extra <= slack, block.cost[rows, choice][:, None] - block.cost, 0.0)
+        extra = block.deficit - block.deficit[:, rows, choice][:, :, None]
+        fits = (extra <= slack[:, None, None]).all(axis=0)
+        gain = np.where(fits, block.cost[rows, choice][:, None] - block.cost, 0.0)
         group, option = np.unravel_index(int(gain.argmax()), gain.shape)
         if not gain[group, option] > 0:
             break
@@ -152,7 +190,7 @@ def _improve_singly(block: Block, choice: Ints, rows: Ints) -> Ints:
 
 def reduced(block: Block, greedy: Greedy) -> Core | None:
     """Drop options that no plan better than the greedy one can hold; None if nothing is left to decide."""
-    dual = block.cost + greedy.price * block.deficit
+    dual = block.cost + np.tensordot(greedy.prices, block.deficit, axes=1)
     extra = dual - dual.min(axis=1, keepdims=True)
     rows = np.arange(len(dual))
     keep = greedy.bound + extra <= greedy.cost * (1 + 1e-9)
@@ -165,18 +203,18 @@ def reduced(block: Block, greedy: Greedy) -> Core | None:
     choice = np.where(is_open, greedy.choice, keep.argmax(axis=1))
     kept = keep[open_groups]
     cost = np.where(kept, block.cost[open_groups], np.inf)
-    deficit = np.where(kept, block.deficit[open_groups], np.iinfo(np.int64).max)
-    least_cost, least_deficit = cost.min(axis=1), deficit.min(axis=1)
+    deficit = np.where(kept, block.deficit[:, open_groups], np.iinfo(np.int64).max)
+    least_cost, least_deficit = cost.min(axis=1), deficit.min(axis=2)
     group, option = np.nonzero(kept)
     decided = np.flatnonzero(~is_open)
-    used = int(block.deficit[decided, choice[decided]].sum()) + int(least_deficit.sum())
+    used = block.deficit[:, decided, choice[decided]].sum(axis=1) + least_deficit.sum(axis=1)
     return Core(
         choice=choice,
         open_groups=open_groups,
         group=group,
         option=option,
         cost=cost[group, option] - least_cost[group],
-        deficit=deficit[group, option] - least_deficit[group],
+        deficit=deficit[:, group, option] - least_deficit[:, group],
         capacity=block.capacity - used,
         constant=float(block.cost[decided, choice[decided]].sum()) + float(least_cost.sum()),
         start=(option == greedy.choice[open_groups][group]).astype(np.float64),
@@ -184,77 +222,10 @@ def reduced(block: Block, greedy: Greedy) -> Core | None:
 
 
 def _dominated(block: Block) -> NDArray[np.bool_]:
-    """[G, O]: another option of the group is no worse in both, and better in one or earlier in the list."""
-    cost, deficit = block.cost, block.deficit
-    no_worse = (cost[:, None, :] <= cost[:, :, None]) & (deficit[:, None, :] <= deficit[:, :, None])
-    same = (cost[:, None, :] == cost[:, :, None]) & (deficit[:, None, :] == deficit[:, :, None])
-    earlier = np.arange(cost.shape[1])[None, :] < np.arange(cost.shape[1])[:, None]
+    """[G, O]: another option of the group is no worse in all, and better in one or earlier in the list."""
+    measures = [block.cost, *block.deficit]
+    no_worse = np.logical_and.reduce([m[:, None, :] <= m[:, :, None] for m in measures])
+    same = np.logical_and.reduce([m[:, None, :] == m[:, :, None] for m in measures])
+    earlier = np.arange(block.cost.shape[1])[None, :] < np.arange(block.cost.shape[1])[:, None]
     by_other: NDArray[np.bool_] = (no_worse & (~same | earlier)).any(axis=2)
     return by_other
-
-
-def run_highs(core: Core, *, abs_gap: float, node_limit: int, seconds: float) -> tuple[Found | None, str]:
-    """Solve a core.  abs_gap in the block's unit.  Returns (answer or None, status as in ilp.STATUSES)."""
-    scale = float(core.cost.max()) or 1.0
-    highs = highspy.Highs()
-    options = {
-        "output_flag": False,
-        "threads": 1,
-        "random_seed": 0,
-        "mip_rel_gap": 0.0,  # the gap asked for is in abs_gap: HiGHS does not know the constant
-        "mip_abs_gap": max(abs_gap / scale, 1e-12),
-        "mip_feasibility_tolerance": 1e-9,
-        "primal_feasibility_tolerance": 1e-9,
-        "dual_feasibility_tolerance": 1e-9,
-        "mip_max_nodes": node_limit,
-        "time_limit": seconds,
-    }
-    for name, value in options.items():
-        highs.setOptionValue(name, value)
-    highs.passModel(_model(core, scale))
-    solution = highspy.HighsSolution()
-    solution.col_value = core.start
-    highs.setSolution(solution)
-    highs.run()
-    outcome, info = highs.getModelStatus(), highs.getInfo()
-    statuses = highspy.HighsModelStatus
-    if outcome == statuses.kOptimal:
-        status = "optimal"
-    elif outcome == statuses.kTimeLimit:
-        status = "time_limit"
-    elif outcome in (statuses.kSolutionLimit, statuses.kIterationLimit):
-        status = "node_limit"
-    else:
-        return None, "fallback"
-    bound = float(info.mip_dual_bound) * scale if np.isfinite(info.mip_dual_bound) else 0.0
-    return Found(_round(core, np.array(highs.getSolution().col_value)), bound), status
-
-
-def _round(core: Core, values: Floats) -> Ints | None:
-    """The chosen variable of each open group, [G'], or None if there is no plan or it breaks the capacity."""
-    if len(values) != len(core.group):
-        return None
-    order = np.lexsort((values, core.group))  # within a group the largest value comes last
-    chosen = order[np.searchsorted(core.group[order], np.arange(len(core.open_groups)), "right") - 1]
-    fits = int(core.deficit[chosen].sum()) <= core.capacity
-    return chosen if fits else None
-
-
-def _model(core: Core, scale: float) -> highspy.HighsLp:
-    """One-hot rows, then the capacity, column by column; each column has two entries."""
-    count, groups = len(core.group), len(core.open_groups)
-    common = int(np.gcd.reduce(core.deficit)) or 1
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = count, groups + 1
-    model.col_cost_ = core.cost / scale
-    model.col_lower_, model.col_upper_ = np.zeros(count), np.ones(count)
-    model.row_lower_ = np.append(np.ones(groups), -np.inf)
-    model.row_upper_ = np.append(np.ones(groups), float(core.capacity // common))
-    index, value = np.empty(2 * count, np.int32), np.ones(2 * count)
-    index[0::2], index[1::2] = core.group, groups
-    value[1::2] = core.deficit / common
-    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    model.a_matrix_.start_ = np.arange(0, 2 * count + 1, 2, dtype=np.int32)
-    model.a_matrix_.index_, model.a_matrix_.value_ = index, value
-    model.integrality_ = [highspy.HighsVarType.kInteger] * count
-    return model

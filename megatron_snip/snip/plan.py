@@ -3,7 +3,7 @@
     {"version": 1, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
      "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
      "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
-     "hash": "0123456789abcdef"}
+     "hash": "0123456789abcdef", "gemm_times": "nominal"}
 
 Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
@@ -45,6 +45,7 @@ _FIELDS = {
     "linears": is_object,
     "solver": is_object,
     "hash": is_text,
+    "gemm_times": is_text,
 }
 _SOLVER_FIELDS = {
     "status": is_text,
@@ -71,7 +72,8 @@ class Plan:
     """Precision of each linear from ``iteration`` on.
 
     objective: name of the quality objective, or how else it was made; target and achieved: what was asked for
-    and what the plan saves, shares of the linears' FLOPs in FP4.
+    and what the plan saves, shares of the linears' FLOPs in FP4.  gemm_times: the hardware whose GEMM times were
+    counted with, "nominal" for none.
     """
 
     iteration: int
@@ -80,6 +82,7 @@ class Plan:
     target: float = 0.0
     achieved: float = 0.0
     solver: SolverRecord = field(default_factory=SolverRecord)
+    gemm_times: str = "nominal"
 
     @classmethod
     def uniform(
@@ -117,6 +120,7 @@ class Plan:
             "linears": linears,
             "solver": vars(self.solver),
             "hash": self.hash,
+            "gemm_times": self.gemm_times,
         }
 
     @classmethod
@@ -124,6 +128,7 @@ class Plan:
         """The plan of ``to_dict``.  Raises ValueError naming ``source``, the field and the way out."""
         try:
             check_version(values, VERSION)
+            values = {"gemm_times": "nominal", **values}  # the first plans do not tell
             check_fields(values, _FIELDS, "")
             check_fields(values["solver"], _SOLVER_FIELDS, "solver.")
             plan = cls(
@@ -133,6 +138,7 @@ class Plan:
                 target=float(values["target"]),
                 achieved=float(values["achieved"]),
                 solver=SolverRecord(**values["solver"]),
+                gemm_times=values["gemm_times"],
             )
             if plan.hash != values["hash"]:
                 raise JsonFileError(
@@ -180,13 +186,14 @@ def build_plan(
     iteration: int,
     objective: str,
     target: float,
+    gemm_times: str = "nominal",
 ) -> Plan:
     """The plan of a solution, from ``iteration`` on: linear ``shapes[l]`` runs in ``options[choice[l]]``."""
     if len(solution.choice) != len(shapes):
         raise ValueError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
     linears = {shape.name: options[int(option)] for shape, option in zip(shapes, solution.choice)}
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
-    return Plan(iteration, linears, objective, float(target), achieved(shapes, linears), record)
+    return Plan(iteration, linears, objective, float(target), achieved(shapes, linears), record, gemm_times)
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:

@@ -1,18 +1,21 @@
-"""The statistics pass: one forward and backward of the coming batch in BF16 format, without an update.
+"""The probe: passes over the coming batch in BF16 format, without an update, from which divergences are predicted.
 
-Per linear and format it measures (docs/numerics.md):
-    token_square_sum  sum_t (sum_n G[t,n] dY[t,n])^2,  dY = Q(X) Q(W)^T - X W^T     for the loss divergence
-    own_sq            |u(g + E_w) - u(g)|_F^2,         E_w = Q(G)^T Q(X) - G^T X    for the weight divergence
-u is AdamW's update as a function of the clipped gradient, elementwise with the real moments.  Partial sums
-over n are reduced over tp before squaring; E_w is summed over microbatches and reduce-scattered over dp into
-the optimiser's own sharding.  Nothing of the training state is changed.
-T tokens, K input channels, N output channels.
+    statistics       one forward and backward; each linear's LinearProbe sees X, W, G and every format's error
+    backward noise   the loss is <noise, residual stream after the last block>: the backward is linear in its seed,
+                     so gradients are the Deltas themselves; gives the change of all updates by noise in that stream
+    sampled labels   the statistics' token sums anew, with labels that the model drew (for "ggn")
+    forward noise    gradients with noise after the last block, against those without (for "paper")
+
+u is AdamW's update as a function of the clipped gradient, elementwise with the real moments; the clip coefficient
+is the unperturbed pass's.  Sums over microbatches come first, squares are summed over dp and tp.  Nothing of the
+training state is changed.  Source: docs/numerics.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +25,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import LinearObserver, LinearPrecision, Operands
+from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant import LinearObserver, LinearPrecision
+from megatron_snip.snip.cost import FUSED_GROUPS, block_of
+from megatron_snip.snip.linear_probe import OPERANDS, LinearProbe, Place, square
+from megatron_snip.snip.residual import ResidualProbe
 from megatron_snip.snip.stats import LinearStats, ProbeStats
+
+#: Noise after the last block, relative to the rms of the last linear's output or of the gradient there.
+NOISE = 0.1
+#: Passes beside the statistics, by name.
+PASSES = ("backward_noise", "sampled_labels", "forward_noise")
 
 
 class ProbedLinear(Protocol):
@@ -31,6 +43,17 @@ class ProbedLinear(Protocol):
 
     precision: LinearPrecision
     observer: LinearObserver | None
+    split_dim: int
+
+    def register_forward_hook(self, hook: Any) -> Any:
+        """torch.nn.Module's."""
+        ...
+
+
+class ProbedBlock(Protocol):
+    """What a probe needs of a block: a place for observers of the residual stream before its two halves."""
+
+    observers: tuple[Any, Any] | None
 
 
 class OptimizerView(Protocol):
@@ -66,6 +89,14 @@ class Pass:
     clip: float  # what gradients are multiplied by
 
 
+class PassRunner(Protocol):
+    """Runs the coming batch forward and backward and leaves gradients, unperturbed or as ``kind`` says."""
+
+    def __call__(self, kind: str | None = None, scale: float = 0.0, draw: int = 0) -> Pass:
+        """``kind`` is None or one of PASSES; scale and draw are the noise's."""
+        ...
+
+
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSettings) -> Tensor:
     """AdamW's update without learning rate and weight decay: u(grad), all [...] float32.
 
@@ -76,29 +107,6 @@ def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSetting
     return m / (v.sqrt() + adam.eps)
 
 
-class LinearProbe:
-    """The observer of one linear: sums what its backward passes show."""
-
-    def __init__(self, formats: Sequence[str]) -> None:
-        self.token_sums: dict[str, list[Tensor]] = {fmt: [] for fmt in formats}
-        self.weight_error: dict[str, Tensor | None] = dict.fromkeys(formats)
-
-    @torch.no_grad()
-    def backward(self, operands: Operands) -> None:
-        """Add one microbatch; products in float32, so that their small differences keep their digits."""
-        assert operands.grad_output is not None
-        x, w, g = operands.x.float(), operands.w.float(), operands.grad_output.float()
-        y, grad_w = x @ w.T, g.T @ x
-        for fmt, sums in self.token_sums.items():
-            qx, qw = operands.quantized("fprop", "input", fmt), operands.quantized("fprop", "weight", fmt)
-            sums.append((g * (qx.float() @ qw.float().T - y)).sum(dim=1))
-            qg = operands.quantized("wgrad", "grad_output", fmt)
-            qx = operands.quantized("wgrad", "input", fmt)
-            error = qg.float().T @ qx.float() - grad_w
-            so_far = self.weight_error[fmt]
-            self.weight_error[fmt] = error if so_far is None else so_far.add_(error)
-
-
 def _shard_like_optimizer(error: Tensor, mesh: Mesh) -> Tensor:
     """This process's part [N/tp, K] of a sum over dp -> the rows of the whole sum that its optimiser holds."""
     if mesh.dp.size == 1:
@@ -107,65 +115,193 @@ def _shard_like_optimizer(error: Tensor, mesh: Mesh) -> Tensor:
     return partial.redistribute(placements=[Shard(0)]).to_local()
 
 
+def _half(name: str) -> int:
+    """0 for a linear of the attention, 1 for one of the SwiGLU."""
+    return 0 if ".self_attn." in name else 1
+
+
+def reads_norm(name: str) -> bool:
+    """Whether a linear's input is a norm's output: q, k, v, gate and up."""
+    return any(name.rpartition(".")[2] in group for group in FUSED_GROUPS)
+
+
 class StatisticsProbe:
-    """Runs the pass; every process makes one over the linears of its own stages and calls it alike."""
+    """Runs the passes; every process makes one over the linears and blocks of its own stages and calls it alike."""
 
     def __init__(
         self,
         linears: Mapping[str, ProbedLinear],
+        blocks: Mapping[int, ProbedBlock],
         *,
         names: Sequence[str],
         formats: Iterable[str],
         optimizer: OptimizerView,
         adam: AdamSettings,
         mesh: Mesh,
+        region: Region,
         tokens: int,
         device: torch.device,
+        noise_draws: int = 1,
     ) -> None:
-        self.linears, self.names, self.optimizer, self.adam = linears, list(names), optimizer, adam
+        self.linears, self.blocks, self.names, self.optimizer, self.adam = linears, blocks, list(names), optimizer, adam
         self.formats = sorted(set(formats) - {"bf16"})
-        self.mesh, self.tokens, self.device = mesh, tokens, device
+        self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
+        self.noise_draws = noise_draws
 
-    def run(self, gradients: Callable[[], Pass], zero_grad: Callable[[], None], iteration: int) -> ProbeStats:
-        """Measure.  `gradients` runs the batch and leaves gradients, `zero_grad` drops them again."""
-        probes = {name: LinearProbe(self.formats) for name in self.linears}
+    def run(
+        self,
+        run_pass: PassRunner,
+        zero_grad: Callable[[], None],
+        iteration: int,
+        passes: Iterable[str] = ("backward_noise",),
+        draws: int | None = None,
+    ) -> ProbeStats:
+        """Measure.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again; ``passes``: beside the first.
+
+        draws: of each noise, by default ``noise_draws``.
+        """
+        passes, draws = set(passes), draws or self.noise_draws
+        assert passes <= set(PASSES), f"unknown passes {passes - set(PASSES)}"
+        norms = {index: (ResidualProbe(self.region), ResidualProbe(self.region)) for index in self.blocks}
+        with self._measuring(norms, zero_grad):
+            result, sums, grads = self._statistics(run_pass, norms)
+            zero_grad()
+            noise_sq = {}
+            for kind in sorted(passes - {"sampled_labels"}):
+                noise_sq[kind] = self._noise(kind, run_pass, zero_grad, draws, result.clip, sums, grads, norms)
+            if "sampled_labels" in passes:
+                self._sampled_labels(run_pass, zero_grad, sums)
+            return self._reduce(sums, result, noise_sq, iteration, "sampled_labels" in passes)
+
+    @contextmanager
+    def _measuring(
+        self, norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]], zero_grad: Callable[[], None]
+    ) -> Iterator[None]:
+        """Inside, linears run in BF16 and blocks are observed; afterwards nothing is left."""
         before = {name: linear.precision for name, linear in self.linears.items()}
         try:
-            for name, linear in self.linears.items():
-                linear.precision, linear.observer = LinearPrecision.uniform("bf16"), probes[name]
-            result = gradients()
-            return self._reduce(self._local_sums(probes, result.clip), result, iteration)
+            for linear in self.linears.values():
+                linear.precision = LinearPrecision.uniform("bf16")
+            for index, block in self.blocks.items():
+                block.observers = norms[index]
+            yield
         finally:
             for name, linear in self.linears.items():
                 linear.precision, linear.observer = before[name], None
+            for block in self.blocks.values():
+                block.observers = None
             zero_grad()
 
-    @torch.no_grad()
-    def _local_sums(self, probes: Mapping[str, LinearProbe], clip: float) -> dict[str, dict[str, Any]]:
-        """This process's share of every sum; shares add up over all processes."""
-        token_sums = self._token_square_sums(probes)
-        out: dict[str, dict[str, Any]] = {}
+    @contextmanager
+    def _observed(
+        self, norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]], *, loss_only: bool = False
+    ) -> Iterator[dict[str, LinearProbe]]:
+        """Inside, every linear shows its operands to a LinearProbe, and its output's norm is taken."""
+        probes, hooks = {}, []
+        for name, linear in self.linears.items():
+            norm = norms[block_of(name) or 0][_half(name)] if reads_norm(name) and not loss_only else None
+            place = Place(self.mesh.tp, linear.split_dim == 0, self.mesh.dp.size, norm)
+            probes[name] = linear.observer = LinearProbe(self.formats, place, loss_only=loss_only)
+            hooks.append(linear.register_forward_hook(self._output_norm(probes[name], place)))
+        try:
+            yield probes
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for linear in self.linears.values():
+                linear.observer = None
+
+    def _output_norm(self, probe: LinearProbe, place: Place) -> Callable[..., None]:
+        """A forward hook that adds |Y|^2 once, recompute or not."""
+        sharded = place.column_parallel or self.region.sequence_parallel
+        share = 1.0 if sharded or self.mesh.tp.is_first else 0.0
+
+        def hook(module: Any, args: Any, y: Tensor) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                probe.sums.add("norm/Y", square(y.detach()), share)
+
+        return hook
+
+    def _statistics(
+        self, run_pass: PassRunner, norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]]
+    ) -> tuple[Pass, dict[str, dict[str, float]], dict[str, Tensor]]:
+        """The first pass: its result, this process's share of every sum, and the gradients as they came."""
+        with self._observed(norms) as probes:
+            result = run_pass()
+        grads = {name: self.optimizer.gradient(f"{name}.weight") for name in self.linears}
+        for pair in norms.values():
+            for place in pair:
+                place.forget()
+        token = self._token_square_sums(probes)
+        sums: dict[str, dict[str, float]] = {}
         for name, probe in probes.items():
-            m, v = self.optimizer.moments(f"{name}.weight")
-            grad = self.optimizer.gradient(f"{name}.weight").float() * clip
-            step = self.optimizer.steps + 1
-            update = adam_update(grad, m, v, step, self.adam)
-            own = {}
+            update = self._update(name, grads[name], result.clip)
+            row = {f"token/{fmt}": value for fmt, value in token[name].items()}
+            row["update"], row["norm/dW"] = float(square(update)), float(square(grads[name]))
             for fmt in self.formats:
-                error = probe.weight_error[fmt]
-                assert error is not None, f"{name}: no backward was seen"
-                error = _shard_like_optimizer(error, self.mesh) * clip
-                own[fmt] = _square_sum(adam_update(grad + error, m, v, step, self.adam) - update)
-                probe.weight_error[fmt] = None  # as large as a gradient: free it now
-            out[name] = {"token": token_sums[name], "own": own, "update": _square_sum(update)}
-        return out
+                error = _shard_like_optimizer(probe.weight_error.pop(fmt), self.mesh)
+                row[f"own/{fmt}"] = float(square(self._update(name, grads[name] + error, result.clip) - update))
+            sums[name] = row | probe.sums.read()
+        return result, sums, grads
+
+    @torch.no_grad()
+    def _update(self, name: str, grad: Tensor, clip: float) -> Tensor:
+        """u of a gradient [...] before clipping."""
+        m, v = self.optimizer.moments(f"{name}.weight")
+        return adam_update(grad.float() * clip, m, v, self.optimizer.steps + 1, self.adam)
+
+    def _noise(
+        self,
+        kind: str,
+        run_pass: PassRunner,
+        zero_grad: Callable[[], None],
+        draws: int,
+        clip: float,
+        sums: dict[str, dict[str, float]],
+        grads: Mapping[str, Tensor],
+        norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]],
+    ) -> float:
+        """Adds each linear's |u(g + D) - u(g)|^2 to ``sums``; returns the squared norm of the noise."""
+        square_of = "norm/G" if kind == "backward_noise" else "norm/Y"
+        total, elements = self._sum(*(sums.get(self.names[-1], {}).get(key, 0.0) for key in (square_of, "elements/G")))
+        scale = NOISE * math.sqrt(total / elements) if elements and math.isfinite(total) else 0.0
+        for draw in range(draws):
+            run_pass(kind, scale, draw)
+            for name in self.linears:
+                noisy = self.optimizer.gradient(f"{name}.weight")
+                if kind == "backward_noise":
+                    noisy = noisy + grads[name]
+                change = self._update(name, noisy, clip) - self._update(name, grads[name], clip)
+                residual = norms[block_of(name) or 0][_half(name)]
+                row = sums[name]
+                row[f"{kind}/update"] = row.get(f"{kind}/update", 0.0) + float(square(change)) / draws
+                if kind == "backward_noise" and self._is_first_of_half(name):
+                    row[f"{kind}/residual"] = row.get(f"{kind}/residual", 0.0) + residual.take_gradient_square() / draws
+            for pair in norms.values():
+                for place in pair:
+                    place.forget()
+            zero_grad()
+        return scale * scale * elements
+
+    @staticmethod
+    def _is_first_of_half(name: str) -> bool:
+        return name.rpartition(".")[2] in (group[0] for group in FUSED_GROUPS)
+
+    def _sampled_labels(
+        self, run_pass: PassRunner, zero_grad: Callable[[], None], sums: dict[str, dict[str, float]]
+    ) -> None:
+        """Token sums once more, of the gradient of labels that the model drew."""
+        with self._observed({}, loss_only=True) as probes:
+            run_pass("sampled_labels")
+        zero_grad()
+        for name, values in self._token_square_sums(probes).items():
+            sums[name] |= {f"sampled/{fmt}": value for fmt, value in values.items()}
 
     def _token_square_sums(self, probes: Mapping[str, LinearProbe]) -> dict[str, dict[str, float]]:
         """Per linear and format; one all-reduce over tp, since a square of a partial sum would be wrong."""
         if not probes or not self.formats:
             return {name: {} for name in probes}
-        rows = [torch.cat(probe.token_sums[fmt]) for probe in probes.values() for fmt in self.formats]
-        sums = torch.stack(rows)
+        sums = torch.stack([torch.cat(probe.token_sums[fmt]) for probe in probes.values() for fmt in self.formats])
         if self.mesh.tp.size > 1:
             dist.all_reduce(sums, group=self.mesh.tp.group)
         squares = sums.double().square().sum(dim=1).tolist()
@@ -173,30 +309,65 @@ class StatisticsProbe:
         it = iter(squares)
         return {name: {fmt: next(it) * share for fmt in self.formats} for name in probes}
 
-    def _reduce(self, local: Mapping[str, Mapping[str, Any]], result: Pass, iteration: int) -> ProbeStats:
-        """One all-reduce over the world of a vector indexed by global linear."""
-        width = 1 + 2 * len(self.formats)
-        table = torch.zeros(len(self.names), width, dtype=torch.float64)
-        for i, name in enumerate(self.names):
-            if sums := local.get(name):
-                own, token = sums["own"], sums["token"]
-                row = [sums["update"], *(own[f] for f in self.formats), *(token[f] for f in self.formats)]
-                table[i] = torch.tensor(row, dtype=torch.float64)
-        table = table.to(self.device)
+    def _sum(self, *shares: float) -> list[float]:
+        """Sums over all processes, in double precision; every process calls it."""
+        vector = torch.tensor(shares, dtype=torch.float64, device=self.device)
+        dist.all_reduce(vector, group=self.mesh.world)
+        return [float(value) for value in vector]
+
+    def _columns(self, noise_sq: Mapping[str, float], sampled: bool) -> list[str]:
+        """Names of all sums, the same on every process."""
+        fmts = self.formats
+        columns = ["update", "dgrad/signal", "elements/G", *(f"norm/{n}" for n in ("X", "W", "Y", "G", "dX", "dW"))]
+        columns += [f"{kind}/{fmt}" for kind in ("token", "own", "dgrad/error") for fmt in fmts]
+        for kind in ("error", "nonzero", "underflow", "saturated"):
+            columns += [f"{kind}/{fmt}/{operand}" for fmt in fmts for operand in OPERANDS]
+        columns += [f"sampled/{fmt}" for fmt in fmts if sampled]
+        columns += [f"{kind}/update" for kind in noise_sq]
+        return columns + (["backward_noise/residual"] if "backward_noise" in noise_sq else [])
+
+    def _reduce(
+        self,
+        sums: Mapping[str, Mapping[str, float]],
+        result: Pass,
+        noise_sq: dict[str, float],
+        iteration: int,
+        sampled: bool,
+    ) -> ProbeStats:
+        """One all-reduce over the world of a matrix indexed by global linear."""
+        columns = self._columns(noise_sq, sampled)
+        table = torch.tensor(
+            [[sums.get(name, {}).get(column, 0.0) for column in columns] for name in self.names], dtype=torch.float64
+        ).to(self.device)
         dist.all_reduce(table, group=self.mesh.world)
-        rows, n = table.tolist(), len(self.formats)
-        linears = {
-            name: LinearStats(
-                update_norm_sq=row[0],
-                own_sq=dict(zip(self.formats, row[1 : 1 + n], strict=True)),
-                token_square_sum=dict(zip(self.formats, row[1 + n :], strict=True)),
-            )
-            for name, row in zip(self.names, rows, strict=True)
+        rows = {
+            name: dict(zip(columns, row, strict=True)) for name, row in zip(self.names, table.tolist(), strict=True)
         }
-        return ProbeStats(iteration=iteration, loss=result.loss, tokens=self.tokens, linears=linears)
+        linears = {name: self._linear_stats(name, rows, sampled) for name in self.names}
+        return ProbeStats(iteration, result.loss, self.tokens, linears, noise_sq)
 
+    def _linear_stats(self, name: str, rows: Mapping[str, Mapping[str, float]], sampled: bool) -> LinearStats:
+        """One linear's statistics from the whole table; infinities count as NaN."""
+        row = {key: value if math.isfinite(value) else math.nan for key, value in rows[name].items()}
+        operands = [f"{fmt}/{operand}" for fmt in self.formats for operand in OPERANDS]
+        nonzero = {key: max(row[f"nonzero/{key}"], 1.0) for key in operands}
+        first = name.rpartition(".")[0] + "." + FUSED_GROUPS[_half(name)][0]
 
-def _square_sum(x: Tensor) -> float:
-    """Squared Frobenius norm of x [...]; NaN where x is not finite."""
-    value = float(torch.linalg.vector_norm(x.float()).double().square())
-    return value if math.isfinite(value) else math.nan
+        def by_format(kind: str) -> dict[str, float]:
+            return {fmt: row[f"{kind}/{fmt}"] for fmt in self.formats}
+
+        return LinearStats(
+            token_square_sum=by_format("token"),
+            update_norm_sq=row["update"],
+            own_sq=by_format("own"),
+            dgrad_error_sq=by_format("dgrad/error"),
+            dgrad_signal_sq=row["dgrad/signal"],
+            norm_sq={key.split("/")[1]: value for key, value in row.items() if key.startswith("norm/")},
+            error_sq={key: row[f"error/{key}"] for key in operands},
+            underflow={key: row[f"underflow/{key}"] / nonzero[key] for key in operands},
+            saturated={key: row[f"saturated/{key}"] / nonzero[key] for key in operands},
+            noise_update_sq=row.get("backward_noise/update"),
+            residual_noise_sq=rows.get(first, row).get("backward_noise/residual"),
+            sampled_square_sum=by_format("sampled") if sampled else None,
+            forward_update_sq=row.get("forward_noise/update"),
+        )

@@ -48,7 +48,8 @@ class SolverFailed(RuntimeError):
 class SolveRequest:
     """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
 
-    quality_loss and efficiency [L, O]; stage, ties, fixed [L] or None; the rest as in ``ilp.solve``.
+    quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved
+    [O] or None; churn a number or [O, O]; the rest as in ``ilp.solve``.
     ``to_dict`` gives plain JSON values, ``from_dict`` the same request again, bit for bit.
     """
 
@@ -56,8 +57,12 @@ class SolveRequest:
     efficiency: NDArray[np.float64]
     target: float
     stage: NDArray[np.int64] | None = None
+    time: NDArray[np.float64] | None = None
     ties: NDArray[np.int64] | None = None
     fixed: NDArray[np.int64] | None = None
+    reserved: NDArray[np.bool_] | None = None
+    current: NDArray[np.int64] | None = None
+    churn: float | NDArray[np.float64] = 0.0
     gap: float = 1e-4
     node_limit: int = 20_000
     time_limit: float = 30.0
@@ -73,12 +78,14 @@ class SolveRequest:
         names = {field.name for field in fields(cls)}
         if wrong := sorted(names ^ set(values)):
             raise ValueError(f"solve request has missing or unknown fields {wrong}; expected {sorted(names)}")
-        arrays = {name: np.array(values[name], np.float64) for name in ("quality_loss", "efficiency")}
-        ids = {
-            name: None if values[name] is None else np.array(values[name], np.int64)
-            for name in ("stage", "ties", "fixed")
+        kinds: dict[str, type[np.generic]] = {
+            **dict.fromkeys(("quality_loss", "efficiency", "time", "churn"), np.float64),
+            **dict.fromkeys(("stage", "ties", "fixed", "current"), np.int64),
+            "reserved": np.bool_,
         }
-        return cls(**{**values, **arrays, **ids})
+        given = {name: kind for name, kind in kinds.items() if values[name] is not None}
+        arrays: dict[str, Any] = {name: np.array(values[name], kind) for name, kind in given.items()}
+        return cls(**{**values, **arrays})
 
     def solve(self) -> Solution:
         """Solve here and now; see ``ilp.solve``."""
@@ -208,8 +215,9 @@ def _parse_answer(output: str, count: int) -> Solution | Exception:
         choice = np.array(answer["choice"], np.int64)
         if kind != "solution" or choice.shape != (count,):
             raise ValueError("no solution for these linears")
-        numbers = {name: float(answer[name]) for name in ("objective", "bound", "gap", "seconds")}
-        return Solution(choice=choice, status=str(answer["status"]), **numbers)
+        numbers = {name: float(answer[name]) for name in ("objective", "bound", "gap", "seconds", "churn")}
+        makespan = None if answer["makespan"] is None else float(answer["makespan"])
+        return Solution(choice=choice, status=str(answer["status"]), makespan=makespan, **numbers)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         shown = lines[-1][:200] if lines else ""
         return SolverFailed(f"the solver's answer cannot be read ({error!r}): {shown!r}")

@@ -50,8 +50,8 @@ class Trainer:
             batch = parts.train_loader.batch(self.iteration * t.global_batch_size)
             row: dict[str, Any] = {"iteration": iteration}
             if parts.coordinator is not None:
-                probe = lambda: parts.stepper.gradients(batch, iteration)[0]  # noqa: E731, B023
-                row |= parts.coordinator.before_step(iteration, probe, parts.optimizer.zero_grad)
+                run_pass = parts.stepper.pass_runner(batch, iteration)
+                row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
             self.nan_iterations += result.skipped

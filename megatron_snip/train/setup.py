@@ -24,8 +24,9 @@ from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
-from megatron_snip.snip.coordinator import Coordinator, check_snip, snip_options
+from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.probes import AdamSettings, StatisticsProbe
 from megatron_snip.train.metrics import check_wandb
@@ -67,7 +68,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         plan = Plan.load(str(p.precision_plan))
         plan.check_names(linear_names(m.num_layers))
     elif p.precision == "snip":
-        check_snip(config.snip)
+        check_snip(config.snip, snip_shapes(config))
     else:
         try:
             LinearPrecision.parse(p.precision)
@@ -84,7 +85,8 @@ def _check_linears(config: Config, plan: Plan | None) -> None:
     if plan is not None:
         precisions = set(plan.linears.values())
     elif kind == "snip":
-        precisions = set(snip_options(config.snip)) | {LinearPrecision.parse(config.snip.snip_warmup_precision)}
+        choices = read_choices(config.snip, linear_names(config.model.num_layers))
+        precisions = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
     else:
         precisions = {LinearPrecision.parse(kind)}
     for precision in sorted(precisions, key=str):
@@ -195,27 +197,35 @@ def _stage_of_layer(config: Config, name: str) -> int:
     return layer // (config.model.num_layers // num_stages) % config.parallel.pipeline_model_parallel_size
 
 
-def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
-    """SNIP's coordinator over this process's linears."""
-    t = config.training
-    shapes = [
+def snip_shapes(config: Config) -> list[LinearShape]:
+    """The linears that a plan covers, in the order of its matrices."""
+    return [
         LinearShape(name, n, k, stage=_stage_of_layer(config, name))
         for name, (n, k) in linear_shapes(config.model).items()
     ]
-    options = snip_options(config.snip)
+
+
+def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
+    """SNIP's coordinator over this process's linears."""
+    t = config.training
+    shapes = snip_shapes(config)
+    choices = read_choices(config.snip, [shape.name for shape in shapes])
     probe = StatisticsProbe(
         parts.linears,
+        {index: block for stage in parts.stages.values() for index, block in stage.blocks().items()},
         names=[shape.name for shape in shapes],
-        formats={fmt for option in options for fmt in (option.fprop, option.dgrad, option.wgrad)},
+        formats=choices.formats,
         optimizer=parts.optimizer,
         adam=AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad),
         mesh=parts.mesh,
+        region=Region(parts.mesh.tp, config.parallel.sequence_parallel),
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
+        noise_draws=config.snip.snip_noise_draws,
     )
     return Coordinator(
-        config.snip, shapes, options, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
-        last_iteration=t.train_iters,
+        config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
+        last_iteration=t.train_iters, times=read_times(config.snip),
     )  # fmt: skip
 
 

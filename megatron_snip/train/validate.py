@@ -19,11 +19,11 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval",
-        "snip_interval", "snip_start",
+        "snip_interval", "snip_start", "snip_noise_draws",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
-        "exit_duration_in_mins", "snip_weight",
+        "exit_duration_in_mins", "snip_weight", "snip_churn",
     ),
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
@@ -120,6 +120,10 @@ def _validate_choices(config: Config) -> None:
         raise ValueError(
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
+        )
+    if s.snip_stage_target and s.snip_stage_constraint == "makespan":
+        raise ValueError(
+            "--snip-stage-target means --snip-stage-constraint each, and makespan is given; drop --snip-stage-target"
         )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
         raise ValueError("--precision plan needs a plan; give --precision-plan FILE")

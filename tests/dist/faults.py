@@ -96,7 +96,7 @@ def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
     for i in range(1, 5):
         batch = parts.train_loader.batch((i - 1) * 4)
         metrics = parts.coordinator.before_step(
-            i, lambda batch=batch, i=i: parts.stepper.gradients(batch, i)[0], parts.optimizer.zero_grad
+            i, parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad
         )
         if i in (2, 4):
             precisions = {name: str(linear.precision) for name, linear in parts.linears.items()}

@@ -112,7 +112,7 @@ def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[st
     parts.coordinator.probe.run = lambda *args: seen.append(run(*args)) or seen[-1]
     metrics = parts.coordinator.before_step(
         iterations + 1,
-        lambda: parts.stepper.gradients(batch, iterations + 1)[0],
+        parts.stepper.pass_runner(batch, iterations + 1),
         parts.optimizer.zero_grad,
     )
     parts.train_loader.close()

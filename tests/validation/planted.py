@@ -20,7 +20,7 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.snip.divergence import loss_divergence, weight_divergence
+from megatron_snip.snip.divergence import loss_divergence, own_divergence, prop_divergence
 from megatron_snip.snip.probes import adam_update
 from megatron_snip.train.setup import Parts, build, check
 
@@ -95,7 +95,7 @@ def shifted(linear: ColumnParallelLinear | RowParallelLinear, fmt: str, sign: fl
     """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
     plain = type(linear)._local_linear
 
-    def forward(x: Tensor, key: Any) -> Tensor:
+    def forward(x: Tensor, key: Any, casts: Any = None) -> Tensor:
         y = plain(linear, x, key)
         flat, w = x.flatten(0, 1), linear.weight
         qx = fake_quantize(flat, fmt, role="input", dim=1)
@@ -137,7 +137,7 @@ def measure(folder: Path) -> dict[str, Any]:
     planted = parts.stepper.evaluate(others[0], 1)
     iteration = ITERATIONS + 1
     stats = parts.coordinator.probe.run(
-        lambda: parts.stepper.gradients(batch, iteration)[0], parts.optimizer.zero_grad, iteration
+        parts.stepper.pass_runner(batch, iteration), parts.optimizer.zero_grad, iteration
     )
     names = list(stats.linears)
     truth = even_truth(parts, others, "fp4")
@@ -146,13 +146,15 @@ def measure(folder: Path) -> dict[str, Any]:
         "names": names,
         "predicted": loss_divergence(stats, names, FP4)[:, 0],
         "truth": np.array([truth[name] for name in names]),
-        "rho": np.sqrt(weight_divergence(stats, names, FP4)[:, 0]),
-        "rho_true": np.array(own_truth(parts, batch, iteration, names)),
+        "rho": np.sqrt(own_divergence(stats, names, FP4)[:, 0]),
+        "rho_true": np.array(update_truth(parts, batch, iteration, names, LinearPrecision("bf16", "bf16", "fp4"))),
+        "prop": np.sqrt(prop_divergence(stats, names, FP4)[:, 0]),
+        "prop_true": np.array(update_truth(parts, batch, iteration, names, LinearPrecision("bf16", "fp4", "bf16"))),
     }
 
 
-def own_truth(parts: Parts, batch: Any, iteration: int, names: list[str]) -> list[float]:
-    """|u - u0|_F / U of each linear when its wgrad alone runs in FP4, by a real backward with it."""
+def update_truth(parts: Parts, batch: Any, iteration: int, names: list[str], precision: LinearPrecision) -> list[float]:
+    """|u - u0|_F / U over all linears when one of them alone runs in a precision, by a real backward with it."""
     adam = parts.coordinator.probe.adam
 
     def updates() -> dict[str, Tensor]:
@@ -165,14 +167,17 @@ def own_truth(parts: Parts, batch: Any, iteration: int, names: list[str]) -> lis
         parts.optimizer.zero_grad()
         return out
 
+    def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())
+
     clip = parts.stepper.gradients(batch, iteration)[0].clip
     parts.optimizer.zero_grad()
     base = updates()
-    whole = torch.stack([u.square().sum() for u in base.values()]).sum().sqrt()
+    whole = distance(base, {name: torch.zeros_like(u) for name, u in base.items()})
     found = []
     for name in names:
         linear = linears_of(parts)[name]
-        linear.precision = LinearPrecision("bf16", "bf16", "fp4")
-        found.append(float((updates()[name] - base[name]).norm() / whole))
+        linear.precision = precision
+        found.append(distance(updates(), base) / whole)
         linear.precision = LinearPrecision.uniform("bf16")
     return found

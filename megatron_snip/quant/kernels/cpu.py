@@ -1,9 +1,10 @@
-"""Loads and calls the compiled CPU cast (cpu.cpp), which setup.py builds when there is a compiler."""
+"""Loads and calls the compiled CPU casts (cpu.cpp), which setup.py builds when there is a compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,44 +14,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import Cast, Form, Output
-from megatron_snip.quant.rounding import RoundingKey
+from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference
 
 logger = logging.getLogger(__name__)
 
-ABI = 1
-MAX_BLOCK_COLS = 128
+ABI = 2
+MAX_BLOCK_COLS = 1024
+BEST_ISA = 2
 
-# A thread costs some 30 us to start: fewer elements than this a thread are not worth one.
-_ELEMENTS_PER_THREAD = 1 << 18
+# Waking a thread costs some microseconds: fewer elements than this a thread are not worth one.
+_ELEMENTS_PER_THREAD = 1 << 16
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
+_SCALES = {"fp32": 0, "fp32_pow2": 1, "e8m0": 2, "e4m3": 3}
 
-
-class _Call(ctypes.Structure):
-    """cpu.cpp's struct Call, field by field."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("row0", ctypes.c_int64),
-        ("col0", ctypes.c_int64),
-        ("block_rows", ctypes.c_int32),
-        ("block_cols", ctypes.c_int32),
-        ("bfloat16", ctypes.c_int32),
-        ("codes", ctypes.c_int32),
-        ("stochastic", ctypes.c_int32),
-        ("mantissa_bits", ctypes.c_int32),
-        ("emin", ctypes.c_int32),
-        ("sign_code", ctypes.c_int32),
-        ("key0", ctypes.c_uint32),
-        ("key1", ctypes.c_uint32),
-        ("iteration", ctypes.c_uint32),
-        ("element_max", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-    )
+# cpu.h's structs, field by field
+_GRID = struct.Struct("@ff5i")
+_FORM = struct.Struct("@PPPqqQQ3I5i28s28s")
+_CALL = struct.Struct("@PPqq4i")
+_DECODE = struct.Struct("@PPPqqqq3i28s")
 
 
 @cache
@@ -69,71 +50,181 @@ def library() -> ctypes.CDLL | None:
     if abi != ABI:
         logger.warning("the CPU kernel has ABI %d, this version needs %d: %s", abi, ABI, _SLOWER)
         return None
-    loaded.megatron_snip_cast.argtypes = (ctypes.POINTER(_Call),)
-    loaded.megatron_snip_cast.restype = None
+    pointer, whole, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for name, arguments in {
+        "cast": (ctypes.c_char_p, ctypes.c_char_p),
+        "decode": (ctypes.c_char_p,),
+        "amax": (pointer, whole, short, short, pointer),
+        "copy": (pointer, pointer, whole, short),
+    }.items():
+        function = getattr(loaded, f"megatron_snip_{name}")
+        function.argtypes, function.restype = arguments, None
     return loaded
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
-    """Whether the compiled kernel can cast ``x`` [R, C] into these forms.
+def best_isa() -> int:
+    """The best instruction set of this machine, as ``cast`` takes it."""
+    loaded = library()
+    return 0 if loaded is None else int(loaded.megatron_snip_isa())
 
-    Subclasses (fake tensors, for one) have no memory to point at, and a compiler cannot trace ctypes.
-    """
-    return (
-        x.is_cpu
-        and type(x) in (Tensor, Parameter)
-        and all(form.fmt.scale == "fp32" and form.block[1] <= MAX_BLOCK_COLS for form in forms)
-        and all(output == "values" for output in outputs)
-        and not torch.compiler.is_compiling()
-        and library() is not None
+
+def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
+    """Whether the compiled kernel can cast ``x`` [R, C] into these forms."""
+    return reads(x) and all(
+        form.block[1] <= MAX_BLOCK_COLS
+        and not form.transformed
+        and (form.key is None or form.key.col0 + x.shape[1] <= 2**34)
+        for form in forms
     )
 
 
-def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted."""
+def reads(x: Tensor) -> bool:
+    """Whether there is a compiled kernel and ``x`` [...] has memory that it can read.
+
+    Subclasses (fake tensors, for one) have none to point at, and a compiler cannot trace ctypes.
+    """
+    return x.is_cpu and type(x) in (Tensor, Parameter) and not torch.compiler.is_compiling() and library() is not None
+
+
+def cast(
+    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None, isa: int = BEST_ISA
+) -> list[Cast]:
+    """The casts of ``x`` [R, C], which ``takes`` has accepted, from one read of it.
+
+    isa: 0 generic, 1 AVX2, 2 AVX-512, or the best one below that this machine has.
+    """
+    if x.numel() == 0:
+        return cast_reference(x, forms, outputs, amax)
     x = x.contiguous()
-    casts = []
-    for form in forms:
-        out = torch.empty_like(x)
-        _call(x, out, None, form.element, form.block, form.key)
-        casts.append(Cast(out, None, None))
+    casts = allocate(x, forms, outputs)
+    fill(x, forms, outputs, casts, amax, isa)
+    for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
+        if output == "operand" and form.dim == 0:
+            casts[i] = casts[i]._replace(values=casts[i].values.T.contiguous().T)
     return casts
 
 
-def _call(
+def fill(
     x: Tensor,
-    out: Tensor,
-    scales: Tensor | None,
-    element: Element,
-    block: tuple[int, int],
-    key: RoundingKey | None,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    casts: Sequence[Cast],
+    amax: Tensor | None,
+    isa: int = BEST_ISA,
 ) -> None:
-    """Run the kernel; scales None asks for dequantised values."""
-    loaded = library()
-    assert loaded is not None and block[1] <= MAX_BLOCK_COLS
+    """Write the casts of ``x`` [R, C], contiguous and not empty, into tensors from ``allocate``."""
+    packed = b"".join(map(_packed, forms, outputs, casts))
     rows, cols = x.shape
-    key0, key1 = (0, 0) if key is None else key.words
-    threads = min(torch.get_num_threads(), 1 + x.numel() // _ELEMENTS_PER_THREAD)
-    loaded.megatron_snip_cast(
-        _Call(
-            x.data_ptr(),
+    call = _CALL.pack(
+        x.data_ptr(),
+        0 if amax is None else amax.data_ptr(),
+        rows,
+        cols,
+        x.dtype is torch.bfloat16,
+        _threads(x.numel()),
+        isa,
+        len(forms),
+    )
+    loaded = library()
+    assert loaded is not None
+    loaded.megatron_snip_cast(call, packed)
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """A plain non-temporal copy by the kernel's threads, the benchmarks' measure of memory.
+
+    Both contiguous, of equal size, and a multiple of 64 bytes at addresses that are multiples of 64: [...].
+    """
+    loaded, size = library(), source.numel() * source.element_size()
+    assert loaded is not None and size == target.numel() * target.element_size()
+    assert (source.data_ptr() | target.data_ptr() | size) % 64 == 0
+    loaded.megatron_snip_copy(source.data_ptr(), target.data_ptr(), size, _threads(source.numel()))
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
+    """``Quantized.dequantize`` to bfloat16 or float32: [R, C]; ``reads`` has accepted the codes."""
+    codes, scales, element = quantized.codes.contiguous(), quantized.scales, quantized.fmt.element
+    assert element is not None and dtype in (torch.bfloat16, torch.float32)
+    if quantized.tensor_scale is not None:
+        scales = scales * quantized.tensor_scale
+    out = torch.empty_like(codes, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    scales = scales.contiguous()
+    loaded = library()
+    assert loaded is not None
+    loaded.megatron_snip_decode(
+        _DECODE.pack(
+            codes.data_ptr(),
+            scales.data_ptr(),
             out.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            rows,
-            cols,
-            0 if key is None else key.row0,
-            0 if key is None else key.col0,
-            *block,
-            x.dtype is torch.bfloat16,
-            scales is not None,
-            key is not None,
-            element.mantissa_bits,
-            element.emin,
-            element.sign_code,
-            key0,
-            key1,
-            0 if key is None else key.iteration,
-            element.max,
-            threads,
+            *codes.shape,
+            *quantized.block,
+            dtype is torch.bfloat16,
+            _threads(out.numel()),
+            isa,
+            _grid(element),
         )
+    )
+    return out
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """``cast.finite_amax`` of x [...] that ``reads`` has accepted: float32 scalar."""
+    loaded, x, out = library(), x.contiguous(), torch.empty(())
+    assert loaded is not None
+    loaded.megatron_snip_amax(x.data_ptr(), x.numel(), x.element_size(), _threads(x.numel()), out.data_ptr())
+    return out
+
+
+def _threads(elements: int) -> int:
+    return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
+
+
+def allocate(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> list[Cast]:
+    """Room for casts of x [R, C]; of an operand too, the kernel writes codes row by row."""
+    return [_empty(x, form, output) for form, output in zip(forms, outputs, strict=True)]
+
+
+def _empty(x: Tensor, form: Form, output: Output) -> Cast:
+    if output == "values":
+        return Cast(torch.empty_like(x), None, None)
+    block = form.block
+    shape = (-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1]))
+    scales = torch.empty(shape) if output == "codes" or form.dim == 0 else torch.empty(shape[::-1]).T
+    return Cast(torch.empty_like(x, dtype=torch.uint8), scales, torch.empty((), dtype=torch.int64))
+
+
+def _packed(form: Form, output: Output, room: Cast) -> bytes:
+    """A form and where its cast goes, as cpu.h's struct Form."""
+    key, element, stored = form.key, form.element, form.element
+    if output == "operand":
+        assert element.carrier is not None, f"{element.name} has no carrier"
+        stored = element.carrier
+    scales, saturated = room.scales, room.saturated
+    return _FORM.pack(
+        room.values.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if saturated is None else saturated.data_ptr(),
+        *((0, 0) if scales is None else scales.stride()),
+        *((0, 0, 0, 0, 0, False) if key is None else (key.row0, key.col0, *key.words, key.iteration, True)),
+        output != "values",
+        _SCALES[form.fmt.scale],
+        *form.block,
+        _grid(element),
+        _grid(stored),
+    )
+
+
+@cache
+def _grid(element: Element) -> bytes:
+    """An element as cpu.h's struct Grid."""
+    return _GRID.pack(
+        element.max,
+        element.saturation,
+        element.mantissa_bits,
+        element.emin,
+        element.emax,
+        element.sign_code,
+        element.max_code,
     )

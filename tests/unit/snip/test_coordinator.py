@@ -15,11 +15,13 @@ import torch
 from megatron_snip.config import SnipConfig
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip import coordinator as module
-from megatron_snip.snip.coordinator import Coordinator, check_snip, measure_of
+from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.options import read_choices
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.solver import BackgroundSolver, SolverFailed
-from megatron_snip.snip.stats import LinearStats, ProbeStats
+from megatron_snip.snip.stats import ProbeStats
+from tests.unit.snip.made_up import linear_stats, probe_stats
 
 NAMES = [f"layers.{i}.mlp.{kind}_proj" for i in range(2) for kind in ("gate", "down")]
 OLD = Plan.uniform(NAMES, "fp8", iteration=1)
@@ -33,13 +35,13 @@ class FakeProbe:
     def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0) -> None:
         self.worth, self.loss, self.asked = worth, loss, []
 
-    def run(self, gradients, zero_grad, iteration: int) -> ProbeStats:
+    def run(self, run_pass, zero_grad, iteration: int, passes, draws) -> ProbeStats:
         self.asked.append(iteration)
         linears = {
-            name: LinearStats({"fp4": value, "fp8": value / 100}, 1.0, {"fp4": value / 10, "fp8": value / 1000})
+            name: linear_stats({"fp4": value, "fp8": value / 100}, 1.0, {"fp4": value / 10, "fp8": value / 1000})
             for name, value in zip(NAMES, self.worth, strict=True)
         }
-        return ProbeStats(iteration, self.loss, 8, linears)
+        return probe_stats(iteration, self.loss, 8, linears)
 
 
 @pytest.fixture
@@ -49,12 +51,13 @@ def make(lone_mesh, tmp_path):
 
     def coordinator(probe: FakeProbe | None = None, *, options=("fp8", "fp4"), last=None, **snip) -> Coordinator:
         snip = {"snip_target": 0.5, "snip_interval": 4, "snip_start": 3, "snip_apply_lag": 1, **snip}
+        config = SnipConfig(**{"snip_options": ",".join(options), **snip})
         linears = {name: SimpleNamespace(precision=LinearPrecision.uniform("bf16"), observer=None) for name in NAMES}
         made.append(
             Coordinator(
-                SnipConfig(**snip),
+                config,
                 [LinearShape(name, 128, 128) for name in NAMES],
-                [LinearPrecision.parse(option) for option in options],
+                read_choices(config, NAMES),
                 probe or FakeProbe(),
                 linears,
                 lone_mesh,
@@ -228,8 +231,6 @@ def test_rules_need_no_probe(make, tmp_path):
 
 
 def test_bf16_among_the_options_counts_time(make):
-    assert measure_of([LinearPrecision.parse("fp8")]) == "fp4"
-    assert measure_of([LinearPrecision.parse("fp8"), LinearPrecision.parse("bf16/fp8/fp8")]) == "time"
     one = make(options=("bf16", "fp8"), snip_target=0.4)
     run(one, [3, 4])
     assert sorted(precisions(one)) == ["bf16", "fp8", "fp8", "fp8"], "FP8 saves 2/3 of what FP4 does: 3/4 * 2/3 = 0.5"
@@ -240,6 +241,52 @@ def test_a_stage_target_holds_in_every_stage(make):
     one.shapes = [LinearShape(name, 128, 128, stage=i // 2) for i, name in enumerate(NAMES)]
     run(one, [3, 4])
     assert precisions(one) == ["fp8", "fp4", "fp8", "fp4"]
+
+
+def on_two_stages(one: Coordinator) -> Coordinator:
+    one.shapes = [LinearShape(name, 128, 128, stage=i // 2) for i, name in enumerate(NAMES)]
+    return one
+
+
+def test_a_makespan_levels_the_stages(make):
+    """Without it the cheap half goes to FP4, and the first stage waits for nothing."""
+    one = on_two_stages(make(snip_stage_constraint="makespan"))
+    seen = run(one, [3, 4])
+    assert precisions(one) == ["fp8", "fp4", "fp8", "fp4"]
+    times = [seen[4][f"snip/stage_{s}/modelled_time"] for s in (0, 1)]
+    assert times == pytest.approx([3 / 16, 3 / 16]) and seen[4]["snip/modelled_time"] == pytest.approx(3 / 8)
+    assert [seen[4][f"snip/stage_{s}/achieved"] for s in (0, 1)] == pytest.approx([0.5, 0.5])
+    assert seen[4]["snip/gemm_times"] == "nominal" == one.plan.gemm_times
+    free = on_two_stages(make())
+    assert run(free, [3, 4])[4]["snip/stage_1/achieved"] == 1.0 and precisions(free) == ["fp8", "fp8", "fp4", "fp4"]
+
+
+def test_churn_keeps_what_is_hardly_worse(make):
+    """After the first plan the middle two change places in worth, a little; changing them would cost more."""
+    for churn, wanted in ((0.0, ["fp8", "fp4", "fp8", "fp4"]), (1e-3, ["fp8", "fp4", "fp8", "fp4"]), (10.0, None)):
+        one = make(snip_churn=churn)
+        run(one, [3, 4])
+        assert precisions(one) == ["fp8", "fp8", "fp4", "fp4"], "no plan in force: nothing to keep"
+        one.probe.worth = (4.0, 2.0, 2.5, 1.0)
+        seen = run(one, [7, 8])
+        assert precisions(one) == (wanted or ["fp8", "fp8", "fp4", "fp4"]), churn
+        assert seen[8]["snip/churn"] == (0.5 if wanted else 0.0)
+
+
+def test_fixed_linears_keep_their_precision(make, caplog):
+    """Also one whose statistics are not finite; bf16 is no option for the others, and the target counts FP4."""
+    fix = "layers.0.mlp.gate_proj=bf16,layers.1.*.down_proj=fp8"
+    one = make(FakeProbe((math.nan, 3.0, math.nan, 1.0)), snip_fix=fix, snip_target=0.25)
+    run(one, [3, 4])
+    assert precisions(one) == ["bf16", "fp4", "fp8", "fp8"] and one.choices.measure == "fp4"
+    assert caplog.messages[0].endswith("statistics not finite: layers.1.mlp.gate_proj")
+
+
+def test_gemm_granularity_plans_each_gemm(make):
+    one = make(snip_granularity="gemm", snip_target=0.5)
+    seen = run(one, [3, 4])
+    assert len(one.options) == 8 and seen[4]["snip/achieved"] == 0.5
+    assert any("/" in precision for precision in precisions(one)), "dgrad and wgrad before fprop"
 
 
 def test_a_solve_in_flight_survives_a_checkpoint(make):
@@ -333,8 +380,9 @@ def test_closing_ends_the_solver(make, monkeypatch):
 
 
 def test_options_of_snip_are_checked():
-    check_snip(SnipConfig())
-    check_snip(SnipConfig(snip_target=1.0))
-    check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6))
+    shapes = [LinearShape(name, 128, 128) for name in NAMES]
+    assert [str(option) for option in check_snip(SnipConfig(), shapes).options] == ["fp8", "fp4"]
+    check_snip(SnipConfig(snip_target=1.0), shapes)
+    check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6), shapes)
     with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
-        check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7))
+        check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7), shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,18 +10,17 @@ import pytest
 
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.cost import LinearShape
-from megatron_snip.snip.divergence import (
+from megatron_snip.snip.divergence import NonFiniteStatistics, loss_divergence, prop_divergence, weight_divergence
+from megatron_snip.snip.objectives import (
     OBJECTIVES,
-    NonFiniteStatistics,
     ObjectiveInputs,
     base_option,
     finite_or_held,
     get_objective,
-    loss_divergence,
     quality_loss,
-    weight_divergence,
 )
-from megatron_snip.snip.stats import LinearStats, ProbeStats
+from megatron_snip.snip.stats import ProbeStats
+from tests.unit.snip.made_up import linear_stats, probe_stats
 
 BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
 NAMES = ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
@@ -29,13 +29,9 @@ SHAPES = [LinearShape(NAMES[0], 8, 4), LinearShape(NAMES[1], 4, 4)]
 
 def stats(**linear) -> ProbeStats:
     """tokens/2 = 50; sum of update norms 4 + 12 = 16."""
-    first = {
-        "token_square_sum": {"fp8": 1e-4, "fp4": 4e-3},
-        "update_norm_sq": 4.0,
-        "own_sq": {"fp8": 0.1, "fp4": 1.6},
-    }
-    second = LinearStats({"fp8": 0.0, "fp4": 2e-3}, 12.0, {"fp8": 0.0, "fp4": 3.2})
-    return ProbeStats(7, 5.0, 100, {NAMES[0]: LinearStats(**{**first, **linear}), NAMES[1]: second})
+    first = linear_stats({"fp8": 1e-4, "fp4": 4e-3}, 4.0, {"fp8": 0.1, "fp4": 1.6})
+    second = linear_stats({"fp8": 0.0, "fp4": 2e-3}, 12.0, {"fp8": 0.0, "fp4": 3.2})
+    return probe_stats(7, 5.0, 100, {NAMES[0]: dataclasses.replace(first, **linear), NAMES[1]: second})
 
 
 def test_loss_divergence_by_hand():
@@ -54,7 +50,7 @@ def test_formula_on_small_tensors():
     """T/2 sum_t (sum_n G dY)^2 from tensors: the statistics' meaning, not only their arithmetic."""
     g, d_y = np.array([[1.0, -2.0], [0.5, 3.0]]), np.array([[0.1, 0.2], [0.4, -0.1]])
     per_token = (0.1 - 0.4, 0.2 - 0.3)
-    measured = ProbeStats(0, 1.0, 2, {"a": LinearStats({"fp4": ((g * d_y).sum(1) ** 2).sum()}, 1.0, {"fp4": 0.0})})
+    measured = probe_stats(0, 1.0, 2, {"a": linear_stats({"fp4": ((g * d_y).sum(1) ** 2).sum()}, 1.0, {"fp4": 0.0})})
     assert loss_divergence(measured, ["a"], [FP4])[0, 0] == pytest.approx(2 / 2 * sum(s**2 for s in per_token))
 
 
@@ -72,12 +68,14 @@ def test_snip_objective_and_base():
 
 
 def test_no_update_yet_has_no_weight_divergence():
-    still = ProbeStats(0, 5.0, 100, {n: LinearStats({"fp4": 1.0}, 0.0, {"fp4": 0.0}) for n in NAMES})
+    still = probe_stats(0, 5.0, 100, {n: linear_stats({"fp4": 1.0}, 0.0, {"fp4": 0.0}) for n in NAMES})
     assert np.all(weight_divergence(still, NAMES, [FP4]) == 0)
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match="unknown objective 'snap'; known: snip, snip_loss, random"):
+    with pytest.raises(
+        ValueError, match="unknown objective 'snap'; known: snip, snip_loss, ggn, norms, paper, abs_err"
+    ):
         get_objective("snap")
     with pytest.raises(ValueError, match="no such linears: \\['x'\\]"):
         loss_divergence(stats(), ["x"], [FP4])
@@ -86,7 +84,7 @@ def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match="needs statistics"):
         quality_loss("snip", ObjectiveInputs(SHAPES, [FP8, FP4]))
     with pytest.raises(ValueError, match="must be above 0"):
-        broken = ProbeStats(1, math.nan, 100, stats().linears)
+        broken = probe_stats(1, math.nan, 100, stats().linears)
         quality_loss("snip", ObjectiveInputs(SHAPES, [FP8, FP4], broken))
 
 
@@ -121,3 +119,65 @@ def test_every_objective_keeps_its_promises(name):
     assert found.shape == (2, 3) and np.isfinite(found).all() and np.all(found[:, 0] == 0)
     assert np.all(found[:, 2] > 0) and np.all(found[:, 1] <= found[:, 2])
     assert np.array_equal(found, quality_loss(name, ObjectiveInputs(SHAPES, options, given)))
+
+
+def test_prop_by_hand():
+    """Two blocks: what comes before a linear, in its own half of the block, and the first block's attention."""
+    up, down, q, o = ("layers.1.mlp.up_proj", "layers.1.mlp.down_proj", "layers.0.self_attn.q_proj",
+                      "layers.0.self_attn.o_proj")  # fmt: skip
+    numbers = {
+        q: {"noise_update_sq": 3.0, "residual_noise_sq": 7.0},
+        o: {"noise_update_sq": 5.0, "residual_noise_sq": 7.0},
+        up: {"noise_update_sq": 11.0, "residual_noise_sq": 2.0, "dgrad_signal_sq": 20.0,
+             "error_sq": {"fp4/wgrad/grad_output": 0.5, "fp4/wgrad/input": 0.9},
+             "norm_sq": {"G": 10.0, "X": 3.0}},
+        down: {"noise_update_sq": 13.0, "residual_noise_sq": 2.0, "dgrad_signal_sq": 4.0},
+    }  # fmt: skip
+    linears = {
+        name: linear_stats({"fp4": 0.0}, 2.5, {"fp4": 0.6}, dgrad_error_sq={"fp4": 0.8}, **fields)
+        for name, fields in numbers.items()
+    }
+    found = prop_divergence(probe_stats(1, 1.0, 8, linears), [q, up, down], [FP4, BF16])
+    before = (3.0 + 5.0) / 2.0  # per squared noise in the residual stream
+    near = 0.6 * (0.8 / 4.0) / (0.5 / 10.0 + 0.9 / 3.0)
+    expected = [0.0, 0.8 * before, 0.8 * 20.0 / 4.0 * before + near]
+    assert np.allclose(found[:, 0], np.array(expected) / (4 * 2.5), rtol=1e-12, atol=0)
+    assert np.all(found[:, 1] == 0)
+
+
+def test_weight_divergence_asks_for_the_backward_noise():
+    without = {name: dataclasses.replace(linear, noise_update_sq=None) for name, linear in stats().linears.items()}
+    with pytest.raises(ValueError, match="have no backward noise, which the weight divergence needs"):
+        weight_divergence(dataclasses.replace(stats(), linears=without), NAMES, [FP4])
+
+
+def test_objectives_that_lack_their_pass_say_so():
+    without = {name: dataclasses.replace(linear, sampled_square_sum=None) for name, linear in stats().linears.items()}
+    with pytest.raises(ValueError, match="no sampled labels for layers.0.mlp.up_proj; collect them with ggn"):
+        quality_loss("ggn", ObjectiveInputs(SHAPES, [FP8, FP4], dataclasses.replace(stats(), linears=without)))
+    with pytest.raises(ValueError, match="no forward_noise; collect them with paper"):
+        silent = dataclasses.replace(stats(), noise_sq={"backward_noise": 1.0})
+        quality_loss("paper", ObjectiveInputs(SHAPES, [FP8, FP4], silent))
+
+
+def test_error_and_norm_objectives_by_hand():
+    """One linear of 8 x 4, T = 100; errors and norms that differ by operand."""
+    errors = {"fp4/fprop/input": 4.0, "fp4/fprop/weight": 9.0, "fp4/dgrad/grad_output": 0.25, "fp4/dgrad/weight": 16.0,
+              "fp4/wgrad/grad_output": 0.36, "fp4/wgrad/input": 25.0}  # fmt: skip
+    norms = {"X": 100.0, "W": 400.0, "Y": 1.0, "G": 4.0, "dX": 9.0, "dW": 49.0}
+    linear = linear_stats({"fp4": 0.0}, 16.0, {"fp4": 1.0}, error_sq=errors, norm_sq=norms,
+                          dgrad_error_sq={"fp4": 0.09}, noise_update_sq=4.0, forward_update_sq=9.0)  # fmt: skip
+    given = dataclasses.replace(
+        probe_stats(1, 5.0, 100, {NAMES[0]: linear}), noise_sq={"backward_noise": 0.5, "forward_noise": 0.1}
+    )
+
+    def value(objective: str) -> float:
+        return quality_loss(objective, ObjectiveInputs(SHAPES[:1], [BF16, FP4], given))[0, 1]
+
+    assert value("abs_err") == pytest.approx(2 + 3 + 0.5 + 4 + 0.6 + 5)
+    assert value("rel_err") == pytest.approx(0.2 + 0.15 + 0.25 + 0.2 + 0.3 + 0.5)
+    assert value("norms") == pytest.approx(100 / 2 * (9 * 4 / (100 * 4) + 49 * 9 / (8 * 4)) / 5)
+    loss = 3 * 2 / math.sqrt(400) + 7 * 3 / math.sqrt(32)
+    at_output = math.sqrt(4 * 400 / 4 + 9 * 100 / 4)
+    far = 0.3 * math.sqrt(4 / 0.5) + at_output * math.sqrt(9 / 0.1)
+    assert value("paper") == pytest.approx(loss + math.sqrt(1 / 16) + far / 4)

@@ -7,73 +7,19 @@ import math
 import numpy as np
 import pytest
 
-from megatron_snip.snip.ilp import BUDGET_TOLERANCE, InfeasibleTarget, _blocks, _check, solve
+from megatron_snip.snip.ilp import InfeasibleTarget, blocks_of, solve, solve_pareto
 from megatron_snip.snip.knapsack import lagrangian_greedy
+from megatron_snip.snip.program import checked
+from tests.unit.snip.exhaustive import exhaustive, random_instance, within_constraints
 
-COST_SCALES = (1e-9, 1e-6, 1e-3, 1.0, 1e3)
-
-
-def flop_shares(rng, linears, options):
-    """FP4 shares of linears of Llama-like sizes: option k puts k of options - 1 parts of the GEMMs in FP4."""
-    flops = rng.choice([4, 16, 43, 56, 7], size=linears) * 2**20
-    return flops[:, None] / flops.sum() * np.linspace(0, 1, options)[None]
+SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
 
 
-def random_instance(seed):
-    """(quality_loss, efficiency, target, keywords): every kind of constraint, alone and together."""
-    rng = np.random.default_rng(seed)
-    linears, options = int(rng.integers(1, 13)), int(rng.integers(1, 4))
-    quality = rng.lognormal(0, 2, (linears, options)) * rng.choice([1, 1, 1, -0.1], (linears, options))
-    quality *= COST_SCALES[seed % len(COST_SCALES)]
-    shares = flop_shares(rng, linears, options)
-    saved = rng.random((linears, options)) if seed % 4 == 3 else shares[:, rng.permutation(options)]
-    keywords = {}
-    if seed % 2:
-        keywords["stage"] = rng.integers(0, 4, linears)
-    if seed % 3 == 1:
-        ties = rng.integers(-1, 4, linears)
-        keywords["ties"] = np.where(ties >= 0, ties + 4 * keywords.get("stage", 0), -1)
-    if seed % 5 == 1:
-        groups = keywords.get("ties", np.full(linears, -1))
-        held = int(rng.integers(linears))
-        alike = (groups == groups[held]) & (groups >= 0)
-        alike[held] = True
-        keywords["fixed"] = np.where(alike, rng.integers(options), -1)
-    target = float(rng.choice([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]))
-    if "stage" not in keywords:
-        target *= float(saved.max(axis=1).sum())
-    return quality, saved, target, keywords
-
-
-def exhaustive(quality, saved, target, *, stage=None, ties=None, fixed=None):
-    """(least cost or None, most that each stage can save): every plan, one row each."""
-    linears, options = quality.shape
-    plans = np.indices((options,) * linears, dtype=np.int8).reshape(linears, -1)
-    legal = np.ones(plans.shape[1], bool)
-    for row, option in enumerate(np.full(linears, -1) if fixed is None else fixed):
-        legal &= (option < 0) | (plans[row] == option)
-    for tie in set(() if ties is None else ties[ties >= 0].tolist()):
-        first, *others = np.flatnonzero(ties == tie)
-        for row in others:
-            legal &= plans[row] == plans[first]
-    plans = plans[:, legal]
-    stages = np.zeros(linears, int) if stage is None else stage
-    for s in np.unique(stages):
-        rows = np.flatnonzero(stages == s)
-        saving = sum(saved[row][plans[row]] for row in rows)
-        most = saved[rows].max(axis=1).sum()
-        budget = target if stage is None else target * most
-        plans = plans[:, saving >= budget - BUDGET_TOLERANCE * abs(saved[rows].max(axis=1).sum())]
-    if not plans.shape[1]:
-        return None
-    return sum(quality[row][plans[row]] for row in range(linears)).min()
-
-
-@pytest.mark.parametrize("block", range(20))
-def test_equals_exhaustive_search(block):
-    for seed in range(10 * block, 10 * block + 10):
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_equals_exhaustive_search(seeds):
+    for seed in seeds:
         quality, saved, target, keywords = random_instance(seed)
-        best = exhaustive(quality, saved, target, **keywords)
+        best, makespan = exhaustive(quality, saved, target, **keywords)
         if best is None:
             with pytest.raises(InfeasibleTarget):
                 solve(quality, saved, target, gap=0, **keywords)
@@ -83,6 +29,34 @@ def test_equals_exhaustive_search(block):
         assert found.objective == pytest.approx(best, abs=1e-9 * scale), f"seed {seed}"
         assert found.bound <= best + 1e-9 * scale, f"seed {seed}"
         assert found.gap < 1e-6 and found.status in ("greedy", "optimal"), f"seed {seed}: {found}"
+        assert found.makespan == (None if makespan is None else pytest.approx(makespan, rel=1e-9)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_without_highs_plans_are_feasible_and_within_their_own_bound(seeds, monkeypatch):
+    monkeypatch.setattr("megatron_snip.snip.highs.run_highs", lambda *_, **__: (None, "fallback"))
+    monkeypatch.setattr("megatron_snip.snip.makespan.least_makespan", lambda *_, start, **__: (start, "fallback"))
+    for seed in seeds:
+        quality, saved, target, keywords = random_instance(seed)
+        legal = {name: value for name, value in keywords.items() if name not in ("current", "churn")}
+        for limits in ({}, {"time_limit": 0.0}):
+            try:
+                found = solve(quality, saved, target, gap=0, **keywords, **limits)
+            except InfeasibleTarget:
+                continue
+            assert within_constraints(found.choice, saved, target, makespan=found.makespan, **legal), f"seed {seed}"
+            best, makespan = exhaustive(quality, saved, target, **keywords)
+            if makespan is None or found.makespan <= makespan * (1 + 1e-9):  # a slower stage may cost less
+                assert found.bound <= best + 1e-9 * np.abs(quality).max(), f"seed {seed}"
+            assert found.bound <= found.objective and found.gap >= 0
+            assert found.gap == 0 or found.status in ("fallback", "time_limit", "optimal"), f"seed {seed}: {found}"
+
+
+def test_the_random_instances_hold_every_constraint():
+    kinds = [frozenset(random_instance(seed)[3]) for seeds in SEEDS for seed in seeds]
+    for kind in ("stage", "time", "ties", "fixed", "reserved", "current"):
+        assert sum(kind in kinds_ for kinds_ in kinds) >= 10, kind
+    assert sum(not kinds_ for kinds_ in kinds) >= 20, "the global target alone"
 
 
 def llama_instance(linears, options, seed=0):
@@ -111,12 +85,12 @@ def test_70b_sized_instance_is_proved():
 def test_greedy_bound_is_a_bound(seed):
     """Bound <= exact optimum <= greedy plan, and the greedy plan fits."""
     quality, saved = llama_instance(56, 8, seed)
-    problem = _check(quality, saved, 0.6, None, None, None)
-    ((_, block, base),) = _blocks(problem)
+    program = checked(quality, saved, 0.6)
+    ((_, block, base),) = blocks_of(program)
     greedy = lagrangian_greedy(block)
     best = solve(quality, saved, 0.6, gap=0)
     assert greedy.bound <= best.objective - base <= greedy.cost * (1 + 1e-12)
-    assert block.deficit_of(greedy.choice) <= block.capacity
+    assert block.fits(greedy.choice)
     assert greedy.bound > 0.9 * greedy.cost  # and says something
 
 
@@ -142,7 +116,7 @@ def test_limits_return_a_feasible_plan_and_say_so():
 
 def test_failing_highs_falls_back_to_the_greedy_plan(monkeypatch):
     quality, saved = llama_instance(56, 8)
-    monkeypatch.setattr("megatron_snip.snip.ilp.run_highs", lambda *_, **__: (None, "fallback"))
+    monkeypatch.setattr("megatron_snip.snip.highs.run_highs", lambda *_, **__: (None, "fallback"))
     found = solve(quality, saved, 0.6, gap=0)
     assert found.status == "fallback" and saved[np.arange(56), found.choice].sum() >= 0.6 * (1 - 1e-12)
 
@@ -196,12 +170,90 @@ def test_infeasible_targets_say_what_is_possible():
             r"linears \[0, 1\] are tied \(id 0\) but fixed to options \[0, 1\]",
         ),
         ({"ties": [7, 7], "stage": [0, 1]}, r"tied \(id 7\) across stages"),
+        ({"time": [[1, 1], [1, 1]]}, "time is given without stage; say which stage"),
+        ({"time": [[1, 1]], "stage": [0, 1]}, r"time is \[1, 2\], but must be \[linears, options\] = \[2, 2\]"),
+        ({"time": [[1, 1], [1, -1]], "stage": [0, 1]}, r"time has a negative number in row 1: \[1.0, -1.0\]"),
+        ({"time": [[1, np.nan], [1, 1]], "stage": [0, 1]}, "time has a non-finite number in row 0"),
+        ({"reserved": [True]}, r"reserved must hold 2 truth values, one per option; got \[1\]"),
+        ({"reserved": [True, True]}, "all options are reserved"),
+        ({"current": [0, 5]}, r"current\[1\] is 5, but there are 2 options \(-1 is none\)"),
+        ({"churn": -1.0}, "churn is -1.0, but must be a number of 0 or more, or 2 x 2 of them"),
+        ({"churn": [1.0, 2.0]}, r"churn is \[1.0, 2.0\]"),
+        ({"churn": np.inf}, "churn is inf"),
     ],
 )
 def test_bad_input_is_named(changes, message):
     arguments = {"quality_loss": [[0, 1], [0, 1]], "efficiency": [[0, 1], [0, 1]], "target": 1.0, **changes}
     with pytest.raises(ValueError, match=message):
         solve(**arguments)
+
+
+def test_churn_keeps_a_plan_that_is_little_worse():
+    quality, saved = np.array([[0, 1.0], [0, 1.1], [0, 5.0]]), np.array([[0, 0.5]] * 3)
+    assert solve(quality, saved, 0.5).choice.tolist() == [1, 0, 0]
+    kept = solve(quality, saved, 0.5, current=[0, 1, 0], churn=0.2)
+    assert kept.choice.tolist() == [0, 1, 0] and kept.churn == 0 and kept.objective == pytest.approx(1.1)
+    left = solve(quality, saved, 0.5, current=[0, 0, 1], churn=0.2)
+    assert left.choice.tolist() == [1, 0, 0] and left.churn == pytest.approx(0.4) == left.objective - 1.0
+    one_way = solve(quality, saved, 0.5, current=[0, 1, -1], churn=[[0, 9], [0, 0]])
+    assert one_way.choice.tolist() == [0, 1, 0], "leaving the second is free, entering the first is not"
+
+
+def test_reserved_options_are_for_fixed_linears_alone():
+    quality, saved = np.array([[1.0, 2.0, 0.0]] * 4), np.array([[0, 0.25, 0.3]] * 4)
+    found = solve(quality, saved, 0.5, fixed=[2, -1, -1, -1], reserved=[False, False, True])
+    assert found.choice[0] == 2 and sorted(found.choice[1:].tolist()) == [0, 0, 1]
+    each = solve(quality, saved, 1.0, stage=[0, 0, 1, 1], reserved=[False, False, True])
+    assert each.choice.tolist() == [1, 1, 1, 1], "1 is what the open options reach"
+
+
+def test_makespan_spends_the_target_where_stages_are_slow():
+    """Stage 0 has three linears, stage 1 one: all that is saved goes to the first, whatever it costs."""
+    quality = np.array([[0, 9.0], [0, 8.0], [0, 7.0], [0, 1.0]])
+    saved, time = np.array([[0, 1.0]] * 4), np.array([[2.0, 1.0]] * 4)
+    stage = [4, 4, 4, 7]
+    assert solve(quality, saved, 2).choice.tolist() == [0, 0, 1, 1]
+    found = solve(quality, saved, 2, stage=stage, time=time)
+    assert found.choice.tolist() == [0, 1, 1, 0] and found.makespan == 4.0
+    assert solve(quality, saved, 0, stage=stage, time=time).makespan == 6.0
+    everything = solve(quality, saved, 4, stage=stage, time=time)
+    assert everything.choice.tolist() == [1, 1, 1, 1] and everything.makespan == 3.0
+    with pytest.raises(InfeasibleTarget, match="target 3 is out of reach: at most 2 with these options and 2 fixed"):
+        solve(quality, saved, 3, stage=stage, time=time, fixed=[0, 0, -1, -1])
+
+
+def test_makespan_where_what_is_saved_takes_longer():
+    """The FP4 share has to come from linears that FP4 makes slower: the target couples the stages."""
+    rng = np.random.default_rng(0)
+    quality, saved = llama_instance(56, 8)
+    time = rng.random((56, 8)) + saved / saved.max()
+    stage = np.arange(56) // 14
+    found = solve(quality, saved, 0.6, stage=stage, time=time, gap=0)
+    rows = np.arange(56)
+    assert saved[rows, found.choice].sum() >= 0.6 * (1 - 1e-12) and found.status == "optimal"
+    assert np.bincount(stage, time[rows, found.choice]).max() <= found.makespan * (1 + 1e-4)
+    assert found.bound <= found.objective and found.gap < 1e-6
+    free = solve(quality, saved, 0.6, gap=0)
+    assert np.bincount(stage, time[rows, free.choice]).max() > found.makespan and free.objective <= found.bound
+
+
+def test_pareto_is_each_target_apart():
+    quality, saved = llama_instance(28, 8)
+    targets = [0.75, 0.0, 0.5, 0.501, 0.5, 1.0]
+    for keywords in ({}, {"stage": np.arange(28) // 14}, {"fixed": np.where(np.arange(28) == 3, 7, -1)}):
+        found = solve_pareto(quality, saved, targets, gap=0, **keywords)
+        for target, one in zip(targets, found, strict=True):
+            assert one.objective == pytest.approx(solve(quality, saved, target, gap=0, **keywords).objective)
+        assert found[2] is found[4] and found[1].objective <= found[2].objective <= found[0].objective
+    coarse = solve_pareto(quality, saved, [0.5, 0.5001], fixed=np.where(np.arange(28) < 27, 7, -1))
+    assert coarse[0] is coarse[1], "a plan that reaches the next target is taken for it"
+    timed = solve_pareto(quality, saved, [0.5, 0.9], stage=np.arange(28) // 14, time=1 - saved)
+    assert timed[0].makespan > timed[1].makespan
+    assert solve_pareto(quality, saved, []) == []
+    with pytest.raises(InfeasibleTarget, match=r"target 1\.25 is out of reach: at most 1 "):
+        solve_pareto(quality, saved, [0.5, 1.25, 1.1])
+    with pytest.raises(ValueError, match="target is nan"):
+        solve_pareto(quality, saved, [0.5, np.nan])
 
 
 def test_stdout_stays_clean(capfd):

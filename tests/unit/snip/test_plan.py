@@ -45,7 +45,7 @@ def test_file_is_the_documented_object(tmp_path):
     plan().save(tmp_path / "p.json")
     values = json.loads((tmp_path / "p.json").read_text())
     assert list(values) == [
-        "version", "iteration", "objective", "target", "achieved", "linears", "solver", "hash",
+        "version", "iteration", "objective", "target", "achieved", "linears", "solver", "hash", "gemm_times",
     ]  # fmt: skip
     assert values["linears"]["layers.0.self_attn.q_proj"] == {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}
     assert set(values["solver"]) == {"status", "objective", "bound", "gap", "seconds"}
@@ -68,12 +68,13 @@ def without(values, key):
 
 
 Q = "layers.0.self_attn.q_proj"
+OPTIONAL = ("version", "gemm_times")
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        *((lambda v, k=k: without(v, k), f"field {k} is missing") for k in plan().to_dict() if k != "version"),
+        *((lambda v, k=k: without(v, k), f"field {k} is missing") for k in plan().to_dict() if k not in OPTIONAL),
         (lambda v: without(v, "version"), "field version is missing"),
         (lambda v: {**v, "note": 1}, "field note is unknown"),
         (lambda v: {**v, "version": 2}, "field version is 2, but this code reads version 1"),
@@ -94,6 +95,7 @@ Q = "layers.0.self_attn.q_proj"
         (lambda v: {**v, "solver": without(v["solver"], "gap")}, "field solver.gap is missing"),
         (lambda v: {**v, "solver": {**v["solver"], "gap": None}}, "field solver.gap is None"),
         (lambda v: {**v, "hash": "0" * 16}, "field hash is '0000"),
+        (lambda v: {**v, "gemm_times": 1}, "field gemm_times is 1"),
     ],
 )
 def test_errors_name_file_field_and_way_out(tmp_path, change, field):
@@ -103,6 +105,13 @@ def test_errors_name_file_field_and_way_out(tmp_path, change, field):
         Plan.load(path)
     assert str(path) in str(caught.value) and "make a new plan" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_says_whose_gemm_times_it_counts_with(tmp_path):
+    plan(gemm_times="a card").save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json").gemm_times == "a card"
+    first = without(plan().to_dict(), "gemm_times")  # as the first plans were written
+    assert Plan.from_dict(first) == plan() and plan().gemm_times == "nominal"
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"[]", b"\xff\xfe", None])

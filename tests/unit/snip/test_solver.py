@@ -73,6 +73,28 @@ def test_same_solution_as_in_this_process():
     assert_reaped(background.pid)
 
 
+def test_every_constraint_reaches_the_child():
+    """And its answer brings churn and makespan back."""
+    wanted = request(
+        target=0.5,
+        stage=np.arange(28) // 14,
+        time=1.0 - request().efficiency,
+        ties=np.where(np.arange(28) < 2, 0, -1),
+        fixed=np.where(np.arange(28) == 3, 0, -1),
+        reserved=np.array([False, False]),
+        current=np.zeros(28, np.int64),
+        churn=0.25,
+    )
+    here = wanted.solve()
+    with BackgroundSolver(wanted) as background:
+        found = background.result()
+    assert here.churn == 0.25 * found.choice.sum() > 0 and here.makespan is not None
+    assert (found.churn, found.makespan, found.objective) == (here.churn, here.makespan, here.objective)
+    assert np.array_equal(found.choice, here.choice)
+    copy = SolveRequest.from_dict(json.loads(json.dumps(wanted.to_dict())))
+    assert copy.to_dict() == wanted.to_dict() and copy.reserved.dtype == bool
+
+
 def test_request_survives_json_bit_for_bit():
     first = request(stage=np.arange(28) // 7, target=0.1 + 0.2)
     second = SolveRequest.from_dict(json.loads(json.dumps(first.to_dict())))

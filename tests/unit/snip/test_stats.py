@@ -7,12 +7,13 @@ import math
 
 import pytest
 
-from megatron_snip.snip.stats import LinearStats, ProbeStats
+from megatron_snip.snip.stats import ProbeStats
+from tests.unit.snip.made_up import linear_stats, probe_stats
 
 
 def stats() -> ProbeStats:
-    linear = LinearStats({"fp4": 0.1 + 0.2, "fp8": 1e-300}, 3.5, {"fp4": math.pi, "fp8": 0.0})
-    return ProbeStats(100, 2.5, 4096, {"layers.0.mlp.up_proj": linear})
+    linear = linear_stats({"fp4": 0.1 + 0.2, "fp8": 1e-300}, 3.5, {"fp4": math.pi, "fp8": 0.0})
+    return probe_stats(100, 2.5, 4096, {"layers.0.mlp.up_proj": linear})
 
 
 def test_round_trip(tmp_path):
@@ -21,7 +22,7 @@ def test_round_trip(tmp_path):
 
 
 def test_non_finite_numbers_survive(tmp_path):
-    found = ProbeStats(1, math.inf, 2, {"a": LinearStats({"fp4": math.nan}, 1.0, {"fp4": -math.inf})})
+    found = probe_stats(1, math.inf, 2, {"a": linear_stats({"fp4": math.nan}, 1.0, {"fp4": -math.inf})})
     found.save(tmp_path / "s.json")
     again = ProbeStats.load(tmp_path / "s.json")
     assert math.isinf(again.loss) and math.isnan(again.linears["a"].token_square_sum["fp4"])

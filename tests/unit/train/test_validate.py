@@ -41,6 +41,7 @@ def error(world: int = WORLD, **changes) -> str:
         {"snip_target": 0.0},
         {"snip_target": 1.0},
         {"snip_apply_lag": 0},
+        {"snip_stage_target": True, "snip_stage_constraint": "each"},
         {"snip_apply_lag": 4, "snip_interval": 5},
         {"precision": "plan", "precision_plan": "p"},
         {"mock_data": False, "data_path": ("a",)},
@@ -124,6 +125,10 @@ CASES = [
     ({"snip_target": float("nan")}, ["--snip-target is nan"]),
     ({"snip_apply_lag": -1}, ["--snip-apply-lag is -1"]),
     ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
+    (
+        {"snip_stage_target": True, "snip_stage_constraint": "makespan"},
+        ["--snip-stage-target means --snip-stage-constraint each", "drop --snip-stage-target"],
+    ),
     ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),
     ({"mock_data": False}, ["no data: give --data-path, --train-data-path or --mock-data"]),

@@ -3,81 +3,249 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
+import threading
 
 import pytest
 import torch
 
-from megatron_snip.quant import RoundingKey, fake_quantize, quantize
+from megatron_snip.formats import Element, Format, format_names, get_format
+from megatron_snip.quant import RoundingKey, fake_quantize
+from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
 from megatron_snip.quant.kernels import cpu
-from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
+from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
 
 built = pytest.mark.skipif(cpu.library() is None, reason="the CPU kernel is not built; pip install -e .")
 
-SHAPES = [(1, 1), (1, 128), (128, 128), (3, 5), (130, 259), (257, 127), (1, 300), (300, 1), (0, 5), (5, 0)]
-FORMATS = ["fp8", "fp4", "fp8_e5m2", "e3m2", "e2m3", "e3m4", "e6m1", "e2m5"]
-ROLES = [("input", 1), ("input", 0), ("weight", 1)]
-SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3.3e38, -3e38, 1e-37]
+SHAPES = [(1, 1), (1, 128), (128, 128), (3, 5), (130, 259), (257, 127), (1, 300), (300, 1), (33, 1100), (2, 4200)]
+OUTPUTS: tuple[Output, ...] = ("values", "codes", "operand")
+ISAS = {"generic": 0, "avx2": 1, "avx512": 2}
+E3M2 = Element(3, 2, "finite")
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bit patterns; every NaN counts as one pattern."""
-    patterns = x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
-    return torch.where(x.isnan(), -1, patterns)
+def formats() -> list[Format]:
+    """All registered formats, other grids, and blocks that fit no vector, with every kind of scale."""
+    known = [get_format(name) for name in (*format_names(), "e3m2", "e2m3", "e3m4", "e6m1", "e2m5")]
+    chosen = [fmt for fmt in known if fmt.quantised and not fmt.hadamard]
+    for scale in ("fp32", "fp32_pow2", "e8m0", "e4m3"):
+        chosen.append(Format(name=f"odd_{scale}", element=E3M2, tile=24, weight_block=40, scale=scale))
+        chosen.append(Format(name=f"wide_{scale}", element=E3M2, tile=48, weight_block=96, scale=scale))
+        chosen.append(Format(name=f"least_{scale}", element=Element(2, 1, "fn"), tile=1, weight_block=3, scale=scale))
+    return chosen
 
 
-def operands(shape: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Normal numbers, with special ones, tiny ones, subnormal ones, and a wide range with a zero half."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    normal = torch.randn(shape, generator=generator)
-    special = normal.clone()
-    where = torch.rand(shape, generator=generator) < 0.05
-    picks = torch.randint(len(SPECIAL), shape, generator=generator)
-    special[where] = torch.tensor(SPECIAL)[picks][where]
-    wide = (normal * 20).exp() * normal
-    wide[: shape[0] // 2] = 0.0
-    return [x.to(dtype) for x in (normal, special, normal * 1e-37, normal * 1e-40, wide)]
+FORMATS = formats()
 
 
-def compare(x: torch.Tensor, fmt: str, **how: object) -> None:
-    fake, spec = fake_quantize(x, fmt, **how), fake_quantize_reference(x, fmt, **how)
-    assert torch.equal(bits(fake), bits(spec))
-    codes, spec_codes = quantize(x, fmt, **how), quantize_reference(x, fmt, **how)
-    assert torch.equal(codes.codes, spec_codes.codes) and torch.equal(codes.scales, spec_codes.scales)
-    assert torch.equal(bits(codes.dequantize(x.dtype)), bits(spec))
+def same(got: Cast, want: Cast) -> bool:
+    """Whether two casts agree in bits, shapes and layout."""
+    for one, other in zip(got[:3], want[:3], strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        layout = [step for step, side in zip(one.stride(), one.shape, strict=True) if side > 1]
+        wanted = [step for step, side in zip(other.stride(), other.shape, strict=True) if side > 1]
+        if (one.dtype, one.shape, layout) != (other.dtype, other.shape, wanted):
+            return False
+        if not torch.equal(bits(one), bits(other)):
+            return False
+    return True
+
+
+def check(x: torch.Tensor, forms: list[Form], outputs: list[Output], isa: int = cpu.BEST_ISA) -> list[Cast]:
+    """Cast by the kernel and compare with the specification; returns the casts."""
+    amax = finite_amax(x)
+    assert cpu.takes(x, forms, outputs)
+    got, want = cpu.cast(x, forms, outputs, amax, isa), cast_reference(x.contiguous(), forms, outputs, amax)
+    for form, output, one, other in zip(forms, outputs, got, want, strict=True):
+        assert same(one, other), (form, output)
+    return got
+
+
+def some_form(draw: random.Random, x: torch.Tensor) -> tuple[Form, Output]:
+    fmt = draw.choice(FORMATS)
+    key = None
+    if draw.random() < 0.5:
+        rows, cols = draw.choice([0, 7, 2**32 - 3, 2**40]), draw.choice([0, 4, 1, 2, 3, 2**34 - x.shape[1]])
+        key = RoundingKey(-5, 2**32 - 1, draw.randrange(2**64), rows, cols)
+    form = Form(fmt, draw.choice(["input", "weight"]), draw.choice([0, 1]), key)
+    return form, draw.choice(OUTPUTS if form.element.carrier else OUTPUTS[:2])
 
 
 @built
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_bits_as_the_specification(shape, dtype):
-    for index, x in enumerate(operands(shape, dtype)):
-        for number, fmt in enumerate(FORMATS):
-            role, dim = ROLES[(index + number) % 3]
-            compare(x, fmt, role=role, dim=dim, rounding="nearest")
-            key = RoundingKey(seed=-5, iteration=2**32 - 1, stream=number, row0=2**32 - 3, col0=index)
-            compare(x, fmt, role=role, dim=dim, rounding="stochastic", key=key)
+def test_same_bits_as_the_specification(shape, dtype, isa):
+    if ISAS[isa] > cpu.best_isa():
+        pytest.skip(f"this CPU has no {isa}")
+    draw = random.Random(f"{shape}{dtype}")
+    for x in operands(shape, dtype):
+        for count in (1, 1, 1, 2, 3):
+            forms, outputs = zip(*(some_form(draw, x) for _ in range(count)), strict=True)
+            made = check(x, forms, outputs, ISAS[isa])
+            for form, output, cast in zip(forms, outputs, made, strict=True):
+                if output == "codes":
+                    check_dequantize(cast, form, dtype, ISAS[isa])
+
+
+def check_dequantize(cast: Cast, form: Form, dtype: torch.dtype, isa: int) -> None:
+    whole = torch.tensor(1.7) if form.fmt.needs_tensor_amax else None
+    quantized = Quantized(cast.values, cast.scales, form.fmt, form.block, whole)
+    assert torch.equal(bits(cpu.dequantize(quantized, dtype, isa)), bits(quantized.dequantize(dtype)))
 
 
 @built
-@pytest.mark.parametrize(("role", "dim"), ROLES)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_operands_that_are_not_contiguous(role, dim, rounding):
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_every_format_in_every_block_output_and_rounding(fmt, isa):
+    key = RoundingKey(1, 2, 3, 4, 5)
+    normal, special, *_ = operands((70, 200), torch.bfloat16)
+    for role, dim in (("input", 1), ("input", 0), ("weight", 1)):
+        for output in OUTPUTS if fmt.element.carrier else OUTPUTS[:2]:
+            check(normal, [Form(fmt, role, dim)], [output], ISAS[isa])
+            check(special, [Form(fmt, role, dim, key)], [output], ISAS[isa])
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_bfloat16_number_and_every_code(isa):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 128)
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).expand(33, -1)
+    scales = torch.logspace(-40, 38, 33 * 2).view(33, 2)
+    for fmt in FORMATS:
+        for key in (None, RoundingKey(1, 2, 3)):
+            check(x, [Form(fmt, "input", 1, key)], ["codes"], ISAS[isa])
+        for dtype in (torch.bfloat16, torch.float32):
+            form = Form(Format(name="a", element=fmt.element), "input", 1)
+            check_dequantize(Cast(codes, scales, None), form, dtype, ISAS[isa])
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+def test_ties_of_scales_and_of_draws(isa):
+    for unit in (0.001, 1.0, 77.0, 0.3):
+        x = scale_ties(torch.tensor(unit).bfloat16().item())
+        check(x, [Form(get_format("nvfp4"), "input", 1)], ["codes"], ISAS[isa])
+    key = RoundingKey(1, 2, 3)
+    check(draw_ties(key), [Form(get_format("fp4"), "input", 1, key)], ["codes"], ISAS[isa])
+
+
+@built
+def test_amaxes_that_are_not_the_tensors_own():
+    x = torch.randn(40, 200)
+    for amax in (0.0, 1e-3, 1e-40, 3e38, 100.0):
+        forms = [Form(get_format("nvfp4"), "input", dim) for dim in (0, 1)]
+        whole = torch.tensor(amax)
+        for got, want in zip(
+            cpu.cast(x, forms, ["codes"] * 2, whole), cast_reference(x, forms, ["codes"] * 2, whole), strict=True
+        ):
+            assert same(got, want)
+
+
+@built
+def test_large_tensors_whose_stores_go_past_the_caches():
+    """Rows of whole cache lines and others; two forms at once give what each gives alone."""
+    for cols in (4096 + 64, 4096 + 8):
+        x = torch.randn(1200, cols).bfloat16()
+        forms = [Form(get_format("fp8"), "input", 1), Form(get_format("fp4"), "input", 0, RoundingKey(1, 2, 3))]
+        for output in ("values", "codes"):
+            both = cpu.cast(x, forms, [output, output], None)
+            for form, made in zip(forms, both, strict=True):
+                assert same(cpu.cast(x, [form], [output], None, isa=0)[0], made)
+            some = cast_reference(x[:256, :640], forms, [output, output])
+            for made, want in zip(both, some, strict=True):
+                assert torch.equal(made.values[:256, :640], want.values)
+
+
+@built
+def test_operands_that_are_not_contiguous():
     x = torch.randn(300, 400).bfloat16()
     for view in (x.T, x[:, 5:300], x[::2, ::3], x[:1].expand(130, -1)):
-        compare(view, "fp4", role=role, dim=dim, rounding=rounding, key=RoundingKey(1, 2, 3))
+        check(view, [Form(get_format("fp4"), "input", 1, RoundingKey(1, 2, 3))], ["values"])
+        check(view, [Form(get_format("mxfp8"), "input", 0)], ["operand"])
+        assert torch.equal(cpu.finite_amax(view), finite_amax(view))
 
 
 @built
-@pytest.mark.parametrize(("role", "dim"), ROLES)
-def test_the_number_of_threads_changes_nothing(role, dim, monkeypatch):
+def test_the_largest_finite_magnitude():
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in SHAPES:
+            for x in operands(shape, dtype):
+                assert torch.equal(cpu.finite_amax(x), finite_amax(x))
+        assert cpu.finite_amax(torch.full((3, 3), float("nan"), dtype=dtype)) == 0
+        assert cpu.finite_amax(torch.empty(0, 5, dtype=dtype)) == 0
+
+
+@built
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_empty_operands(shape):
+    x = torch.empty(shape)
+    for output in OUTPUTS:
+        check(x, [Form(get_format("fp4"), "input", 0)], [output])
+    codes = Quantized(x.to(torch.uint8), torch.empty(0, 0), get_format("fp4"), (1, 128))
+    assert cpu.dequantize(codes, torch.float32).shape == shape
+
+
+@built
+def test_the_number_of_threads_changes_nothing(monkeypatch):
     x = torch.randn(700, 1000)
-    key = RoundingKey(1, 2, 3)
-    one = fake_quantize(x, "fp4", role=role, dim=dim, rounding="stochastic", key=key)
+    forms = [Form(get_format("fp4"), "input", dim, RoundingKey(1, 2, 3)) for dim in (0, 1)]
+    one = cpu.cast(x, forms, ["codes"] * 2, None)
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 1)
     for threads in (2, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        y = fake_quantize(x, "fp4", role=role, dim=dim, rounding="stochastic", key=key)
-        assert torch.equal(y, one)
+        for got, want in zip(cpu.cast(x, forms, ["codes"] * 2, None), one, strict=True):
+            assert same(got, want)
+
+
+@built
+def test_calls_from_several_threads_and_from_a_forked_child(monkeypatch):
+    monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x, form = torch.randn(300, 500), Form(get_format("fp8"), "input", 0)
+    want = cpu.cast(x, [form], ["values"], None)[0].values
+    wrong: list[int] = []
+
+    def work() -> None:
+        wrong.extend(i for i in range(50) if not torch.equal(cpu.cast(x, [form], ["values"], None)[0].values, want))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    child = os.fork()
+    if child == 0:  # the pool's threads exist in the parent only
+        os._exit(0 if torch.equal(cpu.cast(x, [form], ["values"], None)[0].values, want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@built
+def test_a_caller_that_flushes_subnormal_numbers_changes_nothing():
+    x = torch.randn(64, 128) * 1e-39
+    form = Form(get_format("fp8"), "input", 1)
+    want = cpu.cast(x, [form], ["values"], None)[0].values
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush")
+    try:
+        got = cpu.cast(x, [form], ["values"], None)[0].values
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got, want) and want.any()
+
+
+@built
+def test_what_the_kernel_leaves_to_the_specification():
+    x = torch.randn(32, 32)
+    assert not cpu.takes(x, [Form(Format(name="a", element=E3M2, tile=4096), "input", 1)], ["values"])
+    assert not cpu.takes(x, [Form(get_format("nvfp4_rht"), "input", 0)], ["values"])
+    far = RoundingKey(1, 2, 3, col0=2**34 - 8)
+    assert not cpu.takes(x, [Form(get_format("fp4"), "input", 1, far)], ["values"])
+    assert not cpu.takes(x.to("meta"), [Form(get_format("fp4"), "input", 1)], ["values"])
 
 
 def test_without_the_kernel_the_specification_runs_and_says_so_once(tmp_path, monkeypatch, caplog):
@@ -106,11 +274,3 @@ def test_a_library_of_another_version_is_refused(monkeypatch, caplog):
         assert "ABI" in caplog.text
     finally:
         cpu.library.cache_clear()
-
-
-def test_fake_tensors_take_the_specification():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(256, 256)
-        assert fake_quantize(x, "fp8", role="input", dim=1).shape == (256, 256)

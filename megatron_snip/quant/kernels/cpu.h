@@ -1,0 +1,65 @@
+// What cpu.cpp and cpu_kernels.h share: the calls as cpu.py lays them out, and the kernels of one instruction set.
+
+#pragma once
+
+#include <cstdint>
+
+namespace megatron_snip {
+
+enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE4m3 };
+enum Output : int32_t { kValues, kCodes };
+
+// A grid in float32 terms.  These structs are mirrored field by field by cpu.py's struct formats; change kAbi in
+// cpu.cpp and ABI there with them.
+struct Grid {
+  float max, saturation;
+  int32_t mantissa_bits, emin, emax, sign_code, max_code;
+};
+
+// One form of the operand.
+struct Form {
+  void* out;           // [rows, cols], contiguous: values of x's type, or codes (uint8)
+  float* scales;       // [row blocks, column blocks] by the strides below, or null for values
+  int64_t* saturated;  // written with codes: elements beyond grid.saturation
+  int64_t scale_row_stride, scale_col_stride;
+  uint64_t row0, col0;  // global position of the first element, for the random bits
+  uint32_t key0, key1, iteration;
+  int32_t stochastic, output, scale, block_rows, block_cols;
+  Grid grid;
+  Grid stored;  // what codes are written in: grid itself or its carrier
+};
+
+struct Call {
+  const void* x;             // [rows, cols], contiguous, bfloat16 or float32
+  const float* tensor_amax;  // of kE4m3
+  int64_t rows, cols;
+  int32_t bfloat16, threads, isa, form_count;
+};
+
+// Codes and scales back to values.
+struct Decode {
+  const uint8_t* codes;  // [rows, cols]
+  const float* scales;   // [row blocks, column blocks]
+  void* out;             // [rows, cols], bfloat16 or float32
+  int64_t rows, cols;
+  int64_t block_rows, block_cols;
+  int32_t bfloat16, threads, isa;
+  Grid grid;
+};
+
+// The kernels of one instruction set.  Column ranges start at multiples of the blocks and hold at most kStrip
+// columns, row ranges start at multiples of the blocks.
+struct Kernels {
+  // Returns how many elements saturated.
+  int64_t (*cast)(const Call&, const Form&, int64_t row, int64_t last_row, int64_t col, int64_t last_col);
+  void (*decode)(const Decode&, int64_t row, int64_t last_row, int64_t col, int64_t last_col);
+  uint32_t (*amax)(const void* x, int64_t count, bool bfloat16);  // float32 bits of the largest finite magnitude
+  void (*copy)(const void* from, void* to, int64_t bytes);        // non-temporal, whole cache lines
+};
+
+constexpr int kStrip = 4096;
+constexpr float kFloatMax = 3.402823466e+38f;
+// Larger outputs go past the caches: they would not be there any more when the next operation reads them.
+constexpr int64_t kStreamBytes = int64_t(8) << 20;
+
+}  // namespace megatron_snip

@@ -1,0 +1,243 @@
+"""Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
+
+One launch reads x once and writes one form or two.  Where triton is not installed nothing here is taken, and the
+specification runs.
+
+What has been run: the kernels compile for Hopper and Blackwell and their code has no fused, flushed or approximate
+arithmetic (tests/unit/quant/kernels/test_triton_compile.py); in Triton's interpreter, on CPU, they give the
+specification's bits (test_triton_cast.py there), with torch in place of the conversions to bf16 and FP8, which the
+interpreter rounds wrongly.  Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_snip.formats import Element, Format
+from megatron_snip.formats.element import E4M3, E5M2
+from megatron_snip.quant.cast import Cast, Form, Output, Quantized
+
+if TYPE_CHECKING:
+    from megatron_snip.quant.kernels.triton_steps import FormSpec
+    from megatron_snip.quant.rounding import RoundingKey
+
+MAX_BLOCK = 128
+
+# Offsets inside a tile are 32-bit: a tile of 128 rows spans less than 2**31 elements.
+_MAX_SIDE = 1 << 24
+
+# A program's columns, its rows in registers and its warps: 32 elements a thread, and blocks of MAX_BLOCK columns.
+# Chosen by registers, spills and counted instructions of the compiled code, not by a clock: none was at hand.
+_COLS, _CHUNK, _WARPS = 128, 32, 4
+_AMAX_SIZE, _AMAX_WARPS = 16384, 8
+
+_MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
+_FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
+
+# No fused multiply-add, and subnormal numbers are kept.
+_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+
+@cache
+def installed() -> bool:
+    """Whether triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
+    """Whether the kernels can cast ``x`` [R, C] into these forms: on NVIDIA's GPUs, blocks of powers of two."""
+    return _on_nvidia(x) and all(
+        _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
+        for form, output in zip(forms, outputs, strict=True)
+    )
+
+
+def _on_nvidia(x: Tensor) -> bool:
+    """Whether kernels can read ``x`` [...] and write beside it.
+
+    Subclasses (fake tensors, for one) have no memory to point at.
+    """
+    return (
+        x.is_cuda
+        and installed()
+        and type(x) in (Tensor, Parameter)
+        and torch.version.hip is None
+        and x.numel() > 0
+        and max(x.shape) < _MAX_SIDE
+        and not torch.compiler.is_compiling()
+        and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
+    )
+
+
+def _natural(block: tuple[int, int]) -> bool:
+    """Whether tiles of the kernels hold whole blocks."""
+    return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
+
+
+def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
+    """The casts of ``x`` [R, C], which ``takes`` has accepted; two forms a launch."""
+    if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE:
+        x = x.contiguous()
+    if amax is not None:
+        amax = amax.to(x.device, torch.float32)
+    casts: list[Cast] = []
+    while len(casts) < len(forms):
+        first = len(casts)
+        both = len({form.block[0] for form in forms[first : first + 2]} - set(range(_CHUNK + 1))) < 2
+        chosen = slice(first, first + 1 + both)
+        casts += _cast(x, forms[chosen], outputs[chosen], amax)
+    return casts
+
+
+def _cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
+    """One launch: x [R, C] with contiguous rows, one form, or two whose blocks higher than a chunk are equally high."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    fp8 = _converts_fp8(x.device)
+    specs: list[Any] = []
+    casts: list[Cast] = []
+    arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
+    for form, output in zip(forms, outputs, strict=True):
+        phase = -1 if form.key is None else form.key.col0 & 3
+        specs.append(_spec(form.fmt, form.role, form.dim, phase, output, fp8))
+        made = _allocate(x, form, output)
+        casts.append(made)
+        strides = (0, 0) if made.scales is None else made.scales.stride()
+        arguments += [made.values, made.scales, made.saturated, *strides, *_words(form.key)]
+    if len(forms) == 1:
+        specs.append(None)
+        arguments += [None, None, None, 0, 0, *_words(None)]
+    rows = max(_CHUNK, *(form.block[0] for form in forms))
+    even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
+    grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
+    with torch.cuda.device_of(x):
+        triton_kernels.cast_kernel[grid](*arguments, *specs, rows, _COLS, _CHUNK, even, num_warps=_WARPS, **_OPTIONS)
+    return casts
+
+
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions that convert float32 to FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+
+
+@cache
+def _spec(fmt: Format, role: str, dim: int, phase: int, output: Output, fp8: bool) -> FormSpec:
+    """The constants of a kernel; fp8: whether the device converts."""
+    from megatron_snip.quant.kernels.triton_steps import FormSpec
+
+    element = fmt.element
+    assert element is not None
+    stored: Element | None = element.carrier if output == "operand" else element
+    assert stored is not None, f"{element.name} has no carrier"
+    hardware = _FP8.get(stored, "") if fp8 and output != "values" else ""
+    block_rows, block_cols = fmt.block_shape(role, dim)
+    return FormSpec(
+        block_rows=block_rows,
+        block_cols=block_cols,
+        scale=fmt.scale,
+        mantissa=element.mantissa_bits,
+        emin=element.emin,
+        emax=element.emax,
+        largest=element.max,
+        saturation=element.saturation,
+        sixth=float(np.float32(1.0) / np.float32(element.max)),
+        output=output,
+        transposed=output == "operand" and dim == 0,
+        code_mantissa=stored.mantissa_bits,
+        code_emin=stored.emin,
+        sign_code=stored.sign_code,
+        hardware=hardware,
+        direct=hardware != "" and stored == element and phase < 0,
+        phase=phase,
+    )
+
+
+def _words(key: RoundingKey | None) -> list[int]:
+    """A key as the kernel takes it: 32-bit words as signed integers, so that their size never asks for a new kernel."""
+    if key is None:
+        return [0] * 6
+    words = (*key.words, key.row0 & 0xFFFFFFFF, key.row0 >> 32, key.col0 >> 2, key.iteration)
+    return [(word + 2**31) % 2**32 - 2**31 for word in words]
+
+
+def _allocate(x: Tensor, form: Form, output: Output) -> Cast:
+    """Room for one cast of x [R, C], laid out as the Output says."""
+    if output == "values":
+        return Cast(torch.empty(x.shape, dtype=x.dtype, device=x.device), None, None)
+    rows, cols = x.shape
+    row_blocks, col_blocks = (-(-side // block) for side, block in zip(x.shape, form.block, strict=True))
+    if output == "operand" and form.dim == 0:
+        codes = torch.empty((cols, rows), dtype=torch.uint8, device=x.device).T
+    else:
+        codes = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
+    if output == "operand" and form.dim == 1:
+        scales = torch.empty((col_blocks, row_blocks), device=x.device).T
+    else:
+        scales = torch.empty((row_blocks, col_blocks), device=x.device)
+    return Cast(codes, scales, torch.zeros((), dtype=torch.int64, device=x.device))
+
+
+def takes_codes(quantized: Quantized) -> bool:
+    """Whether ``dequantize`` takes these codes [R, C]."""
+    return quantized.fmt.quantised and _on_nvidia(quantized.codes) and _natural(quantized.block)
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """``Quantized.dequantize`` of codes [R, C] that ``takes_codes`` has accepted, in any strides: [R, C] by rows."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    element, codes = quantized.fmt.element, quantized.codes
+    assert element is not None
+    if max(codes.stride()) >= _MAX_SIDE:
+        codes = codes.contiguous()
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    block_rows, block_cols = quantized.block
+    rows, cols = max(_CHUNK, block_rows), _COLS
+    grid = (-(-codes.shape[0] // rows) * -(-codes.shape[1] // cols),)
+    with torch.cuda.device_of(codes):
+        triton_kernels.dequantize_kernel[grid](
+            codes,
+            *codes.stride(),
+            quantized.scales,
+            *quantized.scales.stride(),
+            quantized.tensor_scale,
+            out,
+            *codes.shape,
+            block_rows,
+            block_cols,
+            element.mantissa_bits,
+            element.bias,
+            element.max_code,
+            element.sign_code,
+            rows,
+            cols,
+            num_warps=rows * cols // 2048,
+            **_OPTIONS,
+        )
+    return out
+
+
+def takes_amax(x: Tensor) -> bool:
+    """Whether ``finite_amax`` takes x [R, C]."""
+    return _on_nvidia(x)
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, in one pass and without waiting for the device."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    x = x.contiguous()
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(x):
+        triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
+            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **_OPTIONS
+        )
+    return out.view(torch.float32)

@@ -1,0 +1,326 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""The Triton kernels: casts of one read of x into one form or two, dequantisation, and the largest magnitude.
+
+The arithmetic stands in triton_steps.py; triton_cast.py launches, and says what has been run where.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_snip.quant.kernels.triton_steps import (
+    INFINITY,
+    MAGNITUDE,
+    bits_of,
+    block_scales,
+    draw_bits,
+    encode_nearest,
+    float_of,
+    round_nearest,
+    round_stochastic,
+)
+
+
+@triton.jit
+def _codes(y, q, size, negative, F: tl.constexpr):
+    """Codes with sign of a rounded tile: uint8 [R, C]; NaN gives anything.  q [R, C]: the rounded magnitudes."""
+    if F.direct:
+        rounded = y
+    elif F.phase >= 0 or F.output == "operand" or F.hardware != "":
+        rounded = float_of(bits_of(q) | negative)
+    if F.hardware == "e4m3":
+        codes = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif F.hardware == "e5m2":
+        codes = rounded.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        if F.phase >= 0 or F.output == "operand":
+            size = q
+        codes = encode_nearest(size, F.code_mantissa, F.code_emin)
+        codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def _tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``."""
+    corner = start + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+    return corner + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :] * col_stride
+
+
+@triton.jit
+def _inside(row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which of the elements from (row, col) on exist: bool [ROWS, COLS]."""
+    return (tl.arange(0, ROWS) < rows - row)[:, None] & (tl.arange(0, COLS) < cols - col)[None, :]
+
+
+@triton.jit
+def _store_codes(codes, which, out, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds."""
+    if F.transposed:
+        if which is not None:
+            which = tl.trans(which)
+        tl.store(_tile(out, col, row, rows, 1, COLS, ROWS), tl.trans(codes), mask=which)
+    else:
+        tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), codes, mask=which)
+
+
+@triton.jit
+def _count(y, saturated, SATURATION: tl.constexpr):
+    """Add to an int64 how many elements of a tile [R, C] are beyond ``SATURATION``."""
+    count = tl.sum((tl.abs(y) > SATURATION).to(tl.int32))
+    tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _load(x, x_stride, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """A chunk of x [rows, cols] from (row, col): float32 [ROWS, COLS], 0 outside."""
+    at = _tile(x, row, col, x_stride, 1, ROWS, COLS)
+    if EVEN:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=_inside(row, col, rows, cols, ROWS, COLS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale_blocks(
+    amax, row, col, rows, cols, tensor_amax, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Scales of the blocks of [ROWS, COLS] elements from (row, col), stored: what encodes and what decodes.
+
+    amax: int32 bits [row blocks, 1, column blocks, 1].
+    """
+    _, scales, _, scale_row, scale_col = place
+    encode, scale, decode = block_scales(amax, tensor_amax, F)
+    if F.output != "values":
+        NR: tl.constexpr = ROWS // F.block_rows
+        NC: tl.constexpr = COLS // F.block_cols
+        row, col = row // F.block_rows, col // F.block_cols
+        exists = _inside(row, col, tl.cdiv(rows, F.block_rows), tl.cdiv(cols, F.block_cols), NR, NC)
+        tl.store(_tile(scales, row, col, scale_row, scale_col, NR, NC), tl.reshape(scale, (NR, NC)), mask=exists)
+    return encode, decode
+
+
+@triton.jit
+def _cast_chunk(
+    x,
+    encode,
+    decode,
+    broken,
+    row,
+    col,
+    rows,
+    cols,
+    place,
+    words,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Quantise x float32 [ROWS, COLS] at (row, col) of [rows, cols] and write it.
+
+    encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
+    broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales and to the
+    count of saturated elements, and the strides of the scales.  words: as in ``draw_bits``.
+    """
+    out, _, saturated, _, _ = place
+    NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
+    NC: tl.constexpr = COLS // F.block_cols
+    SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
+    y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
+    size = tl.minimum(tl.abs(y), F.largest, propagate_nan=tl.PropagateNan.ALL)
+    if F.phase >= 0:
+        draws = draw_bits(row, col, words, F, ROWS, COLS)
+        q = round_stochastic(size, draws, F.mantissa, F.emin)
+    else:
+        q = round_nearest(size, F.mantissa, F.emin)
+    negative = bits_of(y) & -2147483648
+    if EVEN:
+        inside = None
+    else:
+        inside = _inside(row, col, rows, cols, ROWS, COLS)
+    if F.output == "values":
+        q = float_of(bits_of(q) | negative)
+        values = tl.reshape(tl.reshape(q, SHAPE) * decode, (ROWS, COLS))
+        tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
+    else:
+        codes = _codes(y, q, size, negative, F)
+        _store_codes(codes, inside, out, row, col, rows, cols, F, ROWS, COLS)
+        if broken:  # a second store, because a select would be computed for every chunk
+            tl.debug_barrier()
+            codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
+            wrong = y != y if EVEN else inside & (y != y)
+            _store_codes(codes, wrong, out, row, col, rows, cols, F, ROWS, COLS)
+        # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp.
+        SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3"
+        if SATURATES or broken:
+            _count(y, saturated, F.saturation)
+
+
+@triton.jit
+def _chunk_amax(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FINITE: tl.constexpr):
+    """Largest magnitude, of the finite elements if FINITE, of the blocks of a chunk x [ROWS, COLS], or of its rows
+    where blocks are taller: int32 bits [row blocks, 1, column blocks, 1].
+    """
+    sizes = bits_of(x) & MAGNITUDE
+    if FINITE:
+        sizes = tl.where(sizes < INFINITY, sizes, 0)
+    NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
+    sizes = tl.reshape(sizes, (NR, ROWS // NR, COLS // F.block_cols, F.block_cols))
+    if F.block_cols > 1:
+        sizes = tl.max(sizes, axis=3, keep_dims=True)
+    if F.block_rows > 1:
+        sizes = tl.max(sizes, axis=1, keep_dims=True)
+    return sizes
+
+
+@triton.jit
+def _cast_short(
+    x,
+    row,
+    col,
+    rows,
+    cols,
+    tensor_amax,
+    place,
+    words,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Everything for a form whose blocks are no taller than the chunk x [ROWS, COLS]; arguments as ``_cast_chunk``."""
+    amax = _chunk_amax(x, F, ROWS, COLS, False)
+    broken = tl.max(amax) >= INFINITY
+    if broken:
+        amax = _chunk_amax(x, F, ROWS, COLS, True)
+    encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, EVEN)
+
+
+@triton.jit
+def _cast_tall(
+    amax,
+    x,
+    x_stride,
+    row,
+    col,
+    rows,
+    cols,
+    tensor_amax,
+    place,
+    words,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Everything for a form whose blocks are ROWS high, in chunks of x [rows, cols], just read and so in the cache.
+
+    amax: of the blocks, int32 bits [1, 1, column blocks, 1].  The rest as in ``_cast_chunk``.
+    """
+    broken = tl.max(amax) >= INFINITY
+    if broken:
+        amax = tl.zeros_like(amax)
+        for part in range(0, ROWS, CHUNK):
+            chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
+            amax = tl.maximum(amax, _chunk_amax(chunk, F, CHUNK, COLS, True))
+    encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    for part in range(0, ROWS, CHUNK):
+        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
+        _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, EVEN)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "key0_a", "key1_a", "row0_low_a", "row0_high_a", "group0_a", "iteration_a",
+    "key0_b", "key1_b", "row0_low_b", "row0_high_b", "group0_b", "iteration_b",
+])
+def cast_kernel(
+    x, x_stride, rows, cols, tensor_amax,
+    out_a, scales_a, saturated_a, scale_row_a, scale_col_a,
+    key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a,
+    out_b, scales_b, saturated_b, scale_row_b, scale_col_b,
+    key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b,
+    A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+):
+    """A tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, in forms A and B (or None).
+
+    The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
+    take their amax on the first way, and are cast on a second one.  EVEN: tiles cover x exactly.
+    """
+    place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a)
+    place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b)
+    words_a = (key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a)
+    words_b = (key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b)
+    tiles = tl.cdiv(cols, COLS)
+    pid = tl.program_id(0)
+    row, col = pid // tiles * ROWS, pid % tiles * COLS
+    TALL_A: tl.constexpr = A.block_rows > CHUNK
+    TALL_B: tl.constexpr = B is not None and B.block_rows > CHUNK
+    if TALL_A:
+        amax_a = tl.zeros((1, 1, COLS // A.block_cols, 1), tl.int32)
+    if TALL_B:
+        amax_b = tl.zeros((1, 1, COLS // B.block_cols, 1), tl.int32)
+    for part in range(0, ROWS, CHUNK):
+        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
+        if TALL_A:
+            amax_a = tl.maximum(amax_a, _chunk_amax(chunk, A, CHUNK, COLS, False))
+        else:
+            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, EVEN)
+        if TALL_B:
+            amax_b = tl.maximum(amax_b, _chunk_amax(chunk, B, CHUNK, COLS, False))
+        elif B is not None:
+            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, EVEN)
+    if TALL_A:
+        _cast_tall(
+            amax_a, x, x_stride, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, EVEN
+        )
+    if TALL_B:
+        _cast_tall(
+            amax_b, x, x_stride, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, EVEN
+        )
+
+
+@triton.jit
+def dequantize_kernel(
+    codes, code_row, code_col, scales, scale_row, scale_col, tensor_scale, out, rows, cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    MAX_CODE: tl.constexpr, SIGN_CODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """A tile [ROWS, COLS] of out [rows, cols] = codes, any strides, times the scale of their block.
+
+    tensor_scale: pointer to the float32 that multiplies all scales, or None.
+    """
+    NR: tl.constexpr = ROWS // BLOCK_ROWS
+    NC: tl.constexpr = COLS // BLOCK_COLS
+    tiles = tl.cdiv(cols, COLS)
+    pid = tl.program_id(0)
+    row, col = pid // tiles * ROWS, pid % tiles * COLS
+    inside = _inside(row, col, rows, cols, ROWS, COLS)
+    code = tl.load(_tile(codes, row, col, code_row, code_col, ROWS, COLS), mask=inside, other=0).to(tl.int32)
+    magnitude = code & (SIGN_CODE - 1)
+    # Read as float32 bits, the code's fields are 2**(BIAS - 127) of its value, subnormal ones too.
+    size = float_of(magnitude << (23 - MANTISSA)) * float_of(tl.full((), (254 - BIAS) << 23, tl.int32))
+    q = float_of(bits_of(size) | tl.where((code & SIGN_CODE) != 0, -2147483648, 0))  # -size would lose the sign of 0
+    q = tl.where((magnitude > MAX_CODE) | (code >= 2 * SIGN_CODE), float("nan"), q)
+    block_row, block_col = row // BLOCK_ROWS, col // BLOCK_COLS
+    exists = _inside(block_row, block_col, tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(cols, BLOCK_COLS), NR, NC)
+    scale = tl.load(_tile(scales, block_row, block_col, scale_row, scale_col, NR, NC), mask=exists, other=0.0)
+    if tensor_scale is not None:
+        scale = scale * tl.load(tensor_scale)
+    scale = tl.reshape(scale, (NR, 1, NC, 1))
+    values = tl.reshape(tl.reshape(q, (NR, BLOCK_ROWS, NC, BLOCK_COLS)) * scale, (ROWS, COLS))
+    tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+@triton.jit
+def amax_kernel(x, out, count, SIZE: tl.constexpr):
+    """Raise out, the int32 bits of a float32, to the largest finite magnitude of SIZE elements of x [count]."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    at = start + tl.arange(0, SIZE)
+    sizes = bits_of(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)) & MAGNITUDE
+    tl.atomic_max(out, tl.max(tl.where(sizes < INFINITY, sizes, 0)), sem="relaxed")

@@ -1,0 +1,158 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""The steps of a cast on tiles in registers, for triton_kernels.py: grids, scales and random bits.
+
+They follow quant/grid.py, quant/scales.py and quant/rounding.py to the bit.  Three habits keep them so: divisions
+are ``tl.div_rn`` (``/`` is approximate on a GPU), products and sums stay apart (kernels are launched with
+``enable_fp_fusion=False``), and magnitudes are compared by their bit patterns, where NaN has a place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class FormSpec(NamedTuple):
+    """What a kernel is compiled for in one form: a cast.Form and its output, as plain constants.
+
+    block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
+    which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
+    hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, else "".
+    direct: the same instruction also rounds.  phase: col0 & 3 of the random bits, -1 to round to nearest.
+    """
+
+    block_rows: int
+    block_cols: int
+    scale: str
+    mantissa: int
+    emin: int
+    emax: int
+    largest: float
+    saturation: float
+    sixth: float
+    output: str
+    transposed: bool
+    code_mantissa: int
+    code_emin: int
+    sign_code: int
+    hardware: str
+    direct: bool
+    phase: int
+
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias
+INFINITY = tl.constexpr(0x7F800000)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+_MULTIPLIER0, _MULTIPLIER1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)  # of Philox, as are the next two
+_WEYL0, _WEYL1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def bits_of(x):
+    """The bit pattern of float32 [...]: int32 [...]."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """The float32 [...] of a bit pattern int32 [...]."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide(numerator, denominator):
+    """A true division in float32, at most the largest finite value: [...] and [...] -> [...]."""
+    return tl.minimum(tl.div_rn(numerator, denominator), FLOAT32_MAX)
+
+
+@triton.jit
+def _binade(size, EMIN: tl.constexpr):
+    """2**exponent of |x|, at least 2**EMIN, as a bit pattern: float32 [...] -> int32 [...]."""
+    return tl.maximum(bits_of(size) & INFINITY, (EMIN + 127) << 23)
+
+
+@triton.jit
+def round_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """|x|, at most the element's largest, to its grid, ties to even: float32 [...]; NaN stays."""
+    c = float_of(_binade(size, EMIN) + ((23 - MANTISSA) << 23))
+    return (size + c) - c
+
+
+@triton.jit
+def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """Codes of |x| rounded to nearest, without sign: float32 [...] -> int32 [...]; NaN gives anything."""
+    binade = _binade(size, EMIN)
+    c = binade + ((23 - MANTISSA) << 23)
+    steps = bits_of(size + float_of(c)) - c
+    return steps + ((binade - ((EMIN + 127) << 23)) >> (23 - MANTISSA))
+
+
+@triton.jit
+def round_stochastic(size, draws, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """|x| to the upper neighbour if draw * 2**-24 < its distance to the lower, in grid steps: float32 [...]."""
+    step = _binade(size, EMIN) - (MANTISSA << 23)
+    steps = size * float_of((254 << 23) - step)
+    lower = tl.floor(steps)
+    up = draws.to(tl.float32) * 5.9604644775390625e-08 < steps - lower
+    return tl.where(up, lower + 1.0, lower) * float_of(step)
+
+
+@triton.jit
+def block_scales(amax, tensor_amax, F: tl.constexpr):
+    """encode, the stored scale and what multiplies values, of each block: int32 bits [...] -> float32 [...] x 3."""
+    if F.scale == "e8m0":
+        exponent = tl.minimum(tl.maximum((amax >> 23) - F.emax, 0), 254)
+        # 2**-127 is subnormal
+        scale = float_of(tl.where(exponent > 0, exponent << 23, 0x00400000))
+        return float_of((254 - exponent) << 23), scale, scale
+    elif F.scale == "e4m3":
+        whole = tl.load(tensor_amax)
+        tensor_encode = divide(tl.full((), 448.0 * F.largest, tl.float32), whole)
+        tensor_scale = divide(tl.full((), 1.0, tl.float32), tensor_encode)
+        scale = tl.minimum(float_of(amax) * (tensor_encode * F.sixth), 448.0)
+        scale = round_nearest(scale, 3, -6)
+        decode = scale * tensor_scale
+        return divide(tl.full(decode.shape, 1.0, tl.float32), decode), scale, decode
+    else:
+        encode = divide(tl.full(amax.shape, F.largest, tl.float32), float_of(amax))
+        if F.scale == "fp32_pow2":
+            encode = float_of(bits_of(encode) & INFINITY)
+        scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
+        scale = tl.where(amax > 0, scale, 0.0)
+        return encode, scale, scale
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Philox-4x32-10: uint32 counters, broadcast against each other, and scalar keys -> four uint32 [...]."""
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, _MULTIPLIER0), c0 * _MULTIPLIER0
+        high1, low1 = tl.umulhi(c2, _MULTIPLIER1), c2 * _MULTIPLIER1
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _WEYL0, k1 + _WEYL1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw_bits(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The 24-bit random integers of elements from (row, col) of x on: uint32 [ROWS, COLS].
+
+    words: key (two), row0 (low, high), col0 >> 2, of which F.phase is the rest, iteration, all as int32 bit patterns.
+    """
+    key0, key1, row0_low, row0_high, group0, iteration = words
+    k0, k1, c3 = key0.to(tl.uint32), key1.to(tl.uint32), iteration.to(tl.uint32)
+    start = row0_low.to(tl.uint32)
+    low = start + (row + tl.arange(0, ROWS)[:, None]).to(tl.uint32)
+    high = row0_high.to(tl.uint32) + (low < start).to(tl.uint32)
+    if F.phase == 0:  # four columns share a counter
+        group = group0.to(tl.uint32) + (col // 4 + tl.arange(0, COLS // 4)[None, :]).to(tl.uint32)
+        w0, w1, w2, w3 = _philox(group, low, high, c3, k0, k1)
+        bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+    else:
+        at = F.phase + col + tl.arange(0, COLS)[None, :]
+        w0, w1, w2, w3 = _philox(group0.to(tl.uint32) + (at >> 2).to(tl.uint32), low, high, c3, k0, k1)
+        word = at & 3
+        bits = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    return bits >> 8

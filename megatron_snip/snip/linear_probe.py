@@ -1,0 +1,170 @@
+"""The observer of one linear: what its backward passes show of every candidate format.
+
+Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
+
+    fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
+    wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
+    dgrad  E_d = Q(G) Q(W) - G W                           [T,K], in the residual stream's size where a norm was
+
+E_A = Q(A) - A.  The fprop form has no difference of nearly equal products, so GEMMs run in the compute dtype.
+T tokens, K input and N output channels.  Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import GEMMS, Operands
+from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.snip.residual import ResidualProbe
+
+#: Names of the six quantised operands, as statistics name them: "fprop/input", ...
+OPERANDS = tuple(f"{gemm}/{role}" for gemm in GEMMS for role in REDUCTION_DIM[gemm])
+#: Tensors whose Frobenius norms are measured.
+NORMS = ("X", "W", "Y", "G", "dX", "dW")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a linear stands: how tp splits it, on how many dp processes it is, the norm that gave its input if any."""
+
+    axis: Axis
+    column_parallel: bool
+    dp: int
+    norm: ResidualProbe | None
+
+
+class Sums:
+    """Named sums of one linear over microbatches, kept on the device until they are read once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor, share: float = 1.0) -> None:
+        """Add a scalar; share 0 where another process along tp counts it."""
+        value = value.double() * share
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def copy(self, name: str, to: str) -> None:
+        """Another name for a sum."""
+        self._sums[to] = self._sums[name]
+
+    def read(self) -> dict[str, float]:
+        """All sums by name, in one transfer."""
+        if not self._sums:
+            return {}
+        return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+
+
+def _weight_is_shared(fmt: str) -> bool:
+    """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
+    form = get_format(fmt)
+    return form.block_shape("weight", 0) == form.block_shape("weight", 1) and "weight" not in form.stochastic_roles
+
+
+def square(x: Tensor) -> Tensor:
+    """Squared Frobenius norm of x [...], float64 scalar."""
+    return torch.linalg.vector_norm(x, dtype=torch.float32).double().square()
+
+
+class LinearProbe:
+    """Sums what one linear's backward passes show.
+
+    ``sums`` holds scalars; ``token_sums`` one number a token and format, partial along tp until ``reduced``;
+    ``weight_error`` E_w [N,K] float32 of each format.  With ``loss_only`` no more than token_sums is computed.
+    """
+
+    def __init__(self, formats: Sequence[str], place: Place, *, loss_only: bool = False) -> None:
+        self.place, self.formats, self.loss_only = place, list(formats), loss_only
+        self.sums = Sums()
+        self.token_sums: dict[str, list[Tensor]] = {fmt: [] for fmt in formats}
+        self.weight_error: dict[str, Tensor] = {}
+        # along tp a tensor is either whole on every process, and counted once, or cut into shards
+        once = 1.0 if place.axis.is_first else 0.0
+        column = place.column_parallel
+        # and a weight is the same on all of dp and in every microbatch
+        self._share = {
+            "input": once if column else 1.0,
+            "weight": 1.0 / place.dp,
+            "grad_output": 1.0 if column else once,
+        }
+        self._seen = False
+        self._dgrad_share = once if column else 1.0
+
+    @torch.no_grad()
+    def backward(self, operands: Operands) -> None:
+        """Add one microbatch."""
+        x, w, g = operands.x, operands.w, operands.grad_output
+        dx = g @ w
+        grad_w = None if self.loss_only else g.T @ x
+        if not self.loss_only:
+            self._add_norms(x, w, g)
+            self._add_dgrad("signal", dx, operands)
+        for fmt in self.formats:
+            self._add_format(fmt, operands, dx, grad_w)
+        self._seen = True
+
+    def _add_format(self, fmt: str, operands: Operands, dx: Tensor, grad_w: Tensor | None) -> None:
+        x, w, g = operands.x, operands.w, operands.grad_output
+        qx, qw = self._cast(operands, "fprop", "input", fmt), self._cast(operands, "fprop", "weight", fmt)
+        products = (g @ (qw - w)).float() * qx + dx.float() * (qx - x)
+        self.token_sums[fmt].append(products.sum(dim=1))
+        if grad_w is None:
+            return
+        del qx, products
+        if _weight_is_shared(fmt):
+            for kind in ("error", "nonzero", "underflow", "saturated"):
+                self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
+        else:
+            qw = self._cast(operands, "dgrad", "weight", fmt)
+        self._add_dgrad(f"error/{fmt}", (self._cast(operands, "dgrad", "grad_output", fmt) @ qw).sub_(dx), operands)
+        qg, qx = self._cast(operands, "wgrad", "grad_output", fmt), self._cast(operands, "wgrad", "input", fmt)
+        error = (qg.T @ qx).sub_(grad_w)
+        if fmt in self.weight_error:
+            self.weight_error[fmt].add_(error)
+        else:
+            self.weight_error[fmt] = error.float()
+
+    def _add_norms(self, x: Tensor, w: Tensor, g: Tensor) -> None:
+        for name, role, tensor in (("X", "input", x), ("G", "grad_output", g)):
+            self.sums.add(f"norm/{name}", square(tensor), self._share[role])
+        self.sums.add("elements/G", torch.tensor(float(g.numel()), device=g.device), self._share["grad_output"])
+        if not self._seen:
+            self.sums.add("norm/W", square(w), self._share["weight"])
+
+    def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> Tensor:
+        """An operand in a format; counts its error, and the shares of its elements lost at both ends."""
+        q, saturated = operands.quantized_with_count(gemm, role, fmt)
+        if self.loss_only or (role == "weight" and self._seen):
+            return q
+        form = operands.call.form(gemm, role, fmt)
+        exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
+        if form is not None and form.transformed:
+            exact = hadamard(exact)
+        share, operand = self._share[role], f"{fmt}/{gemm}/{role}"
+        nonzero = exact != 0
+        self.sums.add(f"error/{operand}", square(q - exact), share)
+        self.sums.add(f"nonzero/{operand}", nonzero.sum(), share)
+        self.sums.add(f"underflow/{operand}", (nonzero & (q == 0)).sum(), share)
+        self.sums.add(f"saturated/{operand}", saturated, share)
+        return q
+
+    def _add_dgrad(self, name: str, dx: Tensor, operands: Operands) -> None:
+        """|dX|_F^2, of a linear behind a norm in the residual stream's size: dx [T,K], partial if column-parallel."""
+        if self.place.column_parallel and self.place.axis.size > 1:
+            dx = dx.float()
+            dist.all_reduce(dx, group=self.place.axis.group)
+        if name == "signal":
+            self.sums.add("norm/dX", square(dx), self._dgrad_share)
+        if self.place.norm is not None:
+            assert operands.call.key is not None, "the key tells the microbatch"
+            dx = self.place.norm.to_residual(dx, operands.call.key.row0)
+        self.sums.add(f"dgrad/{name}", square(dx), self._dgrad_share)

@@ -1,0 +1,197 @@
+"""What each linear may run in and what a plan must keep, as the command line says; the only reader of both.
+
+    --snip-options fp8,fp4 --snip-granularity gemm --snip-fix "layers.0.*=fp8,layers.*.down_proj=bf16"
+    -> Choices(options [O], ties [L], fixed [L], reserved [O]) -> SolveRequest
+
+Convention: columns of the matrices are options; formats of --snip-fix that are no option of the others are
+columns at the end, reserved for the linears fixed to them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.snip.cost import LinearShape, efficiency, fused_ties, linear_options, modelled_time, stages
+from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
+from megatron_snip.snip.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.solver import SolveRequest
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Columns of the matrices, and who may take them.
+
+    ties [L] as in ilp.solve, or None; fixed [L]: index of the option that a linear is fixed to, -1 where free;
+    reserved [O]: true for options that only linears fixed to them take.
+    """
+
+    options: tuple[LinearPrecision, ...]
+    ties: Ints | None
+    fixed: Ints
+    reserved: NDArray[np.bool_]
+
+    @property
+    def free(self) -> list[LinearPrecision]:
+        """Options that a linear may pick."""
+        return [option for option, taken in zip(self.options, self.reserved) if not taken]
+
+    @property
+    def formats(self) -> set[str]:
+        """All formats of all options."""
+        return {getattr(option, gemm) for option in self.options for gemm in GEMMS}
+
+    @property
+    def measure(self) -> str:
+        """What a target counts; see ``measure_of``."""
+        return measure_of(self.free)
+
+
+def measure_of(options: Sequence[LinearPrecision]) -> str:
+    """What a target counts: FP4's share of the FLOPs; modelled time where BF16 is an option, as FP8 then saves."""
+    return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
+
+
+def read_choices(snip: SnipConfig, names: Sequence[str]) -> Choices:
+    """--snip-options, --snip-granularity and --snip-fix for linears of these names.
+
+    Raises ValueError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
+    granularity ties.
+    """
+    free = linear_options([text.strip() for text in snip.snip_options.split(",")], snip.snip_granularity)
+    fixes = read_fixes(snip.snip_fix, names)
+    options = tuple(dict.fromkeys([*free, *fixes.values()]))
+    ties = fused_ties(names) if snip.snip_granularity == "fused" else None
+    fixed = np.array([options.index(fixes[name]) if name in fixes else -1 for name in names], np.int64)
+    if ties is not None:
+        fixed = _fix_whole_ties(ties, fixed, names, options)
+    return Choices(options, ties, fixed, np.arange(len(options)) >= len(free))
+
+
+def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
+    """Linear -> the precision that "PATTERN=PRECISION,..." fixes it to; patterns are names or globs.
+
+    Raises ValueError for a part that cannot be read, a pattern that matches no linear, and two that disagree.
+    """
+    fixes: dict[str, tuple[str, LinearPrecision]] = {}
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        pattern, equals, wanted = (word.strip() for word in part.partition("="))
+        if not (pattern and equals and wanted):
+            raise ValueError(f"--snip-fix part {part!r} cannot be read; write PATTERN=PRECISION, as layers.0.*=fp8")
+        try:
+            precision = LinearPrecision.parse(wanted)
+        except ValueError as error:
+            raise ValueError(f"--snip-fix part {part!r}: {error}") from None
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
+            raise ValueError(f"--snip-fix pattern {pattern!r} matches no linear; names are such as {near}")
+        for name in matched:
+            before = fixes.setdefault(name, (part, precision))
+            if before[1] != precision:
+                raise ValueError(f"--snip-fix parts {before[0]!r} and {part!r} disagree on {name}; narrow one of them")
+    return {name: precision for name, (_, precision) in fixes.items()}
+
+
+def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequence[LinearPrecision]) -> Ints:
+    """A fix of one linear holds for all that are tied to it."""
+    fixed = fixed.copy()
+    for tie in np.unique(ties[ties >= 0]):
+        rows = np.flatnonzero(ties == tie)
+        wanted = sorted(set(fixed[rows].tolist()) - {-1})
+        if len(wanted) > 1:
+            said = ", ".join(f"{names[row]}={options[fixed[row]]}" for row in rows.tolist() if fixed[row] >= 0)
+            raise ValueError(
+                f"--snip-granularity fused ties linears that --snip-fix fixes to different precisions: {said}; "
+                "fix them alike, or choose granularity linear"
+            )
+        fixed[rows] = wanted[0] if wanted else -1
+    return fixed
+
+
+def read_times(snip: SnipConfig) -> GemmTimes:
+    """--gemm-times, or the nominal ones.  Raises ValueError for a file that cannot be used."""
+    return GemmTimes.load(snip.gemm_times) if snip.gemm_times else NOMINAL
+
+
+def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
+    """``read_choices``, and ValueError too for a table without their formats or a target beyond them."""
+    choices = read_choices(snip, [shape.name for shape in shapes])
+    times = read_times(snip)
+    times.check(choices.formats)
+    saved = efficiency(shapes, choices.options, choices.measure, times)
+    most = float(saved[:, ~choices.reserved].max(axis=1).sum())
+    if snip.snip_target > most * (1 + 1e-9):
+        raise ValueError(
+            f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
+            "lower it or add an option"
+        )
+    try:
+        check_target(
+            saved,
+            snip.snip_target,
+            stage=stages(shapes) if snip.stage_constraint == "each" else None,
+            ties=choices.ties,
+            fixed=choices.fixed,
+            reserved=choices.reserved,
+        )
+    except InfeasibleTarget as error:
+        raise ValueError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}") from None
+    return choices
+
+
+def solve_request(
+    snip: SnipConfig,
+    shapes: Sequence[LinearShape],
+    choices: Choices,
+    quality_loss: NDArray[np.float64],
+    *,
+    times: GemmTimes = NOMINAL,
+    held: Ints | None = None,
+    current: Mapping[str, LinearPrecision] | None = None,
+) -> SolveRequest:
+    """What the solver is asked; quality_loss [L, O] over ``choices.options``.
+
+    held [L]: options of linears that cannot be judged, -1 elsewhere; --snip-fix goes first, and what is tied to
+    one is held with it.  current: precisions in force, which --snip-churn makes it cost to leave.
+    """
+    fixed = choices.fixed if held is None else _with_held(choices, held)
+    by_stage = snip.stage_constraint != "none"
+    column = {option: index for index, option in enumerate(choices.options)}
+    now = None if current is None else np.array([column.get(current[shape.name], -1) for shape in shapes], np.int64)
+    return SolveRequest(
+        quality_loss=quality_loss,
+        efficiency=efficiency(shapes, choices.options, choices.measure, times),
+        target=snip.snip_target,
+        stage=stages(shapes) if by_stage else None,
+        time=modelled_time(shapes, choices.options, times) if snip.stage_constraint == "makespan" else None,
+        ties=choices.ties,
+        fixed=fixed if (fixed >= 0).any() else None,
+        reserved=choices.reserved if choices.reserved.any() else None,
+        current=now if snip.snip_churn > 0 else None,
+        churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
+    )
+
+
+def _with_held(choices: Choices, held: Ints) -> Ints:
+    fixed = np.where(choices.fixed >= 0, choices.fixed, held)
+    for tie in () if choices.ties is None else np.unique(choices.ties[choices.ties >= 0]):
+        rows = np.flatnonzero(choices.ties == tie)
+        fixed[rows] = fixed[rows].max()  # of one tie all fixed are fixed alike, and so are all held
+    return fixed
+
+
+def changed_gemms(options: Sequence[LinearPrecision]) -> NDArray[np.float64]:
+    """[O, O]: share of a linear's three GEMMs whose format differs between two options."""
+    return np.array(
+        [[sum(getattr(a, gemm) != getattr(b, gemm) for gemm in GEMMS) / len(GEMMS) for b in options] for a in options]
+    )

@@ -1,0 +1,180 @@
+"""Runs the Triton kernels in Triton's interpreter, on CPU, against the specification: bit for bit, on small tensors.
+
+``python -m tests.unit.quant.kernels.interpreted`` with TRITON_INTERPRET=1, which triton reads when it is imported;
+test_triton_cast.py starts it in a process of its own.  Prints what differs and exits 1 if anything does.
+
+The interpreter (3.6 and 3.9) rounds conversions to bf16 and FP8 with ties away from zero, and truncates subnormal
+results, so that here torch converts, as the instructions do: to nearest even, FP8 saturating.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
+from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.scales import tensor_scale
+from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
+
+KEY = RoundingKey(seed=-5, iteration=2**32 - 1, stream=3, row0=2**32 - 3, col0=2**33 + 8)
+OUTPUTS: tuple[Output, ...] = ("values", "codes", "operand")
+SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
+
+
+class Case(NamedTuple):
+    """One call of the cast; fp8: whether the device converts to FP8."""
+
+    x: torch.Tensor
+    forms: list[Form]
+    outputs: list[Output]
+    fp8: bool
+
+
+_convert = interpreter._convert_float
+
+
+def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
+    """``interpreter._convert_float`` with the rounding of the device's instructions."""
+    if (source, target) == (tl.bfloat16, tl.float32):
+        return torch.from_numpy(array.astype(np.int32) << 16).view(torch.float32).numpy()
+    if source != tl.float32:
+        return _convert(array, source, target, rounding)
+    x = torch.from_numpy(np.array(array).view(np.float32))
+    if target == tl.bfloat16:
+        return x.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    dtype = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}[target]
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).view(torch.uint8).numpy()
+
+
+def differences(made: Sequence[Cast], expected: Sequence[Cast], outputs: Sequence[Output]) -> Iterator[str]:
+    """Which parts of which forms are not the same bits, operands in the same layout."""
+    for number, (one, other, output) in enumerate(zip(made, expected, outputs, strict=True)):
+        for part in ("values", "scales", "saturated"):
+            ours, theirs = getattr(one, part), getattr(other, part)
+            if ours is None or theirs is None:
+                if ours is not theirs:
+                    yield f"form {number}: {part} is there in one only"
+            elif ours.dtype != theirs.dtype or ours.shape != theirs.shape or not torch.equal(bits(ours), bits(theirs)):
+                yield f"form {number}: {part}"
+            elif output != "operand" and not ours.is_contiguous():
+                yield f"form {number}: {part} is not stored by rows"
+            elif output == "operand" and ours.ndim == 2 and min(ours.shape) > 1 and ours.stride() != theirs.stride():
+                yield f"form {number}: layout of {part}, {ours.stride()} against {theirs.stride()}"
+
+
+def plain(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
+    """A form of a format's name, of x itself where the format would transform it first."""
+    return Form(get_format(fmt), role, dim, key).without_transform()
+
+
+def every_format() -> Iterator[Case]:
+    """Every format, side and rounding; outputs, dtypes and kinds of operands take turns."""
+    turn = itertools.count()
+    names = [name for name in format_names() if get_format(name).quantised] + ["e3m4", "e6m1"]
+    for name, (role, dim) in itertools.product(names, SIDES):
+        forms = [plain(name, role, dim, key) for key in (None, KEY)]
+        outputs = [output for output in OUTPUTS if output != "operand" or forms[0].element.carrier is not None]
+        n = next(turn)
+        shape = (131, 40) if forms[0].block[0] > 32 else (35, 136)
+        x = operands(shape, (torch.bfloat16, torch.float32)[n // 2 % 2])[n % 5]
+        yield Case(x, forms, [outputs[n % len(outputs)], outputs[(n + 1) % len(outputs)]], fp8=n % 2 == 0)
+
+
+def pairs() -> Iterator[Case]:
+    """Two directions from one read, whole tiles, special values in all, and positions of every kind."""
+    ends = RoundingKey(0, 0, 0, 2**63 - 200, 2**34 - 128)
+    shifted = [RoundingKey(7, 3, 2**63, 2**40, 4 * 5 + phase) for phase in (1, 2, 3)]
+    for number, (one, other, key) in enumerate(
+        [
+            ("fp8", "fp8", None),
+            ("fp4", "fp4", shifted[0]),
+            ("mxfp8", "fp8_e5m2", shifted[1]),
+            ("nvfp4", "mxfp4", shifted[2]),
+            ("fp4_pow2", "nvfp4", ends),
+        ]
+    ):
+        forms = [plain(one, "grad_output", 1, key), plain(other, "grad_output", 0, key)]
+        for output in OUTPUTS:
+            x = operands((128, 128), torch.bfloat16)[1]
+            yield Case(x, forms, [output, output], fp8=number % 2 == 0)
+
+
+def odd_ones() -> Iterator[Case]:
+    """Layouts and mixtures that a launch has to see through."""
+    wide = operands((40, 300), torch.float32)[1]
+    forms = [plain("fp8", "input", 1), plain("fp4", "input", 0)]
+    for x in (wide.T, wide[:, 5:300], wide[::2, ::3], wide[:1].expand(33, -1), wide[:1, :1], wide[:, :1]):
+        yield Case(x, forms, ["codes", "operand"], fp8=True)
+    for unit in (1.0, 1.2345, 1.7, 0.0123, 987.6, 3.3e-5):
+        x = scale_ties(float(torch.tensor(unit).bfloat16()))
+        yield Case(x, [plain("nvfp4", "input", 1)], ["codes"], fp8=True)
+    yield Case(draw_ties(KEY), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
+    half = Format("half", get_format("fp8").element, tile=64, weight_block=64)
+    tall = [Form(half, "input", 0), plain("fp8", "weight", 1), plain("mxfp8", "input", 0), Form(half, "weight", 0)]
+    yield Case(operands((130, 20), torch.bfloat16)[1], tall, ["codes"] * 4, fp8=True)
+    tiny = Format("tiny", get_format("fp4").element, tile=4, weight_block=2, scale="e8m0")
+    small = [Form(tiny, "input", 1), Form(tiny, "weight", 0)]
+    yield Case(operands((9, 20), torch.float32)[4], small, ["values", "codes"], fp8=False)
+
+
+def cast_differences(case: Case) -> list[str]:
+    """How the kernel differs from the specification."""
+    amax = finite_amax(case.x)
+    with mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8):
+        made = triton_cast.cast(case.x, case.forms, case.outputs, amax)
+    found = differences(made, cast_reference(case.x, case.forms, case.outputs, amax), case.outputs)
+    forms = [f"{form.fmt.name} {form.role} {form.dim}" for form in case.forms]
+    return [f"{forms} {case.outputs} {case.x.dtype} {list(case.x.shape)} fp8 {case.fp8}: {what}" for what in found]
+
+
+def dequantised() -> Iterator[str]:
+    """Where dequantisation differs: every byte as a code, in codes by rows and by columns."""
+    for name in ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4", "e6m1"):
+        form = plain(name, "input", 0)
+        x = operands((256, 6), torch.float32)[4]
+        made = cast_reference(x, [form], ["codes"], finite_amax(x))[0]
+        codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 6)
+        whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
+        assert made.scales is not None
+        for dtype, layout in itertools.product((torch.bfloat16, torch.float32), (codes, codes.T.contiguous().T)):
+            quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)
+            ours, expected = triton_cast.dequantize(quantized, dtype), quantized.dequantize(dtype)
+            if ours.dtype != dtype or not torch.equal(bits(ours), bits(expected)):
+                yield f"dequantize {name} {dtype} {layout.stride()}"
+
+
+def largest() -> Iterator[str]:
+    """Where the largest magnitude differs."""
+    for x in (*operands((130, 259), torch.bfloat16), torch.full((3, 5), -float("inf")), -torch.ones(4, 4).T):
+        if not torch.equal(triton_cast.finite_amax(x), finite_amax(x)):
+            yield f"finite_amax {x.dtype} {list(x.shape)}"
+
+
+def main() -> int:
+    """Compare everything; 0 if nothing differs."""
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
+    count, problems = 0, []
+    with mock.patch.object(interpreter, "_convert_float", convert):
+        for case in itertools.chain(every_format(), pairs(), odd_ones()):
+            count += 1
+            problems += cast_differences(case)
+        problems += [*dequantised(), *largest()]
+    print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

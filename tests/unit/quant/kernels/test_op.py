@@ -1,0 +1,114 @@
+"""The custom operators: what compilers and fake tensors see of the casts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.quant import RoundingKey, dequantize, fake_quantize, quantize
+from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.kernels import op
+
+KEY = RoundingKey(seed=2**64 + 5, iteration=3, stream=2**64 - 1, row0=2**33, col0=7)
+OUTPUTS: tuple[Output, ...] = ("values", "codes", "operand")
+FORMATS = [get_format(name) for name in (*format_names(), "e3m2") if name != "bf16"]
+CUSTOM = Format(name="custom", element=get_format("e3m2").element, tile=24, weight_block=40, scale="fp32_pow2")
+
+
+def all_forms() -> list[Form]:
+    """Every format by tiles of both dims and as a weight, nearest and stochastic."""
+    return [
+        Form(fmt, role, dim, key)
+        for fmt in (*FORMATS, CUSTOM)
+        if not fmt.hadamard
+        for role, dim in (("input", 1), ("input", 0), ("weight", 0))
+        for key in (None, KEY)
+    ]
+
+
+def traced(x: torch.Tensor, forms: list[Form], outputs: list[Output]) -> list[Cast]:
+    """The casts of x through the operator."""
+    compiled = torch.compile(op.cast, fullgraph=True, backend="eager")
+    return compiled(x, forms, outputs, finite_amax(x))
+
+
+@pytest.mark.parametrize("form", all_forms(), ids=lambda f: f"{f.fmt.name}-{f.role}{f.dim}-{f.key is not None}")
+def test_a_forms_integers_name_the_same_form(form):
+    numbers = [*op._numbers(form, "codes"), *op._numbers(CUSTOM_FORM, "operand")]
+    (back, other), outputs = op._forms(numbers)
+    assert len(numbers) == 2 * op._FIELDS and outputs == ["codes", "operand"]
+    assert (back.element, back.block, back.fmt.scale, back.dim) == (
+        form.element,
+        form.block,
+        form.fmt.scale,
+        form.dim,
+    )
+    assert (other.element, other.block, other.key) == (CUSTOM.element, CUSTOM_FORM.block, None)
+    if form.key is None:
+        assert back.key is None
+    else:
+        assert back.key is not None
+        assert back.key.words == form.key.words
+        assert (back.key.iteration, back.key.row0, back.key.col0) == (3, 2**33, 7)
+
+
+CUSTOM_FORM = Form(CUSTOM, "input", 0)
+
+
+def test_the_operator_gives_the_specifications_casts():
+    torch._dynamo.reset()
+    x = torch.randn(50, 150).bfloat16()
+    forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4"), "input", 0, KEY), CUSTOM_FORM]
+    for outputs in ([*OUTPUTS], ["operand", "codes", "values"]):
+        for got, want in zip(traced(x, forms, outputs), cast_reference(x, forms, outputs, finite_amax(x)), strict=True):
+            for one, other in zip(got[:3], want[:3], strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fake_tensors_have_the_casts_shapes_and_strides(output, dim):
+    form = Form(get_format("mxfp4"), "input", dim)
+    want = cast_reference(torch.randn(70, 150), [form], [output])[0]
+    with FakeTensorMode():
+        got = op.cast(torch.empty(70, 150), [form], [output], None)[0]
+    for fake, real in zip(got[:3], want[:3], strict=True):
+        assert (fake is None) == (real is None)
+        assert fake is None or (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_fake_tensors_go_through_the_public_functions():
+    with FakeTensorMode():
+        x = torch.empty(256, 256, dtype=torch.bfloat16)
+        assert fake_quantize(x, "nvfp4", role="input", dim=1).shape == (256, 256)
+        codes = quantize(x, "mxfp8", role="input", dim=1)
+        assert codes.scales.shape == (256, 8)
+        assert dequantize(codes, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_without_a_break_in_the_graph(backend):
+    def both_ways(x: torch.Tensor, key: RoundingKey) -> torch.Tensor:
+        y = fake_quantize(x, "fp8", role="input", dim=1) + fake_quantize(x, "fp4", role="grad_output", dim=0, key=key)
+        y = y + fake_quantize(x, "nvfp4", role="weight", dim=1)
+        return y + dequantize(quantize(x, "mxfp8", role="input", dim=0), torch.bfloat16)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both_ways, fullgraph=True, backend=backend)
+    x = torch.randn(48, 130).bfloat16()
+    for iteration in range(3):
+        key = RoundingKey(2**64 + 5, iteration, 2**64 - 1 - iteration, row0=7 * iteration, col0=iteration)
+        assert torch.equal(compiled(x, key), both_ways(x, key))
+    weight = x.clone().requires_grad_()
+    assert not compiled(weight, KEY).requires_grad
+
+
+def test_dequantize_gives_the_specifications_values():
+    x = torch.randn(33, 77)
+    for name in ("fp4", "nvfp4", "bf16"):
+        codes = quantize(x.bfloat16(), name, role="input", dim=0)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            assert torch.equal(dequantize(codes, dtype), codes.dequantize(dtype))

@@ -1,0 +1,93 @@
+"""The Triton kernels give the specification's bits in Triton's interpreter, and are taken only where they can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_snip.formats import Format, get_format
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Form
+from megatron_snip.quant.kernels import triton_cast
+
+ROOT = Path(__file__).resolve().parents[4]
+with_triton = pytest.mark.skipif(not triton_cast.installed(), reason="triton is not installed; pip install triton")
+
+
+@with_triton
+@pytest.mark.slow
+def test_same_bits_as_the_specification_in_the_interpreter():
+    command = [sys.executable, "-m", "tests.unit.quant.kernels.interpreted"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and " casts, 0 differences" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def on_a_gpu(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a tensor on a GPU, as far as ``takes`` looks at it."""
+    return SimpleNamespace(is_cuda=True, numel=x.numel, shape=x.shape, device=x.device)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton_cast, "installed", lambda: True)
+    monkeypatch.setattr(triton_cast, "Tensor", SimpleNamespace)
+    return monkeypatch
+
+
+def form(role: str = "input", **fmt: object) -> Form:
+    return Form(Format("test", get_format("fp8").element, **fmt), role, 0)
+
+
+def test_takes_what_it_can_run(hopper):
+    x = on_a_gpu(torch.ones(64, 64))
+    assert triton_cast.takes(x, [form(), form("weight")], ["values", "operand"])
+    assert triton_cast.takes(x, [Form(get_format("fp4"), "input", 1, RoundingKey(1, 2, 3))], ["operand"])
+    assert not triton_cast.takes(x, [form(), form(tile=24)], ["codes", "codes"])
+    assert not triton_cast.takes(x, [form("weight", weight_block=256)], ["codes"])
+    assert not triton_cast.takes(x, [Form(get_format("nvfp4_rht"), "input", 0)], ["codes"])
+    assert not triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["operand"])
+    assert triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["codes"])
+    assert not triton_cast.takes(on_a_gpu(torch.ones(0, 64)), [form()], ["codes"])
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert not triton_cast.takes(x, [form()], ["codes"])
+
+
+def test_takes_nothing_without_triton_or_elsewhere(hopper):
+    x = on_a_gpu(torch.ones(64, 64))
+    assert triton_cast.takes(x, [form()], ["codes"]) and triton_cast.takes_amax(x)
+    hopper.setattr(torch.version, "hip", "7.0")
+    assert not triton_cast.takes(x, [form()], ["codes"])
+    hopper.undo()
+    assert not triton_cast.takes(torch.ones(64, 64), [form()], ["codes"])
+    hopper.setattr(importlib.util, "find_spec", lambda name: None)
+    triton_cast.installed.cache_clear()
+    try:
+        assert not triton_cast.installed()
+    finally:
+        hopper.undo()
+        triton_cast.installed.cache_clear()
+
+
+def test_the_package_works_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from megatron_snip.quant import fake_quantize\n"
+        "assert fake_quantize(torch.ones(3, 5), 'fp8', role='input', dim=1).sum() == 15"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_words_of_a_key_are_its_bits():
+    key = RoundingKey(seed=1, iteration=2**32 - 1, stream=3, row0=2**40 + 2**31, col0=2**34 - 1)
+    words = [word & 0xFFFFFFFF for word in triton_cast._words(key)]
+    assert words == [*key.words, 2**31, 2**8, 2**32 - 1, 2**32 - 1]
+    assert all(-(2**31) <= word < 2**31 for word in triton_cast._words(key))

@@ -1,0 +1,185 @@
+"""The Triton kernels compile for Hopper and Blackwell without a GPU, and what the compiler made of them.
+
+Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
+have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4, all three scale rules and
+fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
+float32; whole and ragged tiles; dequantisation and the largest magnitude.  On sm_100a: the pairs alone.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; pip install triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import RoundingKey, quantize
+from megatron_snip.quant.cast import Form
+from megatron_snip.quant.kernels import triton_cast, triton_kernels
+
+KEY = RoundingKey(1, 2, 3)
+SHIFTED = RoundingKey(1, 2, 3, col0=2)
+HOPPER, BLACKWELL = 90, 100
+# Products and sums without .rn are free to be fused later; approximate division; subnormal numbers flushed to 0.
+FORBIDDEN = re.compile(r"\bfma\.rn\.\w+|\b(?:mul|add|sub)\.\w*f32\w*|div\.full|div\.approx|rcp\.approx|\.ftz")
+
+
+class NoDevice:
+    """What triton asks of a device before it launches, without one."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiled:
+    """Stands in for a kernel: ``kernel[grid](...)`` compiles and keeps the result."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.results = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.results.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """A function (kernel name, capability, call) that returns what the call would have launched there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_cast, "_converts_fp8", lambda device: True)
+
+    def compile_(name: str, capability: int, call: Any) -> Any:
+        kernel = Compiled(getattr(triton_kernels, name))
+        with mock.patch.object(triton_kernels, name, kernel):
+            driver.set_active(NoDevice(capability))
+            try:
+                call()
+            finally:
+                driver.set_active(None)  # triton looks for a device anew when it needs one
+        (result,) = kernel.results
+        assert f".target sm_{capability}a" in result.asm["ptx"] and result.asm["cubin"]
+        return result
+
+    return compile_
+
+
+def form(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
+    return Form(get_format(fmt), role, dim, key)
+
+
+def ptx(compiled: Any, forms: list[Form], output: str, capability: int = HOPPER, **x: Any) -> str:
+    """The PTX of a cast, clean of arithmetic that rounds otherwise than the specification's."""
+    operand = torch.empty(x.get("shape", (256, 512)), dtype=x.get("dtype", torch.bfloat16))
+    outputs: list[Any] = [output] * len(forms)
+    result = compiled("cast_kernel", capability, lambda: triton_cast.cast(operand, forms, outputs, torch.ones(())))
+    text: str = result.asm["ptx"]
+    assert not FORBIDDEN.search(text), FORBIDDEN.search(text)
+    return text
+
+
+ONE_FORM = [
+    ("fp8", "input", 1, None, "values"),
+    ("fp8", "input", 0, None, "operand"),
+    ("fp8", "weight", 1, None, "codes"),
+    ("fp8_e5m2", "grad_output", 1, None, "codes"),
+    ("fp8_pow2", "input", 1, None, "values"),
+    ("fp4", "weight", 0, None, "operand"),
+    ("fp4", "grad_output", 1, KEY, "values"),
+    ("fp4", "grad_output", 0, SHIFTED, "codes"),
+    ("mxfp8", "weight", 1, None, "codes"),
+    ("mxfp4", "input", 0, None, "codes"),
+    ("nvfp4", "weight", 1, None, "codes"),
+    ("nvfp4", "grad_output", 1, KEY, "operand"),
+]
+
+
+@pytest.mark.parametrize("case", ONE_FORM, ids=lambda case: f"{case[0]}-{case[1]}{case[2]}-{case[4]}")
+def test_one_form(compiled, case):
+    fmt, role, dim, key, output = case
+    text = ptx(compiled, [form(fmt, role, dim, key)], output)
+    # The specification's divisions: fp32 scales divide twice, an E8M0 scale not at all.
+    assert ("div.rn.f32" in text) == (get_format(fmt).scale != "e8m0")
+    assert ("cvt.rn.bf16x2.f32" in text) == (output == "values")
+    by_instruction = "cvt.rn.satfinite" in text and fmt not in ("fp4", "nvfp4")  # which are rounded, then carried
+    assert by_instruction or "min.NaN.f32" in text, "NaN stays NaN"
+    assert bool(re.search(r"st\.global\.v4\.b32", text)), "codes and values are stored by 16 bytes"
+    assert bool(re.search(r"ld\.global\.v4\.b32", text)), "x is read by 16 bytes"
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4"])
+def test_two_forms(compiled, fmt, capability):
+    key = KEY if fmt == "fp4" else None
+    output = "values" if fmt == "nvfp4" else "operand"
+    text = ptx(compiled, [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)], output, capability)
+    if output == "operand":
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
+
+
+def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
+    text = ptx(compiled, [form("fp8_e5m2", "input", 1)], "codes", dtype=torch.float32)
+    assert "cvt.rn.satfinite.e5m2x2.f32" in text
+
+
+@pytest.mark.parametrize("output", ["values", "operand"])
+def test_ragged_float32(compiled, output):
+    ptx(compiled, [form("fp8", "input", 1), form("fp8", "input", 0)], output, shape=(131, 77), dtype=torch.float32)
+
+
+def test_new_random_bits_need_no_new_kernel(compiled):
+    keys = [RoundingKey(0, 0, 0), RoundingKey(1, 2**32 - 1, 3, 2**40 + 16, 2**33), RoundingKey(5, 1, 6, 1, 4)]
+    operand = torch.empty(64, 256, dtype=torch.bfloat16)
+    kernels = set()
+    for key in keys:
+        call = partial(triton_cast.cast, operand, [form("mxfp4", "grad_output", 1, key)], ["codes"], None)
+        kernels.add(compiled("cast_kernel", HOPPER, call).hash)
+    assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+def test_dequantisation(compiled, fmt):
+    codes = quantize(torch.ones(128, 256), fmt, role="input", dim=0)
+    result = compiled("dequantize_kernel", HOPPER, lambda: triton_cast.dequantize(codes, torch.bfloat16))
+    assert not FORBIDDEN.search(result.asm["ptx"])
+
+
+def test_largest_magnitude(compiled):
+    result = compiled("amax_kernel", HOPPER, lambda: triton_cast.finite_amax(torch.ones(64, 64)))
+    assert "red.global" in result.asm["ptx"] or "atom.global" in result.asm["ptx"]
+
+
+@triton.jit
+def fused_kernel(x, out):
+    at = tl.arange(0, 128)
+    value = tl.load(x + at)
+    tl.store(out + at, value * 3.0 + 1.0 / value)
+
+
+def test_a_fused_multiply_add_would_be_seen(compiled, monkeypatch):
+    """The assertion on the code is alive: this is what the compiler makes of plain ``*``, ``+`` and ``/``."""
+    monkeypatch.setattr(triton_kernels, "fused_kernel", fused_kernel, raising=False)
+    x = torch.ones(128)
+    result = compiled("fused_kernel", HOPPER, lambda: triton_kernels.fused_kernel[(1,)](x, x, enable_fp_fusion=True))
+    assert set(FORBIDDEN.findall(result.asm["ptx"])) == {"fma.rn.f32", "div.full"}

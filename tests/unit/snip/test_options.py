@@ -1,0 +1,196 @@
+"""What the command line lets linears take: granularity, fixes, constraints; each error named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.gemm_times import GemmTimes
+from megatron_snip.snip.options import (
+    changed_gemms,
+    check_choices,
+    measure_of,
+    read_choices,
+    read_fixes,
+    read_times,
+    solve_request,
+)
+
+KINDS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+NAMES = [f"layers.{i}.{kind}" for i in range(12) for kind in KINDS]
+SHAPES = [LinearShape(name, 128, 128, stage=int(name.split(".")[1]) // 6) for name in NAMES]
+BF16, FP8, FP4 = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4"))
+
+
+def solved(snip: SnipConfig, quality=None, **more):
+    """Precision by name of what the options' request solves to; Q falls with the linear's number."""
+    choices = check_choices(snip, SHAPES)
+    if quality is None:
+        lost = np.array([sum(f == "fp4" for f in (o.fprop, o.dgrad, o.wgrad)) for o in choices.options])
+        quality = np.arange(len(NAMES), 0, -1)[:, None] * lost
+    found = solve_request(snip, SHAPES, choices, quality.astype(float), **more).solve()
+    return {name: choices.options[o] for name, o in zip(NAMES, found.choice)}
+
+
+def test_granularity_makes_options_and_ties():
+    linear = read_choices(SnipConfig(), NAMES)
+    assert linear.options == (FP8, FP4) and linear.ties is None and not linear.reserved.any()
+    assert (linear.fixed == -1).all() and linear.formats == {"fp8", "fp4"} and linear.measure == "fp4"
+    gemm = read_choices(SnipConfig(snip_granularity="gemm", snip_options="bf16, fp8,fp4"), NAMES)
+    assert len(gemm.options) == 27 and gemm.ties is None and gemm.measure == "time"
+    fused = read_choices(SnipConfig(snip_granularity="fused"), NAMES)
+    assert fused.options == (FP8, FP4) and fused.ties[:7].tolist() == [0, 0, 0, -1, 1, 1, -1]
+    assert measure_of([FP8]) == "fp4" and measure_of([FP8, LinearPrecision.parse("bf16/fp8/fp8")]) == "time"
+
+
+def test_fused_linears_get_one_precision_in_every_stage():
+    for constraint in ("none", "each", "makespan"):
+        plan = solved(SnipConfig(snip_granularity="fused", snip_target=0.4, snip_stage_constraint=constraint))
+        for i in range(12):
+            for group in (KINDS[:3], KINDS[4:6]):
+                assert len({plan[f"layers.{i}.{kind}"] for kind in group}) == 1
+        in_fp4 = [sum(plan[name] == FP4 for name in NAMES[half : half + 42]) / 42 for half in (0, 42)]
+        assert sum(in_fp4) >= 0.8 and (constraint == "none" or min(in_fp4) >= 0.4), (constraint, in_fp4)
+        assert constraint != "none" or min(in_fp4) < 0.4, "else the constraint shows nothing"
+
+
+def test_fixes_by_name_and_glob():
+    fixes = read_fixes(" layers.*.down_proj = bf16, layers.3.mlp.up_proj=fp4/fp8/fp4, ", NAMES)
+    assert len(fixes) == 13 and fixes["layers.3.mlp.up_proj"] == LinearPrecision.parse("fp4/fp8/fp4")
+    assert {precision for name, precision in fixes.items() if name.endswith("down_proj")} == {BF16}
+    assert read_fixes("", NAMES) == {}
+    one = read_fixes("layers.1.mlp.*=fp8", NAMES)
+    assert one == {f"layers.1.{kind}": FP8 for kind in KINDS[4:]}, "not layers.10 and layers.11"
+    assert len(read_fixes("layers.1*.mlp.up_proj=fp8", NAMES)) == 3
+    assert read_fixes("layers.0.mlp.up_proj=fp8,layers.0.*=fp8", NAMES).keys() == set(NAMES[:7])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers.0", "--snip-fix part 'layers.0' cannot be read; write PATTERN=PRECISION"),
+        ("layers.0.*=", "--snip-fix part 'layers.0.*=' cannot be read"),
+        ("=fp8", "--snip-fix part '=fp8' cannot be read"),
+        ("layers.0.*=fp9", "--snip-fix part 'layers.0.*=fp9': fprop: unknown format 'fp9'"),
+        (
+            "layers.0.mlp.upproj=fp8",
+            "pattern 'layers.0.mlp.upproj' matches no linear; names are such as layers.0.mlp.up",
+        ),
+        ("layers.99.*=fp8", "--snip-fix pattern 'layers.99.*' matches no linear; names are such as layers."),
+        (
+            "layers.0.*=fp8,*.down_proj=bf16",
+            "parts 'layers.0.*=fp8' and '*.down_proj=bf16' disagree on layers.0.mlp.down_proj; narrow one",
+        ),
+    ],
+)
+def test_fixes_that_cannot_be_kept(text, said):
+    with pytest.raises(ValueError) as caught:
+        read_choices(SnipConfig(snip_fix=text), NAMES)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_format_for_fixed_linears_alone():
+    """bf16 costs nothing: were it open to the others, all would take it, and the target would count time."""
+    snip = SnipConfig(snip_fix="layers.0.*=bf16,layers.11.*=fp8", snip_target=0.5)
+    choices = read_choices(snip, NAMES)
+    assert choices.options == (FP8, FP4, BF16) and choices.reserved.tolist() == [False, False, True]
+    assert choices.free == [FP8, FP4] and choices.measure == "fp4"
+    plan = solved(snip)
+    assert {name for name, precision in plan.items() if precision == BF16} == set(NAMES[:7])
+    assert {plan[name] for name in NAMES[-7:]} == {FP8}
+    assert sum(precision == FP4 for precision in plan.values()) == 42
+
+
+def test_a_fix_holds_for_all_that_is_tied():
+    fused = SnipConfig(snip_granularity="fused", snip_fix="layers.2.self_attn.k_proj=bf16", snip_target=0.5)
+    plan = solved(fused)
+    assert [name for name, precision in plan.items() if precision == BF16] == NAMES[14:17]
+    with pytest.raises(ValueError, match=r"fused ties .*q_proj=fp8, layers.2.self_attn.k_proj=fp4; fix them alike"):
+        fix = "layers.2.*.q_proj=fp8,layers.2.*.k_proj=fp4"
+        read_choices(SnipConfig(snip_granularity="fused", snip_fix=fix), NAMES)
+
+
+def test_held_linears_yield_to_fixes_and_hold_their_ties():
+    held = np.full(len(NAMES), -1)
+    held[[0, 1, 8]] = 0
+    fix = SnipConfig(snip_fix="layers.0.self_attn.q_proj=bf16", snip_target=0.5)
+    choices = read_choices(fix, NAMES)
+    quality = np.zeros((len(NAMES), 3))
+    assert solve_request(fix, SHAPES, choices, quality, held=held).fixed[[0, 1, 8, 9]].tolist() == [2, 0, 0, -1]
+    fused = SnipConfig(snip_granularity="fused", snip_target=0.5)
+    choices = read_choices(fused, NAMES)
+    request = solve_request(fused, SHAPES, choices, quality[:, :2], held=held)
+    assert request.fixed[:10].tolist() == [0, 0, 0, -1, -1, -1, -1, 0, 0, 0]
+    request.solve()
+
+
+def test_a_target_that_fixes_put_out_of_reach():
+    with pytest.raises(
+        ValueError, match=r"--snip-target with --snip-fix '\*=fp8': target 0.75 is out of reach: at most 0"
+    ):
+        check_choices(SnipConfig(snip_fix="*=fp8"), SHAPES)
+    half = SnipConfig(snip_fix=",".join(f"layers.{i}.*=fp8" for i in range(3)), snip_target=0.6)
+    assert check_choices(half, SHAPES)
+    with pytest.raises(ValueError, match=r"target 0.6 per stage is out of reach: at most stage 0: 0.5"):
+        check_choices(SnipConfig(**{**vars(half), "snip_stage_constraint": "each"}), SHAPES)
+    with pytest.raises(ValueError, match=r"--snip-target 0.75 is more than the options fp8 can save \(0.000\)"):
+        check_choices(SnipConfig(snip_options="fp8"), SHAPES)
+    check_choices(SnipConfig(snip_target=1.0, snip_granularity="gemm"), SHAPES)
+
+
+def test_stage_constraints_reach_the_solver():
+    none, each, old, makespan = (
+        solve_request(snip, SHAPES, read_choices(snip, NAMES), np.zeros((len(NAMES), 2)))
+        for snip in (
+            SnipConfig(),
+            SnipConfig(snip_stage_constraint="each"),
+            SnipConfig(snip_stage_target=True),
+            SnipConfig(snip_stage_constraint="makespan"),
+        )
+    )
+    assert none.stage is None and none.time is None and none.churn == 0.0
+    assert each.stage.tolist() == old.stage.tolist() == makespan.stage.tolist() == [s.stage for s in SHAPES]
+    assert each.time is None and old.time is None
+    assert makespan.time.sum(axis=0) == pytest.approx([0.5, 0.25]), "shares of BF16's time"
+
+
+def test_churn_counts_gemms():
+    options = [FP8, LinearPrecision.parse("fp8/fp8/fp4"), FP4]
+    assert changed_gemms(options) == pytest.approx(np.array([[0, 1, 3], [1, 0, 2], [3, 2, 0]]) / 3)
+    snip = SnipConfig(snip_churn=0.5, snip_target=0.5)
+    now = {name: BF16 if i == 0 else FP4 if i % 2 else FP8 for i, name in enumerate(NAMES)}
+    request = solve_request(snip, SHAPES, read_choices(snip, NAMES), np.zeros((len(NAMES), 2)), current=now)
+    assert request.current[:4].tolist() == [-1, 1, 0, 1] and request.churn.tolist() == [[0, 0.5], [0.5, 0]]
+    plan = solved(snip, quality=np.zeros((len(NAMES), 2)), current=now)
+    assert all(plan[name] == now[name] for name in NAMES[1:])
+    assert (
+        solve_request(
+            SnipConfig(), SHAPES, read_choices(SnipConfig(), NAMES), request.quality_loss, current=now
+        ).current
+        is None
+    )
+
+
+def table(path, **times):
+    entries = {fmt: dict.fromkeys(("fprop", "dgrad", "wgrad"), value) for fmt, value in times.items()}
+    path.write_text(json.dumps({"version": 1, "hardware": "a card", "times": entries}))
+    return str(path)
+
+
+def test_a_table_of_times_is_counted_with(tmp_path):
+    path = table(tmp_path / "t.json", fp8=0.5, fp4=0.6)
+    snip = SnipConfig(gemm_times=path, snip_options="bf16,fp8,fp4", snip_target=1.0)
+    times = read_times(snip)
+    assert times == GemmTimes.load(path) and read_times(SnipConfig()).hardware == "nominal"
+    assert set(solved(snip, np.tile([0.0, 1.0, 2.0], (len(NAMES), 1)), times=times).values()) == {FP8}, "the fastest"
+    with pytest.raises(ValueError, match="no format fp4; known: fp8"):
+        check_choices(SnipConfig(gemm_times=table(tmp_path / "u.json", fp8=0.5)), SHAPES)
+    slow = SnipConfig(gemm_times=table(tmp_path / "v.json", fp8=1.5), snip_options="bf16,fp8")
+    with pytest.raises(ValueError, match="by the GEMM times of a card no format is faster than bf16"):
+        check_choices(slow, SHAPES)
+    check_choices(SnipConfig(gemm_times=table(tmp_path / "w.json", fp8=1.5, fp4=1.6)), SHAPES)
