@@ -314,7 +314,7 @@ class LlamaStage(nn.Module):
         noise = draws.noise(x, region)
         if how.kind == "forward_noise":
             return self._loss(self.logits(x + noise.to(x.dtype)), labels)
-        return (x.float() * noise).sum().reshape(1)
+        return (x.float() * noise).sum().reshape(1).clone()
 
 
 def build_stages(

@@ -160,7 +160,7 @@ class LinearProbe:
     def _add_dgrad(self, name: str, dx: Tensor, operands: Operands) -> None:
         """|dX|_F^2, of a linear behind a norm in the residual stream's size: dx [T,K], partial if column-parallel."""
         if self.place.column_parallel and self.place.axis.size > 1:
-            dx = dx.float()
+            dx = dx.to(torch.float32, copy=True)  # the caller's own is needed in parts
             dist.all_reduce(dx, group=self.place.axis.group)
         if name == "signal":
             self.sums.add("norm/dX", square(dx), self._dgrad_share)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_snip.snip.stats import ProbeStats
 from tests.dist.harness import run_ranks
 from tests.dist.runs import LAYOUTS, losses, mixed_plan, nudged_losses, plan_from, save_after, world_of
 
@@ -97,6 +98,19 @@ def plan_alone(checkpoint):
     return run_ranks(plan_from, 1, {}, checkpoint, CHECKPOINT_ITERATIONS)[0]
 
 
+def statistics_distances(got: ProbeStats, expected: ProbeStats) -> list[float]:
+    """Relative distances of all statistics but the shares of lost elements, which count a few of many."""
+    distances = []
+    for name, linear in expected.linears.items():
+        for field, value in vars(linear).items():
+            if field in ("underflow", "saturated") or value is None:
+                continue
+            other = getattr(got.linears[name], field)
+            pairs = [(other[k], v) for k, v in value.items()] if isinstance(value, dict) else [(other, value)]
+            distances += [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
+    return distances
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_checkpoint_gives_one_plan(layout, checkpoint, plan_alone):
     results = run(layout, {}, plan_from, checkpoint, CHECKPOINT_ITERATIONS)
@@ -105,10 +119,9 @@ def test_one_checkpoint_gives_one_plan(layout, checkpoint, plan_alone):
         assert result["hash"] == plan_alone["hash"]
         assert result["precision"].items() <= plan_alone["precision"].items()
         assert result["stats"].loss == pytest.approx(plan_alone["stats"].loss, rel=1e-6)
-        for name, expected in plan_alone["stats"].linears.items():
-            got = result["stats"].linears[name]
-            assert got.update_norm_sq == pytest.approx(expected.update_norm_sq, rel=1e-4)
-            for kind in ("token_square_sum", "own_sq"):
-                # another summation order moves an operand by an ulp, and a code at a tie by a whole step
-                assert getattr(got, kind) == pytest.approx(getattr(expected, kind), rel=5e-3), (name, kind)
+        distances = statistics_distances(result["stats"], plan_alone["stats"])
+        if "tp2" not in layout:  # the same operands: but for the order in which finished sums are added
+            assert max(distances) < 1e-5
+        # tensor parallel sums products in another order: an operand moves by an ulp, a code at a tie by a step
+        assert np.median(distances) < 1e-4 and max(distances) < 5e-3
     assert {n for result in results for n in result["precision"]} == plan_alone["precision"].keys()

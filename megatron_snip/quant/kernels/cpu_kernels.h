@@ -118,8 +118,10 @@ SNIP_TARGET int64_t cast_range(const Call& call, const Form& form, int64_t row, 
   Scratch s;
   int64_t saturated = 0;
   const int64_t height = form.block_rows, strip = kStrip / form.block_cols * form.block_cols;
-  // What comes next: the strip to the right, or the row below.
-  const int64_t ahead = form.block_rows > 1 ? 0 : last_col - col > strip ? strip : call.cols;
+  // What to fetch early: the strip to the right, or as many columns away in the rows below.
+  const int64_t across = last_col - col;
+  const int64_t below = (strip + across - 1) / across * call.cols;
+  const int64_t ahead = form.block_rows > 1 ? 0 : across > strip ? strip : below;
   for (int64_t i = row; i < last_row; i += height)
     for (int64_t j = col; j < last_col; j += strip)
       saturated += cast_strip<T, kCodes, kStochastic, kUniform>(call, form, i, std::min(height, last_row - i), j,
