@@ -175,6 +175,7 @@ class SnipConfig:
     snip_churn: float = 0.0  # Cost of a linear that changes, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
+    snip_bf16_eval_interval: int = 0  # Iterations between two extra BF16 forwards that measure the loss divergence.
 
     @property
     def stage_constraint(self) -> str:
@@ -315,13 +316,14 @@ def _take_config_file(words: list[str]) -> tuple[list[str], Path | None]:
     return words[: at[0]] + rest, Path(path)
 
 
-def parse(argv: Sequence[str]) -> Config:
+def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config:
     """Config from command-line words; ValueError for what cannot be read (`--help` prints and exits).
 
     Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
+    defaults: options, as a TOML file would hold them, that command line and file win over.
     """
     words, path = _take_config_file(list(argv))
-    file_options = read_toml(path) if path is not None else {}
+    file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
     check_names([n for n in names if n != "help"], "the command line")

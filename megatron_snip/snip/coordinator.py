@@ -35,6 +35,7 @@ from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
 from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
 from megatron_snip.snip.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan import Plan, build_plan
+from megatron_snip.snip.predictions import Predictions
 from megatron_snip.snip.probes import PassRunner, ProbedLinear, StatisticsProbe
 from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed
 from megatron_snip.snip.stats import ProbeStats
@@ -97,6 +98,7 @@ class Coordinator:
         self.plan: Plan | None = None
         self.pending: Pending | None = None
         self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
+        self.predictions: Predictions | None = None  # of the last statistics
         self._solver: BackgroundSolver | None = None
 
     def before_step(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
@@ -121,6 +123,7 @@ class Coordinator:
             "plan": self.plan.to_dict() if self.plan else None,
             "pending": self.pending.to_dict() if self.pending else None,
             "history": self.history,
+            "predictions": self.predictions.to_dict() if self.predictions else None,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -130,6 +133,8 @@ class Coordinator:
             plan.check_names(shape.name for shape in self.shapes)
             self._set(plan)
         self.history = list(state["history"])
+        if state.get("predictions"):  # checkpoints of before have none
+            self.predictions = Predictions.from_dict(state["predictions"])
         if state["pending"]:
             self._start(Pending.from_dict(state["pending"]))
 
@@ -141,6 +146,7 @@ class Coordinator:
             stats = self.probe.run(run_pass, zero_grad, iteration, objective.passes, objective.draws)
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
         if stats is not None:
+            self.predictions = Predictions.of(stats)
             metrics |= self._divergence_metrics(stats)
             self._write(stats, "stats", iteration)
         inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
@@ -249,12 +255,26 @@ class Coordinator:
             "snip/target": plan.target,
             **self._modelled_metrics(plan),
             "snip/objective": plan.solver.objective,
+            "snip/bound": plan.solver.bound,
             "snip/gap": plan.solver.gap,
             "snip/solver_seconds": plan.solver.seconds,
             "snip/churn": churn,
             "snip/plans_made": len(self.history),
             "snip/solve_failed": 0,
+            **self.predicted_metrics(),
         }
+
+    def predicted_metrics(self) -> Metrics:
+        """What the last statistics predict for the precisions in force; what is not known is left out."""
+        if self.predictions is None:
+            return {}
+        warmup = LinearPrecision.parse(self.snip.snip_warmup_precision)
+        linears = self.plan.linears if self.plan else dict.fromkeys((shape.name for shape in self.shapes), warmup)
+        totals = {
+            "snip/predicted_loss_divergence": self.predictions.total_loss_divergence(linears),
+            "snip/predicted_weight_divergence": self.predictions.total_weight_divergence(linears),
+        }
+        return {name: value for name, value in totals.items() if value is not None}
 
     def _modelled_metrics(self, plan: Plan) -> Metrics:
         """What is saved in the target's unit; by stage, FP4 share and modelled time as a share of all in BF16."""

@@ -52,8 +52,11 @@ class Trainer:
             if parts.coordinator is not None:
                 run_pass = parts.stepper.pass_runner(batch, iteration)
                 row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
+            every = self.config.snip.snip_bf16_eval_interval
+            bf16_loss = parts.stepper.bf16_loss(batch, iteration) if every and iteration % every == 0 else None
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
+            row |= self._measured_divergence(bf16_loss, result)
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
@@ -111,6 +114,14 @@ class Trainer:
             "iteration-time": seconds,
         }
 
+    def _measured_divergence(self, bf16_loss: float | None, result: StepResult) -> dict[str, Any]:
+        """What low precision cost this batch, beside what the last statistics predict."""
+        if bf16_loss is None:
+            return {}
+        coordinator = self.parts.coordinator
+        measured = {"snip/bf16_loss": bf16_loss, "snip/measured_loss_divergence": result.loss - bf16_loss}
+        return measured | (coordinator.predicted_metrics() if coordinator else {})
+
     def _validate(self) -> dict[str, Any]:
         """Mean loss over the first batches of the validation data, the same ones each time."""
         loader, log = self.parts.valid_loader, self.config.logging
@@ -136,8 +147,7 @@ class Trainer:
         if self.writer is not None:
             tables = {}
             if "snip/achieved" in row and self.parts.coordinator and self.parts.coordinator.plan:
-                plan = self.parts.coordinator.plan.linears
-                tables = self.writer.wandb_plan({name: str(p) for name, p in plan.items()})
+                tables = self.writer.wandb_plan(self.parts.coordinator.plan, self.parts.coordinator.predictions)
             self.writer.write(row, tables)
         if self._is_last_rank() and self._due(self.config.logging.log_interval):
             now = time.perf_counter()

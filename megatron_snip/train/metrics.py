@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predictions import Predictions
 
 LOGGER = logging.getLogger("megatron_snip")
+#: Of a plan's table in wandb: divergences in nats and relative to the squared update.
+PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
@@ -37,6 +42,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
+    return rows
+
+
+def plan_rows(plan: Plan, predictions: Predictions | None = None) -> list[list[Any]]:
+    """A row per linear, in PLAN_COLUMNS; divergences are None where they are not known."""
+    rows: list[list[Any]] = []
+    for name, p in plan.linears.items():
+        known = [predictions.loss_divergence(name, p), predictions.weight_divergence(name, p)] if predictions else []
+        rows.append([name, *(getattr(p, gemm) for gemm in GEMMS), *(known or [None, None])])
     return rows
 
 
@@ -61,13 +75,20 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log({**row, **(tables or {})})
 
-    def wandb_plan(self, linears: Mapping[str, str]) -> dict[str, Any]:
-        """A plan as a wandb Table; nothing without wandb."""
+    def wandb_plan(self, plan: Plan, predictions: Predictions | None = None) -> dict[str, Any]:
+        """A plan as a wandb Table, with what it is predicted to cost, and as a picture; nothing without wandb."""
         if self._wandb is None:
             return {}
-        wandb = importlib.import_module("wandb")
-        rows = [list(item) for item in linears.items()]
-        return {"snip/plan": wandb.Table(columns=["linear", "precision"], data=rows)}
+        try:
+            wandb, image = importlib.import_module("wandb"), importlib.import_module("PIL.Image")
+            # matplotlib takes a second that runs without wandb need not wait for
+            from megatron_snip.train.report_pictures import plan_png
+
+            table = wandb.Table(columns=list(PLAN_COLUMNS), data=plan_rows(plan, predictions))
+            return {"snip/plan": table, "snip/plan_heatmap": wandb.Image(image.open(plan_png(plan)))}
+        except Exception as error:  # a picture less must not end the run
+            LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in wandb: {error}")
+            return {}
 
     def close(self) -> None:
         """End the file and the wandb run."""

@@ -6,6 +6,7 @@ Heatmaps have a row per kind of linear and a column per block.  No pyplot: it ho
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,37 @@ def plans(path: Path, all_plans: Sequence[Plan]) -> Path:
 
     Of many plans the first, the last and some between are shown.
     """
+    return _save(_plans_figure(all_plans), path)
+
+
+def plan_png(plan: Plan) -> io.BytesIO:
+    """The heatmap of one plan as a PNG in memory."""
+    png = io.BytesIO()
+    _plans_figure([plan]).savefig(png, format="png", facecolor="white")
+    png.seek(0)
+    return png
+
+
+def pareto(
+    path: Path, frontier: Sequence[tuple[float, float]], others: Mapping[str, tuple[float, float]], what: str
+) -> Path:
+    """Quality loss over the share saved: solved plans as a line, others as named points; what: the x axis."""
+    figure = _figure(8, 4.8)
+    axes: Axes = figure.add_subplot()
+    _tidy(axes)
+    style = {"color": _VALIDATION, "linewidth": 1.4, "marker": "o", "markersize": 3.5, "zorder": 3}
+    axes.plot(*zip(*frontier), label="solved for each share", **style)
+    kinds = dict.fromkeys(name.rstrip("0123456789").rstrip("_") for name in others)
+    for kind, colour, marker in zip(kinds, (_MARK, *_SPARE_COLOURS * len(kinds)), "*osD^vPX" * len(kinds)):
+        points = [point for name, point in others.items() if name.rstrip("0123456789").rstrip("_") == kind]
+        axes.scatter(*zip(*points), color=colour, marker=marker, s=70 if marker == "*" else 34, zorder=4, label=kind)
+    axes.set_xlabel(what)
+    axes.set_ylabel("quality loss")
+    figure.legend(loc="outside upper left", frameon=False, ncols=4)
+    return _save(figure, path)
+
+
+def _plans_figure(all_plans: Sequence[Plan]) -> Figure:
     names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
     kinds, blocks = _kinds(names), _blocks(names)
     columns = 1 if blocks > 40 else 2 if blocks > 16 else 3
@@ -93,7 +125,7 @@ def plans(path: Path, all_plans: Sequence[Plan]) -> Path:
     figure.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
     if any(len(set(vars(p).values())) > 1 for plan in all_plans for p in plan.linears.values()):
         figure.supxlabel("bands of a cell from the top: fprop, dgrad, wgrad", fontsize=9, color=_FAINT)
-    return _save(figure, path)
+    return figure
 
 
 def divergences(path: Path, values: Mapping[str, Mapping[str, float]]) -> Path:

@@ -10,11 +10,12 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.config import Config
+from megatron_snip.config import Config, option_groups
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.checkpoint import latest_iteration, read_state
 
@@ -55,7 +56,7 @@ def find_start(config: Config) -> Start:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
         if saved is not None:
-            _refuse_other_model(config, read_state(Path(str(c.load)), saved), finetune=True)
+            refuse_other_model(config, read_state(Path(str(c.load)), saved), finetune=True)
             start = Start(0, None, Path(str(c.load)), saved, start.run_id)
         return start
     assert c.load is not None
@@ -67,12 +68,12 @@ def find_start(config: Config) -> Start:
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
     _refuse_folder_of_another_run(config.save_dir, Path(c.load), state["run_id"])
-    _refuse_other_model(config, state, finetune=False)
+    refuse_other_model(config, state, finetune=False)
     return Start(state["iteration"], state, Path(c.load), saved, state["run_id"])
 
 
-def _refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
-    """A checkpoint goes on as the model and in the data order that it was trained with.
+def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
+    """ValueError unless a checkpoint goes on as the model and in the data order that it was trained with.
 
     `finetune` takes its weights alone, so it may change positions and data.
     """
@@ -158,6 +159,16 @@ def open_run_folder(config: Config, start: Start) -> None:
             if number.isdigit() and int(number) > start.iteration:
                 path.unlink()
     write_atomic(run_dir / "config.json", json.dumps({"run_id": start.run_id, **config.to_dict()}, indent=1))
+
+
+def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
+    """Options of a checkpoint's run for `config.parse`, those of some groups.
+
+    Left out are those that were not set, and those that this version does not know.
+    """
+    known, saved = option_groups(), state["config"]
+    found = {name: value for group in groups for name, value in saved.get(group, {}).items()}
+    return {name: value for name, value in found.items() if known.get(name) in groups and value not in (None, [])}
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:

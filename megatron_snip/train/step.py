@@ -17,6 +17,7 @@ from megatron_snip.model.perturbation import Kind, Perturbation
 from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_norm_gradients_over_tp
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.probes import Pass, PassRunner
 from megatron_snip.train.optim import Optimizer, learning_rate
 
@@ -94,3 +95,17 @@ class Stepper:
     def evaluate(self, batch: BatchLike, iteration: int) -> float:
         """Loss of a batch in nats a token, without gradients."""
         return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration)))[0]
+
+    def bf16_loss(self, batch: BatchLike, iteration: int) -> float:
+        """`evaluate` with all linears in BF16; nothing of it is left afterwards."""
+        stages = list(cast(Iterable[LlamaStage], self.pipeline.stages.values()))
+        linears = [linear for stage in stages for linear in stage.linears().values()]
+        before = [linear.precision for linear in linears]
+        try:
+            for linear in linears:
+                linear.precision = LinearPrecision.uniform("bf16")
+            return self.evaluate(batch, iteration)
+        finally:
+            for linear, precision in zip(linears, before, strict=True):
+                linear.precision = precision
+            drop_weight_casts(stages)  # BF16 copies of all weights

@@ -23,7 +23,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
-        "exit_duration_in_mins", "snip_weight", "snip_churn",
+        "exit_duration_in_mins", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
     ),
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",

@@ -50,6 +50,17 @@ def random_instance(seed):
     return quality, saved, target, keywords
 
 
+def coupled_instance(seed):
+    """As ``random_instance``, a makespan by times that do not go with what is saved, or go against it."""
+    rng = np.random.default_rng(seed)
+    linears = int(rng.integers(4, 10))
+    quality = rng.lognormal(0, 2, (linears, 3)) * COST_SCALES[seed % len(COST_SCALES)]
+    saved = flop_shares(rng, linears, 3) if seed % 2 else rng.random((linears, 3))
+    time = rng.random((linears, 3)) + (seed % 3) * saved / saved.max()
+    target = float(rng.choice([0.3, 0.6, 0.8, 0.95])) * saved.max(axis=1).sum()
+    return quality, saved, target, {"stage": rng.integers(0, 3, linears), "time": time}
+
+
 def every_plan(linears, options, *, ties=None, fixed=None, reserved=None):
     """Plans [L, P] that keep ties, fixed and reserved options."""
     plans = np.indices((options,) * linears, dtype=np.int8).reshape(linears, -1)

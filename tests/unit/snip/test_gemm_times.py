@@ -35,6 +35,8 @@ def test_a_shape_goes_before_the_mean(tmp_path):
     assert times.of("fp4", "wgrad", 8, 4) == 0.5, "the shape does not tell"
     assert times.of("bf16", "dgrad", 8, 4) == 1.5 and times.of("bf16", "dgrad", 4, 8) == 1.0
     assert times.fastest("wgrad", 8, 4) == 0.1 and times.fastest("wgrad", 4, 8) == 0.5
+    slow = GemmTimes("a slow card", {"fp8": dict.fromkeys(HALF, 2.0)})
+    assert slow.fastest("fprop", 4, 8) == 1.0, "bf16 itself"
     times.check(["bf16", "fp8", "fp4"])
     said = "the GEMM times of a card have no format nvfp4; known: fp8, fp4; measure it anew"
     with pytest.raises(ValueError, match=said):

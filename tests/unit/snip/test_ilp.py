@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from megatron_snip.snip import makespan as makespan_module
 from megatron_snip.snip.ilp import InfeasibleTarget, blocks_of, solve, solve_pareto
 from megatron_snip.snip.knapsack import lagrangian_greedy
 from megatron_snip.snip.program import checked
-from tests.unit.snip.exhaustive import exhaustive, random_instance, within_constraints
+from tests.unit.snip.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
 
 SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
 
@@ -50,6 +51,32 @@ def test_without_highs_plans_are_feasible_and_within_their_own_bound(seeds, monk
                 assert found.bound <= best + 1e-9 * np.abs(quality).max(), f"seed {seed}"
             assert found.bound <= found.objective and found.gap >= 0
             assert found.gap == 0 or found.status in ("fallback", "time_limit", "optimal"), f"seed {seed}: {found}"
+
+
+def test_makespans_that_the_target_couples_equal_exhaustive_search(monkeypatch):
+    """All ways to a plan are taken: stages apart, a price on what is saved, and the least time of whole plans."""
+    seen = {"joint_greedy": 0, "least_makespan": 0}
+
+    def counting(name):
+        original = getattr(makespan_module, name)
+
+        def counted(*args, **more):
+            seen[name] += 1
+            return original(*args, **more)
+
+        return counted
+
+    for name in seen:
+        monkeypatch.setattr(makespan_module, name, counting(name))
+    for seed in range(120):
+        quality, saved, target, keywords = coupled_instance(seed)
+        best, makespan = exhaustive(quality, saved, target, **keywords)
+        found = solve(quality, saved, target, gap=0, **keywords)
+        assert found.makespan == pytest.approx(makespan, rel=1e-9), f"seed {seed}"
+        assert found.objective == pytest.approx(best, abs=1e-9 * quality.max()), f"seed {seed}"
+        assert found.bound <= best + 1e-9 * quality.max(), f"seed {seed}"
+        assert found.gap < 1e-6 and found.status in ("greedy", "optimal"), f"seed {seed}: {found}"
+    assert seen["joint_greedy"] > 60 and seen["least_makespan"] > 20, seen
 
 
 def test_the_random_instances_hold_every_constraint():
@@ -247,8 +274,10 @@ def test_pareto_is_each_target_apart():
         assert found[2] is found[4] and found[1].objective <= found[2].objective <= found[0].objective
     coarse = solve_pareto(quality, saved, [0.5, 0.5001], fixed=np.where(np.arange(28) < 27, 7, -1))
     assert coarse[0] is coarse[1], "a plan that reaches the next target is taken for it"
-    timed = solve_pareto(quality, saved, [0.5, 0.9], stage=np.arange(28) // 14, time=1 - saved)
-    assert timed[0].makespan > timed[1].makespan
+    quarters = np.array([[0, 0.25]] * 4)
+    timed = solve_pareto(4 * quarters, quarters, [0.3, 0.4], stage=[0, 0, 1, 1], time=0.25 - quarters / 2)
+    assert timed[0].choice.sum() == timed[1].choice.sum() == 2
+    assert [one.makespan for one in timed] == pytest.approx([0.425, 0.4]), "a higher target has a bound of its own"
     assert solve_pareto(quality, saved, []) == []
     with pytest.raises(InfeasibleTarget, match=r"target 1\.25 is out of reach: at most 1 "):
         solve_pareto(quality, saved, [0.5, 1.25, 1.1])

@@ -127,6 +127,11 @@ def test_held_linears_yield_to_fixes_and_hold_their_ties():
     request = solve_request(fused, SHAPES, choices, quality[:, :2], held=held)
     assert request.fixed[:10].tolist() == [0, 0, 0, -1, -1, -1, -1, 0, 0, 0]
     request.solve()
+    both = SnipConfig(snip_granularity="fused", snip_options="fp4,fp8", snip_fix="layers.0.*.k_proj=fp4", snip_target=0)
+    request = solve_request(both, SHAPES, read_choices(both, NAMES), quality[:, :2], held=np.where(held == 0, 1, -1))
+    assert request.fixed[:10].tolist() == [0, 0, 0, -1, -1, -1, -1, 1, 1, 1], (
+        "the fix of k goes before what q is held at"
+    )
 
 
 def test_a_target_that_fixes_put_out_of_reach():

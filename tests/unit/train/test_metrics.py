@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from megatron_snip.config import Config
+from megatron_snip.snip.plan import Plan
 from megatron_snip.train import metrics
 from megatron_snip.train.metrics import MetricsWriter, check_wandb, progress_line, read_metrics, validation_line
 
@@ -103,5 +104,5 @@ def test_wandb_is_asked_for_before_the_run(monkeypatch):
 def test_without_a_project_wandb_is_not_touched(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     one = writer(tmp_path)
-    assert one.wandb_plan({"layers.0.mlp.up_proj": "fp4"}) == {}
+    assert one.wandb_plan(Plan.uniform(["layers.0.mlp.up_proj"], "fp4")) == {}
     one.close()
