@@ -6,6 +6,7 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a lone 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -51,6 +52,18 @@ def resolve_backend(backend: str) -> tuple[str, str]:
     return backend, "cuda" if backend == "nccl" else "cpu"
 
 
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks of activation size for the next one.
+
+    By default each goes back to the system, and every new tensor of some MB costs its pages anew.
+    """
+    largest, of_top = 1 << 30, (1 << 31) - 1
+    with contextlib.suppress(OSError, AttributeError):  # another libc has other ways
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, largest)  # M_MMAP_THRESHOLD
+        mallopt(-1, of_top)  # M_TRIM_THRESHOLD
+
+
 def start(backend: str, timeout_minutes: float) -> Runtime:
     """Join the process group and take a device.  Every process calls it once; `stop` undoes it."""
     rank, world_size = environment_rank(), environment_world_size()
@@ -68,6 +81,7 @@ def start(backend: str, timeout_minutes: float) -> Runtime:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+        _keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         if "RANK" in os.environ:

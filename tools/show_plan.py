@@ -1,6 +1,10 @@
 """Show a plan as a table of blocks and linears, what it saves, and what changed against another plan.
 
     python tools/show_plan.py PLAN.json [--against OTHER.json]
+    python tools/show_plan.py PLAN.json --load runs/my/checkpoints
+
+With the model, which --load or the trainer's options tell (--config FILE, --num-layers ...,
+--pipeline-model-parallel-size), also what each pipeline stage saves.
 
 Convention: a cell is the format of all three GEMMs, or fprop/dgrad/wgrad; "*" marks what differs from OTHER.
 """
@@ -13,8 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.snip.cost import block_of, saving
+from megatron_snip.config import parse
+from megatron_snip.snip.cost import block_of, by_stage, saving
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train.run_folder import with_saved_options
+from megatron_snip.train.setup import snip_shapes
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -58,24 +65,44 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
         )
     if other is not None:
         lines.append(f"against plan {other.hash} of iteration {other.iteration}: {plan.churn(other):.1%} differ")
+        both = [(other.linears[name], now) for name, now in plan.linears.items() if name in other.linears]
+        moves = Counter(f"{then} -> {now}" for then, now in both if then != now)
+        if moves:
+            lines.append("changed: " + ", ".join(f"{move} {number}" for move, number in moves.most_common()))
         if gone := sorted(other.linears.keys() - plan.linears.keys()):
             lines.append(f"only in the other plan: {', '.join(gone)}")
     return "\n".join(lines)
 
 
+def stages(plan: Plan, words: Sequence[str]) -> str:
+    """A line per pipeline stage of the model that the trainer's options tell; ValueError if it is another model."""
+    config = parse(words)
+    if config.checkpoint.load:
+        config, _ = with_saved_options(words, ("model", "parallel"))
+    shapes = snip_shapes(config)
+    plan.check_names(shape.name for shape in shapes)
+    return "\n".join(
+        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of all linears' time in BF16, nominally"
+        for stage, (share, taken) in by_stage(shapes, plan.linears).items()
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Show a plan, or what changed between two.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("plan", type=Path, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
     parser.add_argument("--against", type=Path, help="another plan to compare with")
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     try:
         plan = Plan.load(options.plan)
         other = Plan.load(options.against) if options.against else None
+        each = f"\n{stages(plan, rest)}" if rest else ""
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{overview(plan, other)}\n\n{table(plan, other)}")
+    print(f"{overview(plan, other)}{each}\n\n{table(plan, other)}")
     return 0
 
 

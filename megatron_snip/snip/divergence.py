@@ -106,7 +106,7 @@ def residual_gain(stats: ProbeStats, name: str) -> float:
 
 
 def near_change(stats: ProbeStats, name: str, fmt: str) -> float:
-    """near^2: squared change of the updates of q, k, v (gate, up) by the error of o_proj's (down_proj's) dgrad in ``fmt``.
+    """near^2: squared change of q's, k's and v's (gate's and up's) updates by o_proj's (down_proj's) dgrad in ``fmt``.
 
     The error, relative to its signal, is the relative error of their output gradients; what errors of that kind do
     to an update is known from their own wgrad, whose operands have relative errors too.  0 for other linears.

@@ -64,6 +64,11 @@ class Sums:
         return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
 
 
+def _row_sums(x: Tensor) -> Tensor:
+    """Sums over the channels of x [T,C]: float32 [T]."""
+    return x.sum(dim=1, dtype=torch.float32)
+
+
 def _weight_is_shared(fmt: str) -> bool:
     """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
     form = get_format(fmt)
@@ -97,6 +102,7 @@ class LinearProbe:
             "grad_output": 1.0 if column else once,
         }
         self._seen = False
+        self._nonzero: dict[str, Tensor] = {}
         self._dgrad_share = once if column else 1.0
 
     @torch.no_grad()
@@ -113,20 +119,23 @@ class LinearProbe:
         self._seen = True
 
     def _add_format(self, fmt: str, operands: Operands, dx: Tensor, grad_w: Tensor | None) -> None:
-        x, w, g = operands.x, operands.w, operands.grad_output
-        qx, qw = self._cast(operands, "fprop", "input", fmt), self._cast(operands, "fprop", "weight", fmt)
-        products = (g @ (qw - w)).float() * qx + dx.float() * (qx - x)
-        self.token_sums[fmt].append(products.sum(dim=1))
+        g = operands.grad_output
+        qx, e_x = self._cast(operands, "fprop", "input", fmt)
+        qw, e_w = self._cast(operands, "fprop", "weight", fmt)
+        # products are rounded to the compute dtype, which a sum over thousands of them does not show
+        self.token_sums[fmt].append(_row_sums((g @ e_w).mul_(qx)).add_(_row_sums(e_x.mul_(dx))))
         if grad_w is None:
             return
-        del qx, products
+        del qx, e_x, e_w
         if _weight_is_shared(fmt):
             for kind in ("error", "nonzero", "underflow", "saturated"):
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
         else:
-            qw = self._cast(operands, "dgrad", "weight", fmt)
-        self._add_dgrad(f"error/{fmt}", (self._cast(operands, "dgrad", "grad_output", fmt) @ qw).sub_(dx), operands)
-        qg, qx = self._cast(operands, "wgrad", "grad_output", fmt), self._cast(operands, "wgrad", "input", fmt)
+            qw, _ = self._cast(operands, "dgrad", "weight", fmt)
+        qg, _ = self._cast(operands, "dgrad", "grad_output", fmt)
+        self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
+        qg, _ = self._cast(operands, "wgrad", "grad_output", fmt)
+        qx, _ = self._cast(operands, "wgrad", "input", fmt)
         error = (qg.T @ qx).sub_(grad_w)
         if fmt in self.weight_error:
             self.weight_error[fmt].add_(error)
@@ -136,26 +145,28 @@ class LinearProbe:
     def _add_norms(self, x: Tensor, w: Tensor, g: Tensor) -> None:
         for name, role, tensor in (("X", "input", x), ("G", "grad_output", g)):
             self.sums.add(f"norm/{name}", square(tensor), self._share[role])
+        self._nonzero = {"input": torch.count_nonzero(x), "grad_output": torch.count_nonzero(g)}
         self.sums.add("elements/G", torch.tensor(float(g.numel()), device=g.device), self._share["grad_output"])
         if not self._seen:
             self.sums.add("norm/W", square(w), self._share["weight"])
+            self._nonzero["weight"] = torch.count_nonzero(w)
 
-    def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> Tensor:
-        """An operand in a format; counts its error, and the shares of its elements lost at both ends."""
+    def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
+        """An operand in a format and its error; counts the error, and the elements lost at both ends."""
         q, saturated = operands.quantized_with_count(gemm, role, fmt)
-        if self.loss_only or (role == "weight" and self._seen):
-            return q
         form = operands.call.form(gemm, role, fmt)
         exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
         if form is not None and form.transformed:
             exact = hadamard(exact)
-        share, operand = self._share[role], f"{fmt}/{gemm}/{role}"
-        nonzero = exact != 0
-        self.sums.add(f"error/{operand}", square(q - exact), share)
-        self.sums.add(f"nonzero/{operand}", nonzero.sum(), share)
-        self.sums.add(f"underflow/{operand}", (nonzero & (q == 0)).sum(), share)
-        self.sums.add(f"saturated/{operand}", saturated, share)
-        return q
+        error = q - exact
+        if not (self.loss_only or (role == "weight" and self._seen)):
+            share, operand = self._share[role], f"{fmt}/{gemm}/{role}"
+            self.sums.add(f"error/{operand}", square(error), share)
+            self.sums.add(f"nonzero/{operand}", self._nonzero[role], share)
+            # what is not zero was not zero before
+            self.sums.add(f"underflow/{operand}", self._nonzero[role] - torch.count_nonzero(q), share)
+            self.sums.add(f"saturated/{operand}", saturated, share)
+        return q, error
 
     def _add_dgrad(self, name: str, dx: Tensor, operands: Operands) -> None:
         """|dX|_F^2, of a linear behind a norm in the residual stream's size: dx [T,K], partial if column-parallel."""
@@ -164,7 +175,8 @@ class LinearProbe:
             dist.all_reduce(dx, group=self.place.axis.group)
         if name == "signal":
             self.sums.add("norm/dX", square(dx), self._dgrad_share)
-        if self.place.norm is not None:
-            assert operands.call.key is not None, "the key tells the microbatch"
-            dx = self.place.norm.to_residual(dx, operands.call.key.row0)
-        self.sums.add(f"dgrad/{name}", square(dx), self._dgrad_share)
+        if self.place.norm is None:
+            self.sums.add(f"dgrad/{name}", square(dx), self._dgrad_share)
+            return
+        assert operands.call.key is not None, "the key tells the microbatch"
+        self.sums.add(f"dgrad/{name}", self.place.norm.residual_square(dx, operands.call.key.row0), self._dgrad_share)

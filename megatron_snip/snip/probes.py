@@ -102,9 +102,22 @@ def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSetting
 
     step counts from 1: the update that is about to be made.
     """
-    m = (adam.beta1 * m + (1.0 - adam.beta1) * grad) / (1.0 - adam.beta1**step)
-    v = (adam.beta2 * v + (1.0 - adam.beta2) * grad * grad) / (1.0 - adam.beta2**step)
-    return m / (v.sqrt() + adam.eps)
+    bias1, bias2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
+    size = (v * adam.beta2).addcmul_(grad, grad, value=1.0 - adam.beta2).div_(bias2).sqrt_().add_(adam.eps)
+    return torch.lerp(m, grad, 1.0 - adam.beta1).div_(bias1).div_(size)
+
+
+#: Elements that updates are computed for at a time: a few of them fit a CPU's cache.
+_CHUNK = {"cpu": 1 << 17}
+_LARGE_CHUNK = 1 << 26
+
+
+def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The same stretches of equally large tensors [...], flat."""
+    size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), size):
+        yield [tensor[start : start + size] for tensor in flat]
 
 
 def _shard_like_optimizer(error: Tensor, mesh: Mesh) -> Tensor:
@@ -235,20 +248,25 @@ class StatisticsProbe:
         token = self._token_square_sums(probes)
         sums: dict[str, dict[str, float]] = {}
         for name, probe in probes.items():
-            update = self._update(name, grads[name], result.clip)
             row = {f"token/{fmt}": value for fmt, value in token[name].items()}
-            row["update"], row["norm/dW"] = float(square(update)), float(square(grads[name]))
-            for fmt in self.formats:
-                error = _shard_like_optimizer(probe.weight_error.pop(fmt), self.mesh)
-                row[f"own/{fmt}"] = float(square(self._update(name, grads[name] + error, result.clip) - update))
+            errors = [_shard_like_optimizer(probe.weight_error.pop(fmt), self.mesh) for fmt in self.formats]
+            row["update"], *own = self._changes(name, grads[name], errors, result.clip)
+            row |= {f"own/{fmt}": value for fmt, value in zip(self.formats, own, strict=True)}
+            row["norm/dW"] = float(square(grads[name]))
             sums[name] = row | probe.sums.read()
         return result, sums, grads
 
     @torch.no_grad()
-    def _update(self, name: str, grad: Tensor, clip: float) -> Tensor:
-        """u of a gradient [...] before clipping."""
-        m, v = self.optimizer.moments(f"{name}.weight")
-        return adam_update(grad.float() * clip, m, v, self.optimizer.steps + 1, self.adam)
+    def _changes(self, name: str, grad: Tensor, errors: Sequence[Tensor], clip: float) -> list[float]:
+        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [...] of a gradient [...], before clipping."""
+        step, squares = self.optimizer.steps + 1, torch.zeros(1 + len(errors), dtype=torch.float64, device=grad.device)
+        for g, m, v, *noise in _slices([grad, *self.optimizer.moments(f"{name}.weight"), *errors]):
+            g = g.float()
+            update = adam_update(g * clip, m, v, step, self.adam)
+            squares[0] += square(update)
+            for i, e in enumerate(noise):
+                squares[1 + i] += square(adam_update((g + e).mul_(clip), m, v, step, self.adam).sub_(update))
+        return squares.tolist()
 
     def _noise(
         self,
@@ -268,13 +286,13 @@ class StatisticsProbe:
         for draw in range(draws):
             run_pass(kind, scale, draw)
             for name in self.linears:
-                noisy = self.optimizer.gradient(f"{name}.weight")
-                if kind == "backward_noise":
-                    noisy = noisy + grads[name]
-                change = self._update(name, noisy, clip) - self._update(name, grads[name], clip)
+                noise = self.optimizer.gradient(f"{name}.weight")
+                if kind == "forward_noise":
+                    noise = noise - grads[name]
+                _, change = self._changes(name, grads[name], [noise], clip)
                 residual = norms[block_of(name) or 0][_half(name)]
                 row = sums[name]
-                row[f"{kind}/update"] = row.get(f"{kind}/update", 0.0) + float(square(change)) / draws
+                row[f"{kind}/update"] = row.get(f"{kind}/update", 0.0) + change / draws
                 if kind == "backward_noise" and self._is_first_of_half(name):
                     row[f"{kind}/residual"] = row.get(f"{kind}/residual", 0.0) + residual.take_gradient_square() / draws
             for pair in norms.values():

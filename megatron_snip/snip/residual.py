@@ -33,10 +33,14 @@ class ResidualProbe:
         if x.requires_grad:
             x.register_hook(lambda grad: self._squares.append(grad.float().square().sum()))
 
-    def to_residual(self, grad: Tensor, row0: int) -> Tensor:
-        """A gradient [T, H] of what the norm gave -> that of the residual stream, up to the norm's own projection."""
+    def residual_square(self, grad: Tensor, row0: int) -> Tensor:
+        """Squared norm in the residual stream of a gradient [T, H] of what the norm gave: float64 scalar.
+
+        Up to the norm's own projection, which takes one of H directions away.
+        """
         rms, weight = self._norms[row0]
-        return grad.float() * weight / rms
+        by_token = torch.linalg.vector_norm(grad * weight.to(grad.dtype), dim=1, keepdim=True, dtype=torch.float32)
+        return (by_token / rms).double().square().sum()
 
     def take_gradient_square(self) -> float:
         """Sum of squares of the gradients seen since the last call, this process's share along tp."""

@@ -91,6 +91,7 @@ def pareto(
     for kind, colour, marker in zip(kinds, (_MARK, *_SPARE_COLOURS * len(kinds)), "*osD^vPX" * len(kinds)):
         points = [point for name, point in others.items() if name.rstrip("0123456789").rstrip("_") == kind]
         axes.scatter(*zip(*points), color=colour, marker=marker, s=70 if marker == "*" else 34, zorder=4, label=kind)
+    axes.set_xlim(-0.03, 1.03)
     axes.set_xlabel(what)
     axes.set_ylabel("quality loss")
     figure.legend(loc="outside upper left", frameon=False, ncols=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.config import Config, option_groups
+from megatron_snip.config import Config, option_groups, parse
 from megatron_snip.snip.jsonfile import write_atomic
-from megatron_snip.train.checkpoint import latest_iteration, read_state
+from megatron_snip.train.checkpoint import STATE, latest_iteration, read_state
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Model options that decide which weights there are and what they mean, whatever the sequence.
@@ -27,6 +28,8 @@ SHAPE = (
 )  # fmt: skip
 #: Model options that matter only while the model is made; a vocabulary of another size fails by its shape.
 INITIAL = {"init_method_std", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"}
+#: Where data comes from: one given replaces all that a checkpoint's run had.
+_SOURCES = ("data_path", "train_data_path", "valid_data_path", "mock_data")
 
 
 @dataclass(frozen=True)
@@ -180,3 +183,28 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
             if old != value:
                 out.append(f"{name}: {old} -> {value}")
     return out
+
+
+def checkpoint_of(load: str | None) -> tuple[Path, int]:
+    """(folder of checkpoints, iteration) that --load names.  ValueError if there is none."""
+    if not load:
+        raise ValueError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
+    folder = Path(load)
+    if (one := re.fullmatch(r"iter_(\d+)", folder.name)) and (folder / STATE).is_file():
+        return folder.parent, int(one[1])
+    latest = latest_iteration(folder)
+    if latest is None:
+        raise ValueError(f"--load {load}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
+    return folder, latest
+
+
+def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:
+    """The options of a command line over those of the run that --load names, and that checkpoint as the start."""
+    given = parse(words)
+    folder, iteration = checkpoint_of(given.checkpoint.load)
+    state = read_state(folder, iteration)
+    saved = saved_options(state, groups)
+    if any(getattr(given.data, name) for name in _SOURCES):
+        saved = {name: value for name, value in saved.items() if name not in _SOURCES}
+    config = parse(words, saved).replace(load=str(folder))
+    return config, Start(state["iteration"], state, folder, iteration, state["run_id"])

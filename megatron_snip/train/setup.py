@@ -198,7 +198,17 @@ def _stage_of_layer(config: Config, name: str) -> int:
 
 
 def snip_shapes(config: Config) -> list[LinearShape]:
-    """The linears that a plan covers, in the order of its matrices."""
+    """The linears that a plan covers, in the order of its matrices.
+
+    ValueError if the options, which tools give without the rest of a run, do not tell the model's shape.
+    """
+    for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):
+        if (value := getattr(config.model, option)) < 1:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
+    layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if pp < 1 or layers % pp:
+        raise ValueError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
     return [
         LinearShape(name, n, k, stage=_stage_of_layer(config, name))
         for name, (n, k) in linear_shapes(config.model).items()

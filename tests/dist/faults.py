@@ -95,9 +95,7 @@ def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
     out = []
     for i in range(1, 5):
         batch = parts.train_loader.batch((i - 1) * 4)
-        metrics = parts.coordinator.before_step(
-            i, parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad
-        )
+        metrics = parts.coordinator.before_step(i, parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad)
         if i in (2, 4):
             precisions = {name: str(linear.precision) for name, linear in parts.linears.items()}
             out.append({"metrics": metrics, "precisions": precisions})

@@ -148,6 +148,14 @@ def test_of_an_option_given_twice_the_last_counts():
     assert (got.training.lr, got.training.bf16, got.data.data_path) == (2.0, False, ("c",))
 
 
+def test_defaults_stand_below_file_and_command_line(tmp_path):
+    path = toml({"lr": 2.0, "seed": 7}, tmp_path)
+    defaults = {"lr": 3.0, "num_layers": 5, "bf16": True, "data_path": ["a", "b"], "seed": 9}
+    config = parse(["--config", str(path), "--seed=8", "--no-bf16"], defaults)
+    assert (config.training.lr, config.training.seed, config.model.num_layers) == (2.0, 8, 5)
+    assert config.data.data_path == ("a", "b") and config.training.bf16 is False
+
+
 def test_twice_in_toml_is_refused(tmp_path):
     path = toml({}, tmp_path, "lr = 1\n[training]\nlr = 2\n")
     assert error(["--config", str(path)]) == f"--config {path}: option lr is given twice; keep one"

@@ -1,4 +1,4 @@
-"""A small Llama trained on real text, with outlier channels planted, and the truth that predictions face.
+"""A small Llama trained on real text, with outlier channels planted.
 
 A tiny plain model hardly notices FP4.  Outliers are planted without changing the function: a norm's weight
 (and up_proj's rows) times a factor for a few channels, the next linears' columns divided by it.
@@ -7,21 +7,16 @@ A tiny plain model hardly notices FP4.  Outliers are planted without changing th
 from __future__ import annotations
 
 import sysconfig
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.snip.divergence import loss_divergence, own_divergence, prop_divergence
-from megatron_snip.snip.probes import adam_update
 from megatron_snip.train.setup import Parts, build, check
 
 OPTIONS = {
@@ -30,8 +25,6 @@ OPTIONS = {
     "lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 20, "adam_beta2": 0.95, "weight_decay": 0.1, "train_iters": 200,
 }  # fmt: skip
 PLANTED_CHANNELS = 4
-ITERATIONS = 120
-FP4 = [LinearPrecision.uniform("fp4")]
 
 
 def write_bytes_of_stdlib(prefix: Path, limit: int) -> None:
@@ -88,96 +81,3 @@ def linears_of(parts: Parts) -> dict[str, ColumnParallelLinear | RowParallelLine
     """The quantisable linears by name."""
     (stage,) = parts.stages.values()
     return stage.linears()
-
-
-@contextmanager
-def shifted(linear: ColumnParallelLinear | RowParallelLinear, fmt: str, sign: float):
-    """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
-    plain = type(linear)._local_linear
-
-    def forward(x: Tensor, key: Any, casts: Any = None) -> Tensor:
-        y = plain(linear, x, key)
-        flat, w = x.flatten(0, 1), linear.weight
-        qx = fake_quantize(flat, fmt, role="input", dim=1)
-        qw = fake_quantize(w.detach(), fmt, role="weight", dim=1)
-        return y + sign * (qx @ qw.T - flat @ w.T).view_as(y)
-
-    linear._local_linear = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del linear._local_linear
-
-
-def even_truth(parts: Parts, batches: list[Any], fmt: str) -> dict[str, float]:
-    """[L(+dY) + L(-dY)]/2 - L0 of each linear, nats, over batches that gave no statistics."""
-
-    def loss() -> float:
-        return float(np.mean([parts.stepper.evaluate(batch, 1) for batch in batches]))
-
-    base, truth = loss(), {}
-    for name, linear in linears_of(parts).items():
-        both = []
-        for sign in (1.0, -1.0):
-            with shifted(linear, fmt, sign):
-                both.append(loss())
-        truth[name] = sum(both) / 2 - base
-    return truth
-
-
-def measure(folder: Path) -> dict[str, Any]:
-    """Everything the tests look at, from one trained and planted model in float32 compute."""
-    config, parts = make_parts(folder, precision="snip", snip_start=10**6)
-    start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
-    trained = train(config, parts, 1, ITERATIONS)
-    size = config.training.global_batch_size
-    batch, *others = (parts.train_loader.make((ITERATIONS + i) * size) for i in range(5))
-    plain = parts.stepper.evaluate(others[0], 1)
-    plant(parts)
-    planted = parts.stepper.evaluate(others[0], 1)
-    iteration = ITERATIONS + 1
-    stats = parts.coordinator.probe.run(
-        parts.stepper.pass_runner(batch, iteration), parts.optimizer.zero_grad, iteration
-    )
-    names = list(stats.linears)
-    truth = even_truth(parts, others, "fp4")
-    return {
-        "losses": (start, trained, plain, planted),
-        "names": names,
-        "predicted": loss_divergence(stats, names, FP4)[:, 0],
-        "truth": np.array([truth[name] for name in names]),
-        "rho": np.sqrt(own_divergence(stats, names, FP4)[:, 0]),
-        "rho_true": np.array(update_truth(parts, batch, iteration, names, LinearPrecision("bf16", "bf16", "fp4"))),
-        "prop": np.sqrt(prop_divergence(stats, names, FP4)[:, 0]),
-        "prop_true": np.array(update_truth(parts, batch, iteration, names, LinearPrecision("bf16", "fp4", "bf16"))),
-    }
-
-
-def update_truth(parts: Parts, batch: Any, iteration: int, names: list[str], precision: LinearPrecision) -> list[float]:
-    """|u - u0|_F / U over all linears when one of them alone runs in a precision, by a real backward with it."""
-    adam = parts.coordinator.probe.adam
-
-    def updates() -> dict[str, Tensor]:
-        parts.stepper.gradients(batch, iteration)
-        out = {}
-        for name in names:
-            m, v = parts.optimizer.moments(f"{name}.weight")
-            grad = parts.optimizer.gradient(f"{name}.weight") * clip
-            out[name] = adam_update(grad, m, v, parts.optimizer.steps + 1, adam)
-        parts.optimizer.zero_grad()
-        return out
-
-    def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-        return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())
-
-    clip = parts.stepper.gradients(batch, iteration)[0].clip
-    parts.optimizer.zero_grad()
-    base = updates()
-    whole = distance(base, {name: torch.zeros_like(u) for name, u in base.items()})
-    found = []
-    for name in names:
-        linear = linears_of(parts)[name]
-        linear.precision = precision
-        found.append(distance(updates(), base) / whole)
-        linear.precision = LinearPrecision.uniform("bf16")
-    return found

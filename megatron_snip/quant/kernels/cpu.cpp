@@ -33,6 +33,12 @@
 namespace megatron_snip {
 namespace {
 
+// Columns of a strip: whole blocks, and whole cache lines where blocks allow.
+int64_t tall_strip(int64_t block_cols) {
+  const int64_t aligned = std::lcm(block_cols, int64_t(64)), step = aligned <= kTallStrip ? aligned : block_cols;
+  return kTallStrip / step * step;
+}
+
 namespace generic {
 #define SNIP_LANES 4
 #define SNIP_COUNTING {0, 1}
@@ -65,7 +71,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 2;
+constexpr int32_t kAbi = 3;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
@@ -202,7 +208,6 @@ class Tiles : public Job {
 
 // Elements of a tile at least: it must outweigh its handing out, and fit the second-level cache.
 constexpr int64_t kTile = 1 << 17;
-constexpr int64_t kTileCols = 1024;
 
 // All forms of a tile before the next one, so that x comes from memory once.
 class CastJob final : public Tiles {
@@ -231,13 +236,15 @@ void run_forms(const Call& call, const Form* first, int count) {
     rows = std::lcm(rows, int64_t(first[i].block_rows));
     cols = std::lcm(cols, int64_t(first[i].block_cols));
   }
-  if (count > 1 && (rows > kTileCols || cols > kTileCols)) {  // blocks that never meet within a tile
+  if (count > 1 && (rows > kTallStrip || cols > kTallStrip)) {  // blocks that never meet within a tile
     for (int i = 0; i < count; ++i) run_forms(call, first + i, 1);
     return;
   }
-  const int64_t aligned = std::lcm(cols, int64_t(64));  // whole cache lines, where blocks allow
-  const int64_t step = aligned <= kTileCols ? aligned : cols;
-  const int64_t width = rows == 1 ? divide_up(call.cols, step) * step : kTileCols / step * step;
+  const int64_t strip = tall_strip(cols);
+  int64_t width = rows == 1 ? divide_up(call.cols, strip) * strip : strip;
+  const int64_t wide = kStrip / strip * strip;  // several strips, each fetched during the one before it
+  if (rows > 1 && count == 1 && divide_up(call.rows, rows) * divide_up(call.cols, wide) >= 4 * call.threads)
+    width = wide;
   const int64_t height = divide_up(kTile / 4, std::min(width, call.cols) * rows) * rows;
   CastJob job(call, first, count, height, std::max<int64_t>(width, 1));
   pool().run(job, call.threads);

@@ -33,6 +33,7 @@ struct Call {
   const void* x;             // [rows, cols], contiguous, bfloat16 or float32
   const float* tensor_amax;  // of kE4m3
   int64_t rows, cols;
+  int64_t stream_bytes;  // outputs of so many bytes go past the caches
   int32_t bfloat16, threads, isa, form_count;
 };
 
@@ -43,6 +44,7 @@ struct Decode {
   void* out;             // [rows, cols], bfloat16 or float32
   int64_t rows, cols;
   int64_t block_rows, block_cols;
+  int64_t stream_bytes;
   int32_t bfloat16, threads, isa;
   Grid grid;
 };
@@ -58,8 +60,8 @@ struct Kernels {
 };
 
 constexpr int kStrip = 4096;
+// Columns of a strip of several rows, so that it fits the second-level cache twice; blocks are at most this wide.
+constexpr int kTallStrip = 1024;
 constexpr float kFloatMax = 3.402823466e+38f;
-// Larger outputs go past the caches: they would not be there any more when the next operation reads them.
-constexpr int64_t kStreamBytes = int64_t(8) << 20;
 
 }  // namespace megatron_snip

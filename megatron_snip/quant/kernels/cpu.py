@@ -18,20 +18,22 @@ from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_referen
 
 logger = logging.getLogger(__name__)
 
-ABI = 2
+ABI = 3
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
 # Waking a thread costs some microseconds: fewer elements than this a thread are not worth one.
 _ELEMENTS_PER_THREAD = 1 << 16
+# Outputs of this size go past the caches: they would not be there any more when the next operation reads them.
+_STREAM_BYTES = 32 << 20
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
 _SCALES = {"fp32": 0, "fp32_pow2": 1, "e8m0": 2, "e4m3": 3}
 
 # cpu.h's structs, field by field
 _GRID = struct.Struct("@ff5i")
 _FORM = struct.Struct("@PPPqqQQ3I5i28s28s")
-_CALL = struct.Struct("@PPqq4i")
-_DECODE = struct.Struct("@PPPqqqq3i28s")
+_CALL = struct.Struct("@PPqqq4i")
+_DECODE = struct.Struct("@PPPqqqqq3i28s")
 
 
 @cache
@@ -120,6 +122,7 @@ def fill(
         0 if amax is None else amax.data_ptr(),
         rows,
         cols,
+        _STREAM_BYTES,
         x.dtype is torch.bfloat16,
         _threads(x.numel()),
         isa,
@@ -160,6 +163,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
             out.data_ptr(),
             *codes.shape,
             *quantized.block,
+            _STREAM_BYTES,
             dtype is torch.bfloat16,
             _threads(out.numel()),
             isa,

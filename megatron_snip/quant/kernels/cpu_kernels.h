@@ -98,7 +98,7 @@ FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t r
   using Line = Row<T, kCodes, kStochastic, kUniform>;
   typename Line::Out* out = static_cast<typename Line::Out*>(form.out) + row * call.cols + col;
   const int64_t pitch = call.cols * sizeof *out;
-  const bool stream = call.rows * pitch >= kStreamBytes && (reinterpret_cast<uintptr_t>(out) | pitch) % 64 == 0;
+  const bool stream = call.rows * pitch >= call.stream_bytes && (reinterpret_cast<uintptr_t>(out) | pitch) % 64 == 0;
   const Rounder rounder(form.grid, form.stored);
   I saturated{};
   for (int64_t i = 0; i < rows; ++i) {
@@ -117,15 +117,17 @@ SNIP_TARGET int64_t cast_range(const Call& call, const Form& form, int64_t row, 
                                int64_t last_col) {
   Scratch s;
   int64_t saturated = 0;
-  const int64_t height = form.block_rows, strip = kStrip / form.block_cols * form.block_cols;
+  const int64_t height = form.block_rows, across = last_col - col;
+  const int64_t strip = height > 1 ? tall_strip(form.block_cols) : kStrip / form.block_cols * form.block_cols;
   // What to fetch early: the strip to the right, or as many columns away in the rows below.
-  const int64_t across = last_col - col;
-  const int64_t below = (strip + across - 1) / across * call.cols;
-  const int64_t ahead = form.block_rows > 1 ? 0 : across > strip ? strip : below;
+  const int64_t below = height > 1 ? 0 : (strip + across - 1) / across * call.cols;
   for (int64_t i = row; i < last_row; i += height)
-    for (int64_t j = col; j < last_col; j += strip)
+    for (int64_t j = col; j < last_col; j += strip) {
+      const bool more = height > 1 ? j + strip < last_col : across > strip;
+      const int64_t ahead = more ? strip : below;
       saturated += cast_strip<T, kCodes, kStochastic, kUniform>(call, form, i, std::min(height, last_row - i), j,
                                                                 int(std::min(strip, last_col - j)), ahead, s);
+    }
   return saturated;
 }
 
@@ -203,7 +205,7 @@ SNIP_TARGET void decode_range(const Decode& call, int64_t row, int64_t last_row,
     }
     const int64_t at = i * call.cols + col;
     T* out = static_cast<T*>(call.out) + at;
-    const bool stream = call.rows * call.cols * int64_t(sizeof(T)) >= kStreamBytes &&
+    const bool stream = call.rows * call.cols * int64_t(sizeof(T)) >= call.stream_bytes &&
                         reinterpret_cast<uintptr_t>(out) % 64 == 0;
     decode_row<T, kUniform>(call.codes + at, out, cols, kUniform ? s.decode : s.decode_of, call.grid, stream);
   }

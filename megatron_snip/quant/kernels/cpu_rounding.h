@@ -54,7 +54,8 @@ struct Philox {
 
 // The words of a strip's columns from global column col on, in the order of pairs.
 template <class T>
-SNIP_TARGET __attribute__((noinline)) void random_words(const Philox& philox, uint64_t col, int cols, uint32_t* words, uint32_t* natural) {
+SNIP_TARGET __attribute__((noinline)) void random_words(const Philox& philox, uint64_t col, int cols, uint32_t* words,
+                                                        uint32_t* natural) {
   const int skip = int(col & 3);
   const uint32_t column = uint32_t(col >> 2);
   constexpr int kWays = 8;

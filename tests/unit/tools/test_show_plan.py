@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_snip.config import Config
+from megatron_snip.model.llama import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan, SolverRecord
+from tests.unit.tools.conftest import TINY
 from tools.show_plan import main, table
 
 FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("fp8", "fp4", "fp4/fp4/fp8"))
@@ -43,3 +46,33 @@ def test_command_line(tmp_path, capsys):
     assert "*" not in capsys.readouterr().out
     assert main([str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
+
+
+def test_moves_between_plans(tmp_path, capsys):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    plan().save(first)
+    plan(**{"layers.10.self_attn.q_proj": FP4, "lm_head": FP4, "layers.0.mlp.down_proj": FP8}).save(second)
+    assert main([str(second), "--against", str(first)]) == 0
+    assert "changed: fp8 -> fp4 2, fp4/fp4/fp8 -> fp8 1" in capsys.readouterr().out
+
+
+def test_stages(finished_run, tmp_path, capsys):
+    """Of the run's model, here cut into two stages; a block's FLOPs are 3 x 128 x 256 and 2 x 128 x (128 + 64)."""
+    shapes = linear_shapes(Config().replace(**TINY).model)
+    linears = {name: FP4 if name in ("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj") else FP8 for name in shapes}
+    Plan(3, linears).save(tmp_path / "p.json")
+    load = ["--load", str(finished_run / "checkpoints")]
+    assert main([str(tmp_path / "p.json"), *load, "--pipeline-model-parallel-size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "stage 0: 0.00% in FP4, 0.250 of all linears' time in BF16" in said and "stage 1: 44.44% in FP4" in said
+    assert main([str(tmp_path / "p.json"), *load]) == 0
+    assert "stage 0: 22.22% in FP4" in capsys.readouterr().out
+    plan().save(tmp_path / "other.json")
+    for words, complaint in (
+        (load, "plan of iteration 100 names no such linear"),
+        (["--pipeline-model-parallel-size", "2"], "--num-layers is 0; give the model's shape by --load"),
+        ([*load, "--pipeline-model-parallel-size", "3"], "--num-layers by pipeline parallel: 2 is not a multiple of 3"),
+        (["--agains", "x"], "unknown option agains"),
+    ):
+        assert main([str(tmp_path / "other.json"), *words]) == 1
+        assert capsys.readouterr().err.startswith(complaint)

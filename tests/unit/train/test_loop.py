@@ -32,6 +32,32 @@ def test_probes_whose_plan_never_changes_anything_are_not_seen(precision, how, t
     assert curve(rows) == curve(without)
 
 
+@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+def test_a_forward_in_bf16_is_not_seen(how, train_here, tmp_path):
+    """Through a probe, a solve in flight and a swap from BF16 to FP8 and FP4 side by side."""
+    options = {**SNIP, "snip_target": 0.5, "snip_apply_lag": 1, "eval_interval": 3, "eval_iters": 1, **how}
+    without = train_here(**options, run_dir=str(tmp_path / "without"))
+    rows = train_here(**options, snip_bf16_eval_interval=2)
+    assert curve(rows[1:]) == curve(without[1:])
+    assert [row["snip/plan_hash"] for row in rows[1:]] == [row["snip/plan_hash"] for row in without[1:]]
+    assert [row.get("lm loss validation") for row in rows] == [row.get("lm loss validation") for row in without]
+    measured = {row["iteration"]: row for row in rows if "snip/bf16_loss" in row}
+    assert list(measured) == [2, 4, 6] and not any("snip/bf16_loss" in row for row in without)
+    for row in measured.values():
+        assert row["snip/measured_loss_divergence"] == row["lm loss"] - row["snip/bf16_loss"]
+    assert measured[2]["snip/measured_loss_divergence"] == 0 == measured[2]["snip/predicted_loss_divergence"]
+    assert measured[4]["snip/measured_loss_divergence"] != 0 < measured[4]["snip/predicted_loss_divergence"]
+    assert measured[4]["snip/predicted_loss_divergence"] != measured[6]["snip/predicted_loss_divergence"]
+
+
+def test_a_forward_in_bf16_needs_no_planner(train_here, tmp_path):
+    without = train_here(precision="fp4", run_dir=str(tmp_path / "without"))
+    rows = train_here(precision="fp4", snip_bf16_eval_interval=3)
+    assert curve(rows) == curve(without)
+    assert [row["iteration"] for row in rows if row.get("snip/measured_loss_divergence")] == [3]
+    assert not any("predicted" in key for row in rows for key in row)
+
+
 def test_a_plan_that_changes_precision_is_seen(train_here, tmp_path):
     without = train_here(train_iters=6, run_dir=str(tmp_path / "without"))
     rows = train_here(**{**SNIP, "snip_target": 1.0})

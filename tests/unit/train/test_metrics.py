@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from megatron_snip.config import Config
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predictions import Predictions
 from megatron_snip.train import metrics
 from megatron_snip.train.metrics import MetricsWriter, check_wandb, progress_line, read_metrics, validation_line
 
@@ -99,6 +101,29 @@ def test_wandb_is_asked_for_before_the_run(monkeypatch):
     check_wandb(Config())
     with pytest.raises(ValueError, match=r"--wandb-project needs wandb: pip install 'megatron_snip\[wandb\]'"):
         check_wandb(Config().replace(wandb_project="p"))
+
+
+def test_rows_of_a_plan():
+    names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
+    plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))
+    predictions = Predictions({names[0]: {"fp4": 0.5}}, {names[0]: {"fp4": 2.0}}, {names[0]: {"fp8": 0.25}})
+    assert metrics.plan_rows(plan, predictions) == [
+        [names[0], "fp4", "fp8", "bf16", 0.5, 0.25],
+        [names[1], "fp8", "fp8", "fp8", None, None],
+    ]
+    assert [row[-2:] for row in metrics.plan_rows(plan)] == [[None, None]] * 2
+    assert len(metrics.PLAN_COLUMNS) == 6
+
+
+def test_a_plan_that_wandb_cannot_show_does_not_end_the_run(monkeypatch, tmp_path, caplog):
+    one = writer(tmp_path)
+    one._wandb = object()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with caplog.at_level("WARNING", logger="megatron_snip"):
+        assert one.wandb_plan(Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)) == {}
+    assert "iteration 3: the plan is not shown in wandb" in caplog.text
+    one._wandb = None
+    one.close()
 
 
 def test_without_a_project_wandb_is_not_touched(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip.snip.plan import Plan
 from megatron_snip.train.metrics import read_metrics
 
 pytest.importorskip("wandb")
@@ -88,4 +89,13 @@ def test_a_run_is_logged_offline(tmp_path):
         assert {key: row[key] for key in expected} == expected
     assert rows[1]["snip/achieved"] > 0.5 and rows[0]["snip/probe_seconds"] > 0
     assert rows[1]["snip/plan/_type"] == "table-file"
-    assert list((tmp_path / "run/wandb").rglob("plan_*.table.json"))
+    (path,) = (tmp_path / "run/wandb").rglob("plan_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["linear", "fprop", "dgrad", "wgrad", "loss divergence", "weight divergence"]
+    assert [row[0] for row in table["data"]] == list(Plan.load(tmp_path / "run/plans/iter_0000002.json").linears)
+    assert all(loss > 0 and weight > 0 for *_, loss, weight in table["data"])
+    total = sum(row[4] for row in table["data"])
+    assert abs(total - written[1]["snip/predicted_loss_divergence"]) < 1e-9 * total
+    assert rows[1]["snip/plan_heatmap/_type"] == "image-file"
+    (image,) = (tmp_path / "run/wandb").rglob("plan_heatmap_*.png")
+    assert image.read_bytes().startswith(b"\x89PNG") and "snip/plan_heatmap/_type" not in rows[2]

@@ -1,0 +1,196 @@
+"""tools/generate_plan.py: plans that reach the target, the best of them and the frontier, and that they train."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.model.llama import linear_shapes
+from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predictions import Predictions
+from megatron_snip.snip.stats import ProbeStats
+from megatron_snip.train import loop
+from megatron_snip.train.metrics import read_metrics
+from tests.unit.tools.conftest import TINY
+from tools.generate_plan import main
+
+NAMES = ["best", "random_0", "random_1", "abs_err", "rel_err", "layer_id", "layer_type"]
+
+
+@pytest.fixture
+def generate(finished_run, tmp_path, capsys):
+    """Call it with words of the command line: what it printed; ValueError with what it complained of."""
+
+    def call(*words: str, stats=finished_run / "stats/iter_0000003.json") -> str:
+        status = main(["--stats", str(stats), "--output-dir", str(tmp_path / "plans"), "--num-random", "2", *words])
+        said = capsys.readouterr()
+        if status:
+            assert status == 1 and said.out == "" and said.err.count("\n") == 1 and not (tmp_path / "plans").exists()
+            raise ValueError(said.err.strip())
+        return said.out
+
+    return call
+
+
+def shapes() -> list[LinearShape]:
+    model = Config().replace(**TINY).model
+    return [LinearShape(name, *size) for name, size in linear_shapes(model).items()]
+
+
+def test_plans_and_their_table(generate, tmp_path, finished_run):
+    said = generate("--efficiency-saving", "0.6")
+    plans = {name: Plan.load(tmp_path / f"plans/{name}.json") for name in NAMES}
+    assert {p.name for p in (tmp_path / "plans").iterdir()} == {
+        *(f"{name}.json" for name in NAMES), "pareto.json", "pareto.png",
+    }  # fmt: skip
+    heads, *rows, last = [re.split(r"  +", line) for line in said.splitlines()]
+    assert heads == ["plan", "FP4 share", "loss div. (nats)", "weight div.", "quality loss (snip)", "gap"]
+    assert [row[0] for row in rows] == NAMES and last == [f"plans and pareto.png are in {tmp_path}/plans"]
+    predictions = Predictions.of(ProbeStats.load(finished_run / "stats/iter_0000003.json"))
+    for (name, plan), row in zip(plans.items(), rows, strict=True):
+        assert 0.6 <= plan.fp4_share(shapes()) == plan.achieved and plan.target == 0.6 and plan.iteration == 3
+        assert row[1] == f"{plan.achieved:.2%}" and float(row[5]) == pytest.approx(plan.solver.gap, rel=0.1, abs=1e-12)
+        assert float(row[2]) == pytest.approx(predictions.total_loss_divergence(plan.linears), rel=1e-3)
+        assert float(row[3]) == pytest.approx(predictions.total_weight_divergence(plan.linears), rel=1e-3)
+        assert plan.objective == ("snip" if name == "best" else name.rstrip("_01"))
+    losses = [float(row[4]) for row in rows]
+    assert losses[0] == min(losses) and losses[0] < losses[1], "best is no worse by its own objective"
+    assert plans["random_0"].linears != plans["random_1"].linears
+    assert float(rows[0][4]) == pytest.approx(plans["best"].solver.objective, rel=1e-3)
+
+
+def test_the_frontier(generate, tmp_path):
+    generate("--efficiency-saving", "0.62", "--granularity", "gemm")
+    found = json.loads((tmp_path / "plans/pareto.json").read_text())
+    assert (found["objective"], found["measure"], found["iteration"]) == ("snip", "fp4", 3)
+    frontier, best = found["frontier"], found["plans"]["best"]
+    targets, losses = [p["target"] for p in frontier], [p["quality_loss"] for p in frontier]
+    assert targets == sorted(targets) and targets[0] == 0.0 and targets[-1] == 1.0 and 0.62 in targets
+    assert losses == sorted(losses) and losses[-1] > losses[0]
+    assert all(p["saved"] >= p["target"] - 1e-9 and p["bound"] <= p["quality_loss"] for p in frontier)
+    at_target = next(p for p in frontier if p["target"] == 0.62)
+    assert at_target["quality_loss"] == pytest.approx(best["quality_loss"], rel=1e-4)
+    assert found["plans"].keys() == set(NAMES)
+    assert (tmp_path / "plans/pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trainers_options_hold(generate, tmp_path):
+    """Fixed linears bound what can be reached; stages each reach the target; BF16 counts time."""
+    generate("--efficiency-saving", "0.4", "--snip-fix", "layers.0.*=fp8", "--snip-objective", "snip_loss")
+    best = Plan.load(tmp_path / "plans/best.json")
+    assert {str(p) for name, p in best.linears.items() if name.startswith("layers.0.")} == {"fp8"}
+    found = json.loads((tmp_path / "plans/pareto.json").read_text())
+    assert best.objective == found["objective"] == "snip_loss"
+    assert found["frontier"][-1]["fp4_share"] == pytest.approx(0.5)
+    generate("--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "each", "--efficiency-saving", "0.5")
+    for name in NAMES:
+        plan = Plan.load(tmp_path / f"plans/{name}.json")
+        for block in range(2):
+            part = [shape for shape in shapes() if shape.name.startswith(f"layers.{block}.")]
+            kept = {shape.name: plan.linears[shape.name] for shape in part}
+            assert Plan(0, kept).fp4_share(part) >= 0.5
+    generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    assert json.loads((tmp_path / "plans/pareto.json").read_text())["measure"] == "time"
+    assert {str(p) for p in Plan.load(tmp_path / "plans/best.json").linears.values()} == {"bf16", "fp8"}
+
+
+def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
+    """In every plan, though the rules would not look."""
+    stats, name = ProbeStats.load(finished_run / "stats/iter_0000003.json"), "layers.0.mlp.up_proj"
+    linears = {**stats.linears, name: replace(stats.linears[name], update_norm_sq=math.nan)}
+    replace(stats, linears=linears).save(tmp_path / "nan.json")
+    said = generate(
+        "--load", str(finished_run / "checkpoints"), "--efficiency-saving", "0.7", stats=tmp_path / "nan.json"
+    )
+    assert f"held at the base option, statistics not finite: {name}\n" in said
+    for plan in NAMES:
+        assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
+
+
+def test_seeds_are_consecutive(generate, tmp_path):
+    generate("--random-seed", "3")
+    third = Plan.load(tmp_path / "plans/random_1.json")
+    generate("--random-seed", "4", "--num-random", "1")
+    assert Plan.load(tmp_path / "plans/random_0.json").linears == third.linears
+
+
+def test_where_the_model_comes_from(generate, finished_run, tmp_path):
+    """The run folder around the statistics, a checkpoint, or options; without any it cannot know."""
+    shutil.copy(finished_run / "stats/iter_0000003.json", tmp_path / "alone.json")
+    with pytest.raises(ValueError, match="--num-layers is 0; give the model's shape by --load CKPT, --config FILE"):
+        generate(stats=tmp_path / "alone.json")
+    from_run = generate()
+    assert generate("--load", str(finished_run / "checkpoints"), stats=tmp_path / "alone.json") == from_run
+    model = [word for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+             "num_query_groups") for word in (f"--{name.replace('_', '-')}", str(TINY[name]))]  # fmt: skip
+    assert generate(*model, stats=tmp_path / "alone.json") == from_run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--efficiency-saving", "1.5"], "generate_plan: --efficiency-saving is 1.5; give a share, 0 to 1"),
+        (["--efficiency-saving", "0.5", "--options", "fp8"],
+         r"--efficiency-saving 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
+        (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
+        (["--efficiency-saving", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
+        (["--options", "fp8,fp3"], "unknown format 'fp3'; known: bf16"),
+        (["--options", "fp8,mxfp4"], "statistics of iteration 3 lack a format of option mxfp4 .*; probe with these"),
+        (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),
+        (["--snip-objective", "ggn"], "have no sampled labels .*; collect them with ggn"),
+        (["--num-layers", "3"], "statistics of 14 linears, the model has 21, layers.2.mlp.down_proj is not in both"),
+        (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
+        (["--gemm-times", "none.json"], "none.json: cannot read"),
+        (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),
+    ],
+)  # fmt: skip
+def test_bad_options(words, said, generate):
+    with pytest.raises(ValueError, match=said):
+        generate(*words)
+
+
+def test_files_that_are_none(generate, finished_run, tmp_path):
+    with pytest.raises(ValueError, match="none.json: cannot read the statistics"):
+        generate("--load", str(finished_run / "checkpoints"), stats=tmp_path / "none.json")
+    damaged = tmp_path / "stats/iter_1.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json: cannot be read .*; give the model's shape by --load or"):
+        generate(stats=damaged)
+    with pytest.raises(ValueError, match="iter_1.json: this statistics is no JSON"):
+        generate("--load", str(finished_run / "checkpoints"), stats=damaged)
+
+
+def test_the_best_plan_trains(generate, finished_run, tmp_path, monkeypatch):
+    """From the checkpoint that it was made for, two iterations."""
+    generate("--efficiency-saving", "0.5")
+    monkeypatch.setattr(runtime, "stop", lambda: None)
+    monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir)
+    monkeypatch.setattr(loop, "format_summary", lambda run_dir: "")
+    places = {
+        "load": str(finished_run / "checkpoints"),
+        "save": str(tmp_path / "saves"),
+        "run_dir": str(tmp_path / "r"),
+    }
+    for name in ("best", "random_1"):
+        plan = {"precision": "plan", "precision_plan": str(tmp_path / f"plans/{name}.json")}
+        options = {
+            **TINY,
+            "train_iters": 6,
+            **places,
+            "run_dir": f"{tmp_path}/{name}",
+            "save": f"{tmp_path}/{name}/saves",
+        }
+        loop.train(Config().replace(**options, **plan, snip_bf16_eval_interval=1))
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [row["iteration"] for row in rows] == [5, 6]
+        assert all(row["snip/measured_loss_divergence"] != 0 for row in rows)

@@ -1,0 +1,165 @@
+"""What a probe predicts and what is true, at checkpoints of one small training run with planted outliers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.cost import LinearShape, efficiency
+from megatron_snip.snip.divergence import (
+    loss_divergence,
+    own_divergence,
+    prop_divergence,
+    residual_gain,
+    weight_divergence,
+)
+from megatron_snip.snip.ilp import solve
+from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.stats import ProbeStats
+from megatron_snip.train.setup import Parts
+from tests.validation.planted import linears_of, make_parts, plant, train
+from tests.validation.truth import Updates, batches, even_truth, loss_of, precisions
+
+FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
+OPTIONS = [FP8, FP4]
+EARLY, MID, LATE = 60, 120, 200
+TARGETS = (0.75, 0.80)
+RANDOM_PLANS = 5
+#: Batches of two sequences that gave no statistics.
+EVALUATED, EACH = 40, 2
+
+
+def probe(parts: Parts, iteration: int, formats: tuple[str, ...] = ("fp4", "fp8")) -> ProbeStats:
+    """Statistics of the coming batch with all passes that any objective asks for."""
+    measured = parts.coordinator.probe
+    before, measured.formats = measured.formats, sorted(formats)
+    batch = parts.train_loader.make((iteration - 1) * parts_batch(parts))
+    passes = {name for objective in OBJECTIVES.values() for name in objective.passes or ()}
+    try:
+        return measured.run(parts.stepper.pass_runner(batch, iteration), parts.optimizer.zero_grad, iteration, passes)
+    finally:
+        measured.formats = before
+
+
+def parts_batch(parts: Parts) -> int:
+    """Sequences in a batch of the run."""
+    return int(parts.train_loader.make(0).tokens.flatten(0, 1).shape[0])
+
+
+def shapes_of(parts: Parts) -> list[LinearShape]:
+    """Shapes of all linears, in order."""
+    return [LinearShape(name, l.out_features, l.in_features) for name, l in linears_of(parts).items()]
+
+
+def plan_by(quality: np.ndarray, parts: Parts, target: float) -> dict[str, LinearPrecision]:
+    """The plan of least quality loss [L, O] at a share of FP4."""
+    shapes = shapes_of(parts)
+    chosen = solve(quality, efficiency(shapes, OPTIONS), target, gap=0.0).choice
+    return {shape.name: OPTIONS[option] for shape, option in zip(shapes, chosen, strict=True)}
+
+
+def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[Any]) -> dict[str, float]:
+    """Loss increase in nats of each objective's plan, by "objective target"; also of the oracle's and of all FP4."""
+    base, found = loss_of(parts, over), {}
+
+    def increase(plan: dict[str, LinearPrecision]) -> float:
+        with precisions(parts, plan):
+            return loss_of(parts, over) - base
+
+    oracle = np.stack([np.zeros_like(truth), truth], axis=1)
+    shapes = shapes_of(parts)
+    for target in TARGETS:
+        found[f"oracle {target}"] = increase(plan_by(oracle, parts, target))
+        for name in OBJECTIVES:
+            seeds = range(RANDOM_PLANS) if name == "random" else [0]
+            given = stats if get_objective(name).needs_stats else None
+            for seed in seeds:
+                quality = quality_loss(name, ObjectiveInputs(shapes, OPTIONS, given, seed=seed))
+                key = f"random_{seed} {target}" if name == "random" else f"{name} {target}"
+                found[key] = increase(plan_by(quality, parts, target))
+    found["all fp4"] = increase(dict.fromkeys(stats.linears, FP4))
+    return found
+
+
+def regret(predicted: np.ndarray, truth: np.ndarray, parts: Parts, target: float) -> float:
+    """(plan - best) / (all FP4 - best) by the true costs of single linears."""
+
+    def cost(costs: np.ndarray) -> float:
+        plan = plan_by(np.stack([np.zeros_like(costs), costs], axis=1), parts, target)
+        return float(sum(t for t, precision in zip(truth, plan.values(), strict=True) if precision == FP4))
+
+    best = cost(truth)
+    return (cost(predicted) - best) / (float(truth.sum()) - best)
+
+
+def gains_in_bf16(folder: Path, parts: Parts, iteration: int, stats: ProbeStats) -> np.ndarray:
+    """Gain of the backward noise with BF16 compute by that with float32, where there is one."""
+    _, other = make_parts(folder, precision="snip", snip_start=10**6, bf16=True)
+    for name, tensor in other.tensors().items():
+        tensor.copy_(parts.tensors()[name])
+    other.optimizer.set_steps(parts.optimizer.steps)
+    low = probe(other, iteration)
+    both = [(residual_gain(low, name), residual_gain(stats, name)) for name in stats.linears]
+    other.train_loader.close()
+    return np.sqrt([a / b for a, b in both if b > 0])
+
+
+def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
+    """Predictions and truth before an iteration, with outliers planted for the time."""
+    size = parts_batch(parts)
+    others = batches(parts, iteration * size, 16, EACH)
+    before = {name: tensor.clone() for name, tensor in parts.tensors().items()}
+    plain = loss_of(parts, others)
+    plant(parts)
+    stats = probe(parts, iteration)
+    names = list(stats.linears)
+    updates = Updates(parts, parts.train_loader.make((iteration - 1) * size), iteration)
+    truth = even_truth(parts, others, "fp4", names)
+    predicted = loss_divergence(stats, names, [FP4])[:, 0]
+    found = {
+        "names": names,
+        "losses": (plain, loss_of(parts, others)),
+        "dL": (predicted, truth),
+        "own": (
+            np.sqrt(own_divergence(stats, names, [FP4])[:, 0]),
+            updates.change(LinearPrecision("bf16", "bf16", "fp4")),
+        ),
+        "prop": (
+            np.sqrt(prop_divergence(stats, names, [FP4])[:, 0]),
+            updates.change(LinearPrecision("bf16", "fp4", "bf16")),
+        ),
+        "rho": (np.sqrt(weight_divergence(stats, names, [FP4])[:, 0]), updates.change(FP4)),
+        "regret": regret(predicted, truth, parts, 0.75),
+        "end to end": end_to_end(parts, stats, truth, batches(parts, iteration * size, EVALUATED, EACH)),
+        "stats": stats,
+    }
+    if iteration == MID:
+        for fmt in ("nvfp4", "mxfp4"):
+            one = probe(parts, iteration, (fmt,))
+            precision = [LinearPrecision.uniform(fmt)]
+            found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
+    with torch.no_grad():
+        for name, tensor in parts.tensors().items():
+            tensor.copy_(before[name])
+    return found
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Everything the tests look at, from one run in float32 compute."""
+    torch.set_num_threads(2)  # the only test that runs meanwhile
+    config, parts = make_parts(folder, precision="snip", snip_start=10**6)
+    start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
+    found: dict[str, Any] = {}
+    done = 0
+    for name, iteration in (("early", EARLY), ("mid", MID), ("late", LATE)):
+        trained = train(config, parts, done + 1, iteration - 1)
+        found[name], done = at_checkpoint(parts, iteration), iteration - 1
+        found[name]["training"] = (start, trained)
+        if name == "mid":
+            found["bf16 gain"] = gains_in_bf16(folder, parts, iteration, probe(parts, iteration))
+    parts.train_loader.close()
+    return found

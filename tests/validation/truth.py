@@ -1,0 +1,126 @@
+"""The truth that predictions face, by brute force: losses with changed outputs, updates with changed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_snip.quant import LinearPrecision, fake_quantize
+from megatron_snip.snip.probes import adam_update
+from megatron_snip.train.setup import Parts
+from tests.validation.planted import linears_of
+
+BF16 = LinearPrecision.uniform("bf16")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Some sequences as one batch of one microbatch."""
+
+    tokens: Tensor  # [1, B, S]
+    labels: Tensor
+    sample_index: Tensor
+
+
+def batches(parts: Parts, first: int, count: int, each: int) -> list[Sequences]:
+    """``count`` batches of ``each`` sequences from sample ``first`` on; ``each`` divides the run's own batch."""
+    found: list[Sequences] = []
+    while len(found) < count:
+        batch = parts.train_loader.make(first)
+        tokens, labels, index = (t.flatten(0, 1) for t in (batch.tokens, batch.labels, batch.sample_index))
+        first += len(tokens)
+        found += [
+            Sequences(tokens[i : i + each][None], labels[i : i + each][None], index[i : i + each][None])
+            for i in range(0, len(tokens), each)
+        ]
+    return found[:count]
+
+
+def loss_of(parts: Parts, over: Sequence[Any]) -> float:
+    """Mean loss in nats a token with the precisions that are set; the stage divides by its own batch's tokens."""
+    (stage,) = parts.stages.values()
+    scale = stage.loss_tokens / over[0].tokens.numel()
+    return float(np.mean([parts.stepper.evaluate(batch, 1) for batch in over])) * scale
+
+
+@contextmanager
+def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[None]:
+    """Inside, linears have these precisions."""
+    before = {name: linear.precision for name, linear in linears_of(parts).items()}
+    for name, precision in chosen.items():
+        linears_of(parts)[name].precision = precision
+    try:
+        yield
+    finally:
+        for name, linear in linears_of(parts).items():
+            linear.precision = before[name]
+
+
+@contextmanager
+def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
+    """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
+    plain = type(linear)._local_linear
+
+    def forward(x: Tensor, key: Any, casts: Any = None) -> Tensor:
+        y = plain(linear, x, key)
+        flat, w = x.flatten(0, 1), linear.weight
+        qx = fake_quantize(flat, fmt, role="input", dim=1)
+        qw = fake_quantize(w.detach(), fmt, role="weight", dim=1)
+        return y + sign * (qx @ qw.T - flat @ w.T).view_as(y)
+
+    linear._local_linear = forward
+    try:
+        yield
+    finally:
+        del linear._local_linear
+
+
+def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]) -> np.ndarray:
+    """[L(+dY) + L(-dY)]/2 - L0 of each linear, nats, over batches that gave no statistics: [L]."""
+    base, truth = loss_of(parts, over), []
+    for name in names:
+        both = []
+        for sign in (1.0, -1.0):
+            with shifted(linears_of(parts)[name], fmt, sign):
+                both.append(loss_of(parts, over))
+        truth.append(sum(both) / 2 - base)
+    return np.array(truth)
+
+
+class Updates:
+    """AdamW's updates of all linears on one batch, with some of them in another precision."""
+
+    def __init__(self, parts: Parts, batch: Any, iteration: int) -> None:
+        self.parts, self.batch, self.iteration = parts, batch, iteration
+        self.names = list(linears_of(parts))
+        self.clip = parts.stepper.gradients(batch, iteration)[0].clip
+        parts.optimizer.zero_grad()
+        self.base = self._updates()
+        self.whole = float(torch.stack([u.double().square().sum() for u in self.base.values()]).sum().sqrt())
+
+    def _updates(self) -> dict[str, Tensor]:
+        parts, adam = self.parts, self.parts.coordinator.probe.adam
+        parts.stepper.gradients(self.batch, self.iteration)
+        out = {}
+        for name in self.names:
+            m, v = parts.optimizer.moments(f"{name}.weight")
+            grad = parts.optimizer.gradient(f"{name}.weight") * self.clip
+            out[name] = adam_update(grad, m, v, parts.optimizer.steps + 1, adam)
+        parts.optimizer.zero_grad()
+        return out
+
+    def change(self, precision: LinearPrecision) -> np.ndarray:
+        """|u - u0|_F / U over all linears when one of them alone runs in a precision: [L]."""
+        found = []
+        for name in self.names:
+            with precisions(self.parts, {name: precision}):
+                updates = self._updates()
+            squares = [(updates[other] - self.base[other]).double().square().sum() for other in self.names]
+            found.append(float(torch.stack(squares).sum().sqrt()) / self.whole)
+        return np.array(found)
