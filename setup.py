@@ -46,7 +46,7 @@ setup(
             KERNEL,
             sources=[f"{FOLDER}/cpu.cpp"],
             depends=[f"{FOLDER}/{name}" for name in HEADERS],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
             language="c++",
             optional=True,
         )

@@ -8,6 +8,7 @@
 
 #include "cpu.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -122,7 +123,16 @@ class Job {
   std::atomic<int64_t> next_{0};
 };
 
-// Threads that sleep between jobs; starting them anew would cost tens of microseconds each time.
+// torch's own OpenMP team, if torch has one in this process (GNU's entry point, which others offer too).  Its threads
+// spin for some milliseconds after a GEMM: threads of ours would have to share the cores with them.
+using Team = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+Team team() {
+  static const Team found = reinterpret_cast<Team>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return found;
+}
+
+// Threads that sleep between jobs, where there is no team; starting them anew would cost tens of microseconds.
 class Pool {
  public:
   // The caller works too, and alone if another thread's job has the pool.
@@ -168,11 +178,19 @@ class Pool {
 };
 
 std::atomic<Pool*> the_pool{nullptr};
+std::atomic<bool> forked{false};
 
-// Never destroyed, as its threads may outlive main; a forked child has none of them and starts with a new one.
-Pool& pool() {
-  static const int once = pthread_atfork(nullptr, nullptr, [] { the_pool = nullptr; });
+// A forked child has none of its parent's threads: it starts a new pool, and GNU's OpenMP would wait for ever.
+void watch_forks() {
+  static const int once = pthread_atfork(nullptr, nullptr, [] {
+    the_pool = nullptr;
+    forked = true;
+  });
   (void)once;
+}
+
+// Never destroyed, as its threads may outlive main.
+Pool& pool() {
   Pool* pool = the_pool;
   if (pool == nullptr) {
     Pool* mine = new Pool;
@@ -230,6 +248,12 @@ class CastJob final : public Tiles {
   const Kernels& kernels_;
 };
 
+void run(Job& job, int64_t threads) {
+  watch_forks();
+  if (threads > 1 && !forked && team()) team()([](void* job) { static_cast<Job*>(job)->work(); }, &job, unsigned(threads), 0);
+  else pool().run(job, threads);
+}
+
 void run_forms(const Call& call, const Form* first, int count) {
   int64_t rows = 1, cols = 1;
   for (int i = 0; i < count; ++i) {
@@ -247,7 +271,7 @@ void run_forms(const Call& call, const Form* first, int count) {
     width = wide;
   const int64_t height = divide_up(kTile / 4, std::min(width, call.cols) * rows) * rows;
   CastJob job(call, first, count, height, std::max<int64_t>(width, 1));
-  pool().run(job, call.threads);
+  run(job, call.threads);
 }
 
 class DecodeJob final : public Tiles {
@@ -302,13 +326,13 @@ extern "C" void megatron_snip_cast(const Call* call, const Form* forms) {
 
 extern "C" void megatron_snip_decode(const Decode* call) {
   DecodeJob job(*call);
-  pool().run(job, call->threads);
+  run(job, call->threads);
 }
 
 // Largest finite magnitude of count bfloat16 (size 2) or float32 (size 4) numbers.
 extern "C" void megatron_snip_amax(const void* x, int64_t count, int32_t size, int32_t threads, float* out) {
   FlatJob job(x, nullptr, count, size);
-  pool().run(job, threads);
+  run(job, threads);
   const uint32_t bits = job.most;
   std::memcpy(out, &bits, sizeof bits);
 }
@@ -316,5 +340,5 @@ extern "C" void megatron_snip_amax(const void* x, int64_t count, int32_t size, i
 // Non-temporal copy, the benchmarks' measure of what memory gives; addresses and bytes multiples of 64.
 extern "C" void megatron_snip_copy(const void* from, void* to, int64_t bytes, int32_t threads) {
   FlatJob job(from, to, bytes / 4, 4);
-  pool().run(job, threads);
+  run(job, threads);
 }
