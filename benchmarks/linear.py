@@ -26,6 +26,7 @@ from megatron_snip.quant import (
     linear_implementations,
     quantized_linear,
 )
+from megatron_snip.runtime import keep_freed_memory
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 SHAPES = {"cpu": (2048, ["2048x2048", "2048x5632"]), "cuda": (8192, ["4096x4096", "4096x14336", "8192x28672"])}
@@ -135,6 +136,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as training does
     tokens, shapes = SHAPES[args.device]
     tokens = args.tokens or tokens
     rows, results = [], []

@@ -52,7 +52,7 @@ def resolve_backend(backend: str) -> tuple[str, str]:
     return backend, "cuda" if backend == "nccl" else "cpu"
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Ask glibc to keep freed blocks of activation size for the next one.
 
     By default each goes back to the system, and every new tensor of some MB costs its pages anew.
@@ -81,7 +81,7 @@ def start(backend: str, timeout_minutes: float) -> Runtime:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        _keep_freed_memory()
+        keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         if "RANK" in os.environ:

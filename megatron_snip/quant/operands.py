@@ -94,7 +94,6 @@ class Operands:
             else cast(tensor, [form], ["values"], None, self.call.reduce_amax.get(role))[0].values
         )
 
-
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """``quantized`` [R, C], and how many elements were beyond the largest value: int64 scalar.
 
@@ -176,14 +175,27 @@ class Casts:
         return True
 
     def get(
-        self, x: Tensor, wanted: Sequence[Wanted], dtype: torch.dtype, reduce_amax: ReduceAmax | None = None
+        self,
+        x: Tensor,
+        wanted: Sequence[Wanted],
+        dtype: torch.dtype,
+        reduce_amax: ReduceAmax | None = None,
+        *,
+        for_now: bool = False,
     ) -> list[Operand]:
-        """``x`` [R, C], rounded to ``dtype`` first, in each wanted form."""
+        """``x`` [R, C], rounded to ``dtype`` first, in each wanted form.
+
+        for_now: codes that had to be made are kept, but given as values, made by the same read.
+        """
         self.renewed(x, dtype)
         wanted = [_shared(form, output) for form, output in wanted]
         if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
-            made = cast_operands(x.to(dtype), missing, reduce_amax)
-            self._made.update(zip(missing, made, strict=True))
+            codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
+            now: list[Wanted] = [(form, "values") for form, _ in codes]
+            made = cast_operands(x.to(dtype), [*missing, *now], reduce_amax)
+            self._made.update(zip(missing, made, strict=False))
+            used = dict(zip(codes, made[len(missing) :], strict=True))
+            return [used.get(key, self._made[key]) for key in wanted]
         return [self._made[key] for key in wanted]
 
 

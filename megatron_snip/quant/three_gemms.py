@@ -85,4 +85,4 @@ def _weight(w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.d
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
     wanted = [(call.form(gemm, "weight"), gemms.output("weight", kept=kept))]
-    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"))[0]
+    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=True)[0]

@@ -52,7 +52,7 @@ def parts_batch(parts: Parts) -> int:
 
 def shapes_of(parts: Parts) -> list[LinearShape]:
     """Shapes of all linears, in order."""
-    return [LinearShape(name, l.out_features, l.in_features) for name, l in linears_of(parts).items()]
+    return [LinearShape(name, linear.out_features, linear.in_features) for name, linear in linears_of(parts).items()]
 
 
 def plan_by(quality: np.ndarray, parts: Parts, target: float) -> dict[str, LinearPrecision]:
