@@ -45,6 +45,8 @@ def cast(
     if any(form.transformed for form in forms):
         return _cast_with_transform(x, forms, outputs, amax, reduce_amax)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
+    if amax is not None:
+        amax = amax.to(x.device, torch.float32)
     if amax is None and any(scaled):
         amax = op.finite_amax(x)
         amax = amax if reduce_amax is None else reduce_amax(amax)

@@ -112,6 +112,8 @@ def quantized_linear(
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x {list(x.shape)} and w {list(w.shape)} do not match; give x [T,K] and w [N,K]")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x is {x.dtype}; convert it to bfloat16 or float32")
     if w.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"x is {x.dtype}, w is {w.dtype}; convert one of them")
     check_linear(impl, precision, x.device)

@@ -167,7 +167,8 @@ class Casts:
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
-        of = (x.data_ptr(), x._version, x.shape, dtype)
+        version = -1 if x.is_inference() else x._version  # inference tensors have none
+        of = (x.data_ptr(), version, x.shape, dtype)
         if of == self._of:
             return False
         self.clear()

@@ -1,8 +1,8 @@
 """The ``scaled_mm`` linear: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
 
 Operands are codes and scales of the specification, bit for bit; the hardware multiplies them and applies the
-scales every 128 elements, in float32.  Elements narrower than 8 bits ride E4M3 or E5M2, which hold their
-values exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling
+scales every 128 elements, in float32.  Elements narrower than 8 bits ride E4M3, which holds their values
+exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling
 (CUDA 12.9 or newer, compute capability 9.0).
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.formats import Format, get_format
+from megatron_snip.formats.element import E4M3
 from megatron_snip.quant.cast import Output
 from megatron_snip.quant.operands import LinearCall, Operand
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.three_gemms import plain_product, three_gemms
 
 _BLOCK = 128
-_CARRIER_DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 class ScaledMM:
@@ -37,7 +37,8 @@ class ScaledMM:
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [T,K], w [N,K] -> y [T,N].  Raises ValueError for sizes that are no multiples of 128."""
-        if reason := unfit_shapes(x, w):
+        quantised = any(get_format(getattr(call.precision, gemm)).quantised for gemm in GEMMS)
+        if quantised and (reason := unfit_shapes(x, w)):
             raise ValueError(f"--linear-impl scaled_mm: {reason}; use --linear-impl auto or emulated")
         return three_gemms(x, w, call, self)
 
@@ -75,8 +76,11 @@ def unfit_shapes(x: Tensor, w: Tensor) -> str | None:
 def _unfit_format(fmt: Format) -> str | None:
     if fmt.scale not in ("fp32", "fp32_pow2") or fmt.tile != _BLOCK or fmt.weight_block != _BLOCK:
         return f"{fmt.name} has other scales than float32 ones of 1x{_BLOCK} tiles and {_BLOCK}x{_BLOCK} blocks"
-    if fmt.element is not None and fmt.element.carrier is None:
+    assert fmt.element is not None
+    if fmt.element.carrier is None:
         return f"{fmt.name}'s {fmt.element.name} elements fit neither E4M3 nor E5M2"
+    if fmt.element.carrier != E4M3:  # both operands of a GEMM have one format
+        return f"{fmt.name} needs E5M2 for both operands, which the hardware does not multiply"
     return None
 
 
@@ -93,8 +97,8 @@ def _unfit_device(device: torch.device) -> str | None:
 
 def _bytes(operand: Operand) -> Tensor:
     """Codes [R, C] as the carrier's dtype."""
-    assert operand.form is not None and operand.form.element.carrier is not None
-    return operand.data.view(_CARRIER_DTYPES[operand.form.element.carrier.name])
+    assert operand.form is not None and operand.form.element.carrier == E4M3
+    return operand.data.view(torch.float8_e4m3fn)
 
 
 def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,9 @@ class Gemms(Protocol):
 
 def three_gemms(x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
     """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable once."""
-    y: Tensor = _ThreeGemms.apply(x, w, call, gemms)
+    # inside the Function gradients are off, and what it says of its inputs ignores no_grad outside
+    needs_wgrad = torch.is_grad_enabled() and w.requires_grad
+    y: Tensor = _ThreeGemms.apply(x, w, call, gemms, needs_wgrad)
     return y
 
 
@@ -46,17 +49,19 @@ def plain_product(gemm: str, a: Tensor, b: Tensor) -> Tensor:
 
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms, needs_wgrad: bool) -> Tensor:
         wanted = [(call.form("fprop", "input"), gemms.output("input", kept=False))]
-        if ctx.needs_input_grad[1]:
+        if needs_wgrad:
             wanted.append((call.form("wgrad", "input"), gemms.output("input", kept=True)))
         casts = call.input_casts if call.input_casts is not None else Casts()
         made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
         y = gemms.multiply("fprop", made[0], _weight(w, "fprop", call, gemms, x.dtype), x.dtype)
-        kept = made[1] if ctx.needs_input_grad[1] else Operand(None, "values", x)
-        ctx.save_for_backward(kept.data, kept.scales, w, x if call.observer is not None else None)
-        ctx.form, ctx.output, ctx.dtype = kept.form, kept.output, x.dtype
-        ctx.call, ctx.gemms = call, gemms
+        kept = made[1] if needs_wgrad else None
+        data, scales = (None, None) if kept is None else (kept.data, kept.scales)
+        ctx.save_for_backward(data, scales, w, x if call.observer is not None else None)
+        ctx.form, ctx.output = (None, "values") if kept is None else (kept.form, kept.output)
+        # what linears share of the input is for their forward alone: holding it would hold the input itself
+        ctx.call, ctx.gemms, ctx.dtype = dataclasses.replace(call, input_casts=None), gemms, x.dtype
         return y
 
     @staticmethod
@@ -77,7 +82,7 @@ class _ThreeGemms(torch.autograd.Function):
         if "wgrad" in cast:
             operand = Operand(ctx.form, ctx.output, data, scales)
             grad_w = gemms.multiply("wgrad", cast.pop("wgrad"), operand, dtype).to(w.dtype)
-        return grad_x, grad_w, None, None
+        return grad_x, grad_w, None, None, None
 
 
 def _weight(w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.dtype) -> Operand:

@@ -87,6 +87,8 @@ class TransformerEngine:
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [T,K], w [N,K] -> y [T,N].  Raises ValueError where an observer looks at a quantised linear."""
         if call.precision.fprop == "bf16":
+            if call.weight_casts is not None:  # or the module would not notice that the weight changes meanwhile
+                self._modules.pop(call.weight_casts, None)
             return self._emulated(x, w, call)
         if call.observer is not None:
             raise ValueError(

@@ -100,7 +100,7 @@ def residual_gain(stats: ProbeStats, name: str) -> float:
     before = sum(change for change in changes if np.isfinite(change))
     gain = before / linear.residual_noise_sq if linear.residual_noise_sq > 0 else 0.0
     if between := _linears_between(stats, name):
-        signal = sum(other.dgrad_signal_sq for other in between)
+        signal = sum(other.dgrad_signal_sq for other in between if np.isfinite(other.dgrad_signal_sq))
         gain *= signal / linear.dgrad_signal_sq if linear.dgrad_signal_sq > 0 else 0.0
     return gain
 

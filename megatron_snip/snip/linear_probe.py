@@ -156,15 +156,18 @@ class LinearProbe:
         q, saturated = operands.quantized_with_count(gemm, role, fmt)
         form = operands.call.form(gemm, role, fmt)
         exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
+        nonzero = self._nonzero.get(role)
         if form is not None and form.transformed:
             exact = hadamard(exact)
+            nonzero = torch.count_nonzero(exact)
         error = q - exact
         if not (self.loss_only or (role == "weight" and self._seen)):
             share, operand = self._share[role], f"{fmt}/{gemm}/{role}"
             self.sums.add(f"error/{operand}", square(error), share)
-            self.sums.add(f"nonzero/{operand}", self._nonzero[role], share)
+            assert nonzero is not None
+            self.sums.add(f"nonzero/{operand}", nonzero, share)
             # what is not zero was not zero before
-            self.sums.add(f"underflow/{operand}", self._nonzero[role] - torch.count_nonzero(q), share)
+            self.sums.add(f"underflow/{operand}", nonzero - torch.count_nonzero(q), share)
             self.sums.add(f"saturated/{operand}", saturated, share)
         return q, error
 

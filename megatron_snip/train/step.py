@@ -64,6 +64,9 @@ class Stepper:
         finally:
             for stage in stages:
                 stage.perturbation = None
+            # The update follows, or other precisions do.  FSDP has freed what it gathered, and whether its next buffer
+            # has this one's address differs between processes, which must cast, and reduce over tp, alike.
+            drop_weight_casts(stages)
         if self.config.parallel.sequence_parallel:
             sum_norm_gradients_over_tp(stages, self.mesh)
         loss, square, stops = self._sum(self._loss_share(share), gradient_square_sum(stages, self.mesh), float(stop))
@@ -88,13 +91,14 @@ class Stepper:
         lr = learning_rate(self.config.training, iteration)
         if not skipped:
             self.optimizer.step(lr, result.clip)
-            drop_weight_casts(self.pipeline.stages.values())
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 
     def evaluate(self, batch: BatchLike, iteration: int) -> float:
         """Loss of a batch in nats a token, without gradients."""
-        return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration)))[0]
+        share = self.pipeline.evaluate(batch, iteration)
+        drop_weight_casts(self.pipeline.stages.values())
+        return self._sum(self._loss_share(share))[0]
 
     def bf16_loss(self, batch: BatchLike, iteration: int) -> float:
         """`evaluate` with all linears in BF16; nothing of it is left afterwards."""
@@ -108,4 +112,3 @@ class Stepper:
         finally:
             for linear, precision in zip(linears, before, strict=True):
                 linear.precision = precision
-            drop_weight_casts(stages)  # BF16 copies of all weights

@@ -26,7 +26,7 @@ from tests.validation.truth import Updates, batches, even_truth, loss_of, precis
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
-EARLY, LATE = 80, 200
+EARLY, LATE = 100, 200
 TARGETS = (0.75, 0.80)
 RANDOM_PLANS = 5
 #: Batches of two sequences that gave no statistics.
@@ -111,7 +111,7 @@ def gains_in_bf16(folder: Path, parts: Parts, iteration: int, stats: ProbeStats)
 def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
     """Predictions and truth before an iteration, with outliers planted for the time."""
     size = parts_batch(parts)
-    others = batches(parts, iteration * size, 4, size)
+    others = batches(parts, iteration * size, 8, size)
     before = {name: tensor.clone() for name, tensor in parts.tensors().items()}
     plain = loss_of(parts, others)
     plant(parts)

@@ -181,13 +181,10 @@ std::atomic<Pool*> the_pool{nullptr};
 std::atomic<bool> forked{false};
 
 // A forked child has none of its parent's threads: it starts a new pool, and GNU's OpenMP would wait for ever.
-void watch_forks() {
-  static const int once = pthread_atfork(nullptr, nullptr, [] {
-    the_pool = nullptr;
-    forked = true;
-  });
-  (void)once;
-}
+const int watching_forks = pthread_atfork(nullptr, nullptr, [] {
+  the_pool = nullptr;
+  forked = true;
+});
 
 // Never destroyed, as its threads may outlive main.
 Pool& pool() {
@@ -249,7 +246,6 @@ class CastJob final : public Tiles {
 };
 
 void run(Job& job, int64_t threads) {
-  watch_forks();
   if (threads > 1 && !forked && team()) team()([](void* job) { static_cast<Job*>(job)->work(); }, &job, unsigned(threads), 0);
   else pool().run(job, threads);
 }

@@ -85,7 +85,13 @@ def reads(x: Tensor) -> bool:
 
     Subclasses (fake tensors, for one) have none to point at, and a compiler cannot trace ctypes.
     """
-    return x.is_cpu and type(x) in (Tensor, Parameter) and not torch.compiler.is_compiling() and library() is not None
+    return (
+        x.is_cpu
+        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
+        and type(x) in (Tensor, Parameter)
+        and not torch.compiler.is_compiling()
+        and library() is not None
+    )
 
 
 def cast(

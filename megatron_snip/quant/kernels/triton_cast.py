@@ -67,6 +67,7 @@ def _on_nvidia(x: Tensor) -> bool:
     """
     return (
         x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
         and installed()
         and type(x) in (Tensor, Parameter)
         and torch.version.hip is None

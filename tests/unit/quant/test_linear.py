@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -226,6 +227,28 @@ def test_backward_keeps_codes_of_the_input_not_the_input(fmt, codes_a_value):
     assert scales <= 4 * K * -(-T // 128)
 
 
+def test_what_linears_share_of_an_input_ends_with_their_forward():
+    x, w, g = tensors()
+    casts = Casts()
+    ys = [quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY, input_casts=casts) for _ in range(2)]
+    held = weakref.ref(casts)
+    del casts
+    assert held() is None
+    torch.autograd.grad(ys[0], (x, w), g)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_casts_for_fprop_alone(mode):
+    x, w, _ = tensors(sizes=(8, 64, 32))
+    expected = quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY).detach()
+    with mode(), counted_casts() as seen:
+        # wgrad of this format needs a multiple of 16 tokens, but there is no wgrad
+        quantized_linear(x, w, LinearPrecision.uniform("nvfp4_rht"), key=KEY)
+        y = quantized_linear(x + 0, w, LinearPrecision.uniform("fp8"), key=KEY)
+    assert torch.equal(y, expected)
+    assert {(role, dim) for role, dim, _ in seen} == {("input", 1), ("weight", 1)}
+
+
 def test_a_float32_master_weight_gives_what_its_rounded_copy_gives():
     x, w, g = tensors(torch.bfloat16)
     master = w.detach().float().add(1e-4).requires_grad_()
@@ -348,6 +371,9 @@ def test_bad_calls_raise():
         quantized_linear(x, w.T, BF16, key=None)
     with pytest.raises(ValueError, match=r"\[2, 150, 200\]"):
         quantized_linear(x.view(2, 150, K), w, BF16, key=None)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=rf"x is {dtype}; convert it to bfloat16 or float32"):
+            quantized_linear(x.to(dtype), w.to(dtype), LinearPrecision.uniform("fp8"), key=None)
     with pytest.raises(ValueError, match=r"w is torch\.bfloat16"):
         quantized_linear(x, w.bfloat16(), BF16, key=None)
     with pytest.raises(ValueError, match="'emulated' is taken"):

@@ -161,6 +161,19 @@ def test_the_weight_is_quantised_once_a_step_and_anew_after_a_switch(engine):
     assert engine.calls[-1].first is None
 
 
+def test_a_pass_in_bf16_does_not_hide_that_the_weight_has_changed(engine):
+    """A probe in BF16 looks at the new weight first; the module's own copy is the old one's."""
+    x, w, _ = tensors()
+    linear, casts = TransformerEngine(), Casts()
+    linear(x, w, call("fp8", casts))
+    with torch.no_grad():
+        w.add_(1.0)
+    casts.clear()
+    linear(x, w, call("bf16", casts))
+    linear(x, w, call("fp8", casts))
+    assert [c.first for c in engine.calls] == [True, True]
+
+
 def test_bf16_needs_no_engine():
     x, w, _ = tensors()
     assert torch.equal(TransformerEngine()(x, w, call("bf16", Casts())), x @ w.bfloat16().T)

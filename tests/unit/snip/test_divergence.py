@@ -181,3 +181,23 @@ def test_error_and_norm_objectives_by_hand():
     at_output = math.sqrt(4 * 400 / 4 + 9 * 100 / 4)
     far = 0.3 * math.sqrt(4 / 0.5) + at_output * math.sqrt(9 / 0.1)
     assert value("paper") == pytest.approx(loss + math.sqrt(1 / 16) + far / 4)
+
+
+def test_a_linear_that_is_not_finite_leaves_the_others_alone():
+    """q_proj's statistics are NaN: o_proj's prop counts k and v alone."""
+    block = "layers.1.self_attn"
+    before = linear_stats({"fp4": 0.0}, 1.0, {"fp4": 0.1}, noise_update_sq=2.0)
+    linears = {"layers.0.mlp.up_proj": before}
+    for kind in ("q_proj", "k_proj", "o_proj"):
+        linears[f"{block}.{kind}"] = linear_stats({"fp4": 0.0}, 1.0, {"fp4": 0.1}, dgrad_error_sq={"fp4": 0.5})
+    linears[f"{block}.q_proj"] = dataclasses.replace(linears[f"{block}.q_proj"], dgrad_signal_sq=math.nan)
+    shapes = [LinearShape(name, 8, 4) for name in linears]
+    quality, _, held = finite_or_held("snip", ObjectiveInputs(shapes, [FP8, FP4], probe_stats(1, 5.0, 8, {
+        name: dataclasses.replace(
+            linear,
+            token_square_sum={"fp8": 0.0, "fp4": 0.0}, own_sq={"fp8": 0.0, "fp4": 0.1},
+            dgrad_error_sq={"fp8": 0.0, "fp4": 0.5},
+            error_sq={f"{f}/wgrad/{role}": 0.2 for f in ("fp8", "fp4") for role in ("input", "grad_output")},
+        ) for name, linear in linears.items()
+    })))  # fmt: skip
+    assert held == (f"{block}.q_proj",) and np.isfinite(quality).all()

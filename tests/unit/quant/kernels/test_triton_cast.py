@@ -32,7 +32,7 @@ def test_same_bits_as_the_specification_in_the_interpreter():
 
 def on_a_gpu(x: torch.Tensor) -> torch.Tensor:
     """Stands for a tensor on a GPU, as far as ``takes`` looks at it."""
-    return SimpleNamespace(is_cuda=True, numel=x.numel, shape=x.shape, device=x.device)
+    return SimpleNamespace(is_cuda=True, numel=x.numel, shape=x.shape, device=x.device, dtype=x.dtype)
 
 
 @pytest.fixture
