@@ -1,4 +1,4 @@
-"""The step runner's forward in BF16: what it gives, and that nothing of it is left."""
+"""The step runner: what an iteration casts, and its forward in BF16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import LinearPrecision, operands
 from megatron_snip.train.setup import build, check
 
 
@@ -40,3 +40,17 @@ def test_nothing_is_left(breaks, parts, monkeypatch):
     assert {name: linear.precision for name, linear in parts.linears.items()} == before
     assert all(not linear.weight_casts._made for linear in parts.linears.values()), "copies of all weights"
     assert all(p.grad is None for p in parts.optimizer.parameters.values())
+
+
+def test_an_iteration_casts_each_weight_once_and_each_input_once_a_microbatch(lone_mesh, tiny, monkeypatch):
+    """Two microbatches; q, k, v share their input, as gate and up do.  The next iteration casts the new weights."""
+    config, plan = check(Config().replace(**{**tiny, "precision": "fp8"}), 1)
+    parts = build(config, runtime.start("gloo", 1.0), plan)
+    real, seen = operands.cast, []
+    monkeypatch.setattr(operands, "cast", lambda x, forms, *rest: seen.append(forms[0].role) or real(x, forms, *rest))
+    for iteration in (1, 2):
+        seen.clear()
+        assert not parts.stepper.step(parts.train_loader.batch(0), iteration).skipped
+        assert {role: seen.count(role) for role in seen} == {"weight": 7, "input": 2 * 4, "grad_output": 2 * 7}
+        assert not any(linear.weight_casts._made for linear in parts.linears.values())
+    parts.train_loader.close()
