@@ -61,6 +61,8 @@ def mean_of(several: Sequence[ProbeStats]) -> ProbeStats:
     def mean(values: Sequence[Any]) -> Any:
         if isinstance(values[0], dict):
             return {key: mean([value[key] for value in values]) for key in values[0]}
+        if isinstance(values[0], int):
+            return values[0]  # a shape
         return None if values[0] is None else sum(values) / len(values)
 
     linears = {

@@ -7,10 +7,11 @@ Writes to --output-dir best.json (objective --snip-objective, by default snip), 
 rel_err.json, layer_id.json and layer_type.json, each for `pretrain_llama.py --precision plan --precision-plan FILE`,
 and pareto.json and pareto.png: the quality loss that has to be paid for each share saved.
 
-The model's shape comes from the run that --load names, from the run folder that the statistics lie in
-(RUN_DIR/stats/iter_0000100.json), or from the trainer's options, on the command line or by --config FILE; the
-latter win.  --efficiency-saving, --options and --granularity are short for --snip-target, --snip-options and
---snip-granularity; --snip-fix, --snip-stage-constraint, --gemm-times and the rest work as in training.
+The model's shape is in the statistics.  What else counts (pipeline stages, SNIP's options) comes from the run that
+--load names, from the run folder that the statistics lie in (RUN_DIR/stats/iter_0000100.json), or from the trainer's
+options, on the command line or by --config FILE; the latter win.  --efficiency-saving, --options and --granularity are
+short for --snip-target, --snip-options and --snip-granularity; --snip-fix, --snip-stage-constraint, --gemm-times and
+the rest work as in training.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -121,16 +122,23 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
 
 def make_planner(config: Config, path: Path) -> Planner:
     """Read the statistics and check the options against them; ValueError names what does not fit."""
-    stats, shapes = ProbeStats.load(path), snip_shapes(config)
-    names = {shape.name for shape in shapes}
-    if odd := sorted(names ^ stats.linears.keys()):
+    stats = ProbeStats.load(path)
+    sizes = {name: (linear.out_features, linear.in_features) for name, linear in stats.linears.items()}
+    shapes = snip_shapes(config, sizes if config.model.num_layers < 1 else None)
+    told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
+    if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
         raise ValueError(
-            f"{path}: statistics of {len(stats.linears)} linears, the model has {len(names)}, {odd[0]} is not in both; "
-            "give the options of the model that they were collected from"
+            f"{path}: statistics of {len(sizes)} linears, the model has {len(told)}; {odd[0]} is "
+            f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
+            "model that they were collected from, or none"
         )
     if not 0 <= config.snip.snip_target <= 1:
         raise ValueError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
+
+def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
+    return " x ".join(map(str, sizes[name])) if name in sizes else "not there"
 
 
 def make_plans(planner: Planner, num_random: int, seed: int) -> dict[str, Plan]:

@@ -1,14 +1,16 @@
 """Divergences [L, O] from statistics: pure functions.
 
     loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2           f = o.fprop    nats
-    weight divergence  rho^2(l, o) = own^2 + prop^2                                                 1
+    weight divergence  rho^2(l, o) = own^2 + prop^2 + fwd^2                                         1
         own^2(l, o)    = |u(g + E_w,f) - u(g)|_F^2 / U^2                              f = o.wgrad
         prop^2(l, o)   = (eps^2(l, f) Gamma^2(l) + near^2(l, f)) / U^2                f = o.dgrad
+        fwd^2(l, o)    = kappa dL(l, o) / U^2                                         f = o.fprop
         U^2            = sum over all linears k of |u(g_k)|_F^2
 
 eps is the size of dgrad's error in the residual stream; Gamma^2 = sum over linears k before it of |Delta u_k|^2 by
 |Delta R|^2, what noise in the residual stream's gradient there does to all updates further back.  near, of o_proj and
-down_proj, is what their dgrad's error does to the linears between them and the residual stream.
+down_proj, is what their dgrad's error does to the linears between them and the residual stream.  kappa is the squared
+change of all updates by a nat of loss divergence, as measured with every linear's fprop in one format.
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md.
 Convention: T tokens of the global batch, L0 its loss, bf16 costs nothing.
 """
@@ -52,11 +54,12 @@ def loss_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[L
 
 
 def weight_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
-    """rho^2 [L, O]: squared change of all updates by each option's dgrad and wgrad, relative to the whole update.
+    """rho^2 [L, O]: squared change of all updates by each option's GEMMs, relative to the whole update.
 
-    Raises ValueError if a linear, a format or the backward noise was not measured, NonFiniteStatistics as it says.
+    Raises ValueError if a linear, a format or one of the passes was not measured, NonFiniteStatistics as it says.
     """
-    return own_divergence(stats, names, options) + prop_divergence(stats, names, options)
+    own, prop = own_divergence(stats, names, options), prop_divergence(stats, names, options)
+    return own + prop + fwd_divergence(stats, names, options)
 
 
 def own_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
@@ -80,6 +83,32 @@ def prop_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[L
         return error * gain + near_change(stats, name, option.dgrad)
 
     return _relative_to_update(_matrix(stats, names, options, value), stats)
+
+
+def fwd_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[LinearPrecision]) -> Floats:
+    """fwd^2 [L, O]: fprop's error in all updates, through other losses, activations and gradients.
+
+    How a linear's share in it depends on the linear is that of its loss divergence.  Raises as ``weight_divergence``.
+    """
+    return _relative_to_update(update_change_by_nat(stats) * loss_divergence(stats, names, options), stats)
+
+
+def update_change_by_nat(stats: ProbeStats) -> float:
+    """kappa: squared change of all updates by a nat of loss divergence; 0 where there is no loss divergence.
+
+    Raises ValueError if the pass with quantised fprop was not made.
+    """
+    change, nats = 0.0, 0.0
+    for name, linear in stats.linears.items():
+        if linear.fprop_update_sq is None:
+            raise ValueError(
+                f"statistics of iteration {stats.iteration} have no quantised fprop, which the weight divergence "
+                f"needs, for {name}; collect them with an objective such as snip"
+            )
+        if linear.is_finite:
+            change += sum(linear.fprop_update_sq.values())
+            nats += stats.tokens / 2 * sum(linear.token_square_sum[fmt] for fmt in linear.fprop_update_sq)
+    return change / nats if nats > 0 else 0.0
 
 
 def residual_gain(stats: ProbeStats, name: str) -> float:

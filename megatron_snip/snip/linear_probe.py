@@ -12,7 +12,7 @@ T tokens, K input and N output channels.  Source: docs/numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,17 @@ NORMS = ("X", "W", "Y", "G", "dX", "dW")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a linear stands: how tp splits it, on how many dp processes it is, the norm that gave its input if any."""
+    """Where a linear stands.
+
+    How tp splits it, on how many dp processes it is, the norm that gave its input if any, and ``scatter``, which sums
+    a gradient-sized tensor over dp and gives the part of it that this process's optimiser holds.
+    """
 
     axis: Axis
     column_parallel: bool
     dp: int
     norm: ResidualProbe | None
+    scatter: Callable[[Tensor], Tensor]
 
 
 class Sums:
@@ -84,7 +89,8 @@ class LinearProbe:
     """Sums what one linear's backward passes show.
 
     ``sums`` holds scalars; ``token_sums`` one number a token and format, partial along tp until ``reduced``;
-    ``weight_error`` E_w [N,K] float32 of each format.  With ``loss_only`` no more than token_sums is computed.
+    ``weight_error`` E_w of each format, float32, this process's part of [N,K].  With ``loss_only`` no more than
+    token_sums is computed.
     """
 
     def __init__(self, formats: Sequence[str], place: Place, *, loss_only: bool = False) -> None:
@@ -136,11 +142,12 @@ class LinearProbe:
         self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
         qg, _ = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, _ = self._cast(operands, "wgrad", "input", fmt)
-        error = (qg.T @ qx).sub_(grad_w)
+        # scattered at once, so that what stays until the end is in the optimiser's sharding
+        error = self.place.scatter((qg.T @ qx).sub_(grad_w).float())
         if fmt in self.weight_error:
             self.weight_error[fmt].add_(error)
         else:
-            self.weight_error[fmt] = error.float()
+            self.weight_error[fmt] = error
 
     def _add_norms(self, x: Tensor, w: Tensor, g: Tensor) -> None:
         for name, role, tensor in (("X", "input", x), ("G", "grad_output", g)):

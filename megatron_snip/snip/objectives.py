@@ -1,6 +1,6 @@
 """Quality objectives Q [L, O] that the solver minimises, by name.  A new one is one function and one entry.
 
-    snip       dL / L0 + c/2 rho^2             per-token Fisher, weight divergence of own and prop
+    snip       dL / L0 + c/2 rho^2             per-token Fisher, weight divergence of own, prop and fwd
     snip_loss  dL / L0
     ggn        as snip, dL from the gradient of labels that the model drew itself
     norms      dL / L0 from Frobenius norms alone: T/2 (|dX|^2 |E_X|^2 / (T K) + |dW|^2 |E_W|^2 / (N K))
@@ -244,10 +244,11 @@ def _rule(rank: Callable[[Sequence[str], int], Floats]) -> Callable[[ObjectiveIn
 
 
 _NOISE = ("backward_noise",)
+_WEIGHT = ("backward_noise", "quantised_fprop")  # what the weight divergence needs
 OBJECTIVES: Mapping[str, Objective] = {
-    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence", _NOISE),
+    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence", _WEIGHT),
     "snip_loss": Objective(_snip_loss, "loss divergence / loss", ()),
-    "ggn": Objective(_ggn, "as snip, with labels that the model draws", (*_NOISE, "sampled_labels")),
+    "ggn": Objective(_ggn, "as snip, with labels that the model draws", (*_WEIGHT, "sampled_labels")),
     "norms": Objective(_norms, "loss divergence from norms alone", ()),
     "paper": Objective(_paper, "norm-based loss and weight divergence", (*_NOISE, "forward_noise"), draws=3),
     "abs_err": Objective(_abs_err, "absolute quantisation error", ()),

@@ -1,10 +1,10 @@
 """What statistics predict for a plan, linear by linear and in sum.
 
     dL(l)    by the format of fprop                                       nats
-    rho^2(l) own^2 by the format of wgrad + prop^2 by the format of dgrad  1
+    rho^2(l) own^2 by the format of wgrad + prop^2 by that of dgrad + fwd^2 by that of fprop    1
 
 Source: divergence.py.  Convention: bf16 costs nothing.  None is what was not measured: a format without statistics,
-a linear whose statistics are not finite, rho^2 without backward noise.  Sums leave such linears out.
+a linear whose statistics are not finite, rho^2 without its passes.  Sums leave such linears out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.divergence import (
     Floats,
+    fwd_divergence,
     loss_divergence,
     non_finite_linears,
     own_divergence,
@@ -29,14 +30,15 @@ ByFormat = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Predictions:
-    """dL, own^2 and prop^2 of every linear with finite statistics: linear -> format -> value.
+    """dL, own^2, prop^2 and fwd^2 of every linear with finite statistics: linear -> format -> value.
 
-    prop is empty where no backward noise was measured.
+    prop is empty where no backward noise was measured, fwd where no fprop was quantised.
     """
 
     loss: ByFormat
     own: ByFormat
     prop: ByFormat
+    fwd: ByFormat
 
     @classmethod
     def of(cls, stats: ProbeStats) -> Predictions:
@@ -50,11 +52,12 @@ class Predictions:
             return {name: dict(zip(formats, map(float, row))) for name, row in zip(names, values, strict=True)}
 
         if not (names and options):
-            return cls({name: {} for name in names}, {name: {} for name in names}, {})
+            return cls({name: {} for name in names}, {name: {} for name in names}, {}, {})
         return cls(
             table(loss_divergence(stats, names, options)),
             table(own_divergence(stats, names, options)),
-            table(prop_divergence(stats, names, options)) if "backward_noise" in stats.noise_sq else {},
+            table(prop_divergence(stats, names, options)) if stats.has("backward_noise") else {},
+            table(fwd_divergence(stats, names, options)) if stats.has("quantised_fprop") else {},
         )
 
     def loss_divergence(self, name: str, precision: LinearPrecision) -> float | None:
@@ -63,8 +66,8 @@ class Predictions:
 
     def weight_divergence(self, name: str, precision: LinearPrecision) -> float | None:
         """rho^2 of one linear."""
-        own, prop = _entry(self.own, name, precision.wgrad), _entry(self.prop, name, precision.dgrad)
-        return None if own is None or prop is None else own + prop
+        gemms = ((self.own, precision.wgrad), (self.prop, precision.dgrad), (self.fwd, precision.fprop))
+        return _total([_entry(table, name, fmt) for table, fmt in gemms])
 
     def total_loss_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
         """Sum of dL over the linears of a plan in nats; None if one of them has a format that was not measured."""
@@ -81,7 +84,7 @@ class Predictions:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Predictions:
         """The predictions that ``to_dict`` gave."""
-        return cls(values["loss"], values["own"], values["prop"])
+        return cls(values["loss"], values["own"], values["prop"], values.get("fwd", {}))  # older ones have no fwd
 
 
 def _entry(table: ByFormat, name: str, fmt: str) -> float | None:

@@ -3,12 +3,13 @@
     statistics       one forward and backward; each linear's LinearProbe sees X, W, G and every format's error
     backward noise   the loss is <noise, residual stream after the last block>: the backward is linear in its seed,
                      so gradients are the Deltas themselves; gives the change of all updates by noise in that stream
+    quantised fprop  gradients with every linear's fprop in one format, against those without; gives the change of all
+                     updates by a nat of loss divergence
     sampled labels   the statistics' token sums anew, with labels that the model drew (for "ggn")
     forward noise    gradients with noise after the last block, against those without (for "paper")
 
-u is AdamW's update as a function of the clipped gradient, elementwise with the real moments; the clip coefficient
-is the unperturbed pass's.  Sums over microbatches come first, squares are summed over dp and tp.  Nothing of the
-training state is changed.  Source: docs/numerics.md.
+The clip coefficient is always the unperturbed pass's.  Sums over microbatches come first, squares are summed over dp
+and tp.  Nothing of the training state is changed.  Source: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -24,24 +25,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearObserver, LinearPrecision
-from megatron_snip.snip.cost import FUSED_GROUPS, block_of
+from megatron_snip.snip.cost import FUSED_GROUPS, LinearShape, block_of
 from megatron_snip.snip.linear_probe import OPERANDS, LinearProbe, Place, square
 from megatron_snip.snip.residual import ResidualProbe
 from megatron_snip.snip.stats import LinearStats, ProbeStats
+from megatron_snip.snip.updates import Updates
 
 #: Noise after the last block, relative to the rms of the last linear's output or of the gradient there.
 NOISE = 0.1
 #: Passes beside the statistics, by name.
-PASSES = ("backward_noise", "sampled_labels", "forward_noise")
+PASSES = ("backward_noise", "quantised_fprop", "sampled_labels", "forward_noise")
 
 
 class ProbedLinear(Protocol):
     """What a probe needs of a parallel linear."""
 
     precision: LinearPrecision
+    impl: str
     observer: LinearObserver | None
     split_dim: int
 
@@ -54,30 +58,6 @@ class ProbedBlock(Protocol):
     """What a probe needs of a block: a place for observers of the residual stream before its two halves."""
 
     observers: tuple[Any, Any] | None
-
-
-class OptimizerView(Protocol):
-    """What a probe reads of the optimiser; names are parameters', tensors the local parts."""
-
-    steps: int
-
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Adam's m and v, [...]."""
-        ...
-
-    def gradient(self, name: str) -> Tensor:
-        """The gradient, [...]."""
-        ...
-
-
-@dataclass(frozen=True)
-class AdamSettings:
-    """AdamW's constants and the clipping, on which its update depends."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    clip_grad: float
 
 
 @dataclass(frozen=True)
@@ -93,39 +73,8 @@ class PassRunner(Protocol):
     """Runs the coming batch forward and backward and leaves gradients, unperturbed or as ``kind`` says."""
 
     def __call__(self, kind: str | None = None, scale: float = 0.0, draw: int = 0) -> Pass:
-        """``kind`` is None or one of PASSES; scale and draw are the noise's."""
+        """``kind`` is None or a Perturbation's; scale and draw are the noise's."""
         ...
-
-
-def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSettings) -> Tensor:
-    """AdamW's update without learning rate and weight decay: u(grad), all [...] float32.
-
-    step counts from 1: the update that is about to be made.
-    """
-    bias1, bias2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
-    size = (v * adam.beta2).addcmul_(grad, grad, value=1.0 - adam.beta2).div_(bias2).sqrt_().add_(adam.eps)
-    return torch.lerp(m, grad, 1.0 - adam.beta1).div_(bias1).div_(size)
-
-
-#: Elements that updates are computed for at a time: a few of them fit a CPU's cache.
-_CHUNK = {"cpu": 1 << 17}
-_LARGE_CHUNK = 1 << 26
-
-
-def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The same stretches of equally large tensors [...], flat."""
-    size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), size):
-        yield [tensor[start : start + size] for tensor in flat]
-
-
-def _shard_like_optimizer(error: Tensor, mesh: Mesh) -> Tensor:
-    """This process's part [N/tp, K] of a sum over dp -> the rows of the whole sum that its optimiser holds."""
-    if mesh.dp.size == 1:
-        return error
-    partial = DTensor.from_local(error, mesh.device_mesh["dp"], [Partial()], run_check=False)
-    return partial.redistribute(placements=[Shard(0)]).to_local()
 
 
 def _half(name: str) -> int:
@@ -146,17 +95,18 @@ class StatisticsProbe:
         linears: Mapping[str, ProbedLinear],
         blocks: Mapping[int, ProbedBlock],
         *,
-        names: Sequence[str],
+        shapes: Sequence[LinearShape],
         formats: Iterable[str],
-        optimizer: OptimizerView,
-        adam: AdamSettings,
+        updates: Updates,
         mesh: Mesh,
         region: Region,
         tokens: int,
         device: torch.device,
         noise_draws: int = 1,
     ) -> None:
-        self.linears, self.blocks, self.names, self.optimizer, self.adam = linears, blocks, list(names), optimizer, adam
+        self.linears, self.blocks, self.updates = linears, blocks, updates
+        self.shapes = {shape.name: shape for shape in shapes}  # of the whole model
+        self.names = list(self.shapes)
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.noise_draws = noise_draws
@@ -180,18 +130,21 @@ class StatisticsProbe:
             result, sums, grads = self._statistics(run_pass, norms)
             zero_grad()
             noise_sq = {}
-            for kind in sorted(passes - {"sampled_labels"}):
+            for kind in sorted(passes & {"backward_noise", "forward_noise"}):
                 noise_sq[kind] = self._noise(kind, run_pass, zero_grad, draws, result.clip, sums, grads, norms)
+            if "quantised_fprop" in passes and self.formats:
+                self._quantised_fprop(run_pass, zero_grad, result.clip, sums, grads)
+            del grads
             if "sampled_labels" in passes:
                 self._sampled_labels(run_pass, zero_grad, sums)
-            return self._reduce(sums, result, noise_sq, iteration, "sampled_labels" in passes)
+            return self._reduce(sums, result, noise_sq, iteration, passes)
 
     @contextmanager
     def _measuring(
         self, norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]], zero_grad: Callable[[], None]
     ) -> Iterator[None]:
         """Inside, linears run in BF16 and blocks are observed; afterwards nothing is left."""
-        before = {name: linear.precision for name, linear in self.linears.items()}
+        before = {name: (linear.precision, linear.impl) for name, linear in self.linears.items()}
         try:
             for linear in self.linears.values():
                 linear.precision = LinearPrecision.uniform("bf16")
@@ -200,7 +153,7 @@ class StatisticsProbe:
             yield
         finally:
             for name, linear in self.linears.items():
-                linear.precision, linear.observer = before[name], None
+                (linear.precision, linear.impl), linear.observer = before[name], None
             for block in self.blocks.values():
                 block.observers = None
             zero_grad()
@@ -213,7 +166,7 @@ class StatisticsProbe:
         probes, hooks = {}, []
         for name, linear in self.linears.items():
             norm = norms[block_of(name) or 0][_half(name)] if reads_norm(name) and not loss_only else None
-            place = Place(self.mesh.tp, linear.split_dim == 0, self.mesh.dp.size, norm)
+            place = Place(self.mesh.tp, linear.split_dim == 0, self.mesh.dp.size, norm, self._shard_like_optimizer)
             probes[name] = linear.observer = LinearProbe(self.formats, place, loss_only=loss_only)
             hooks.append(linear.register_forward_hook(self._output_norm(probes[name], place)))
         try:
@@ -223,6 +176,13 @@ class StatisticsProbe:
                 hook.remove()
             for linear in self.linears.values():
                 linear.observer = None
+
+    def _shard_like_optimizer(self, part: Tensor) -> Tensor:
+        """This process's part [N/tp, K] of a sum over dp -> the rows of the whole sum that its optimiser holds."""
+        if self.mesh.dp.size == 1:
+            return part
+        partial = DTensor.from_local(part, self.mesh.device_mesh["dp"], [Partial()], run_check=False)
+        return partial.redistribute(placements=[Shard(0)]).to_local()
 
     def _output_norm(self, probe: LinearProbe, place: Place) -> Callable[..., None]:
         """A forward hook that adds |Y|^2 once, recompute or not."""
@@ -241,7 +201,7 @@ class StatisticsProbe:
         """The first pass: its result, this process's share of every sum, and the gradients as they came."""
         with self._observed(norms) as probes:
             result = run_pass()
-        grads = {name: self.optimizer.gradient(f"{name}.weight") for name in self.linears}
+        grads = {name: self.updates.optimizer.gradient(f"{name}.weight") for name in self.linears}
         for pair in norms.values():
             for place in pair:
                 place.forget()
@@ -249,24 +209,12 @@ class StatisticsProbe:
         sums: dict[str, dict[str, float]] = {}
         for name, probe in probes.items():
             row = {f"token/{fmt}": value for fmt, value in token[name].items()}
-            errors = [_shard_like_optimizer(probe.weight_error.pop(fmt), self.mesh) for fmt in self.formats]
-            row["update"], *own = self._changes(name, grads[name], errors, result.clip)
+            errors = [probe.weight_error.pop(fmt) for fmt in self.formats]
+            row["update"], *own = self.updates.changes(name, grads[name], errors, result.clip)
             row |= {f"own/{fmt}": value for fmt, value in zip(self.formats, own, strict=True)}
             row["norm/dW"] = float(square(grads[name]))
             sums[name] = row | probe.sums.read()
         return result, sums, grads
-
-    @torch.no_grad()
-    def _changes(self, name: str, grad: Tensor, errors: Sequence[Tensor], clip: float) -> list[float]:
-        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [...] of a gradient [...], before clipping."""
-        step, squares = self.optimizer.steps + 1, torch.zeros(1 + len(errors), dtype=torch.float64, device=grad.device)
-        for g, m, v, *noise in _slices([grad, *self.optimizer.moments(f"{name}.weight"), *errors]):
-            g = g.float()
-            update = adam_update(g * clip, m, v, step, self.adam)
-            squares[0] += square(update)
-            for i, e in enumerate(noise):
-                squares[1 + i] += square(adam_update((g + e).mul_(clip), m, v, step, self.adam).sub_(update))
-        return squares.tolist()
 
     def _noise(
         self,
@@ -286,10 +234,10 @@ class StatisticsProbe:
         for draw in range(draws):
             run_pass(kind, scale, draw)
             for name in self.linears:
-                noise = self.optimizer.gradient(f"{name}.weight")
+                noise = self.updates.optimizer.gradient(f"{name}.weight")
                 if kind == "forward_noise":
                     noise = noise - grads[name]
-                _, change = self._changes(name, grads[name], [noise], clip)
+                _, change = self.updates.changes(name, grads[name], [noise], clip)
                 residual = norms[block_of(name) or 0][_half(name)]
                 row = sums[name]
                 row[f"{kind}/update"] = row.get(f"{kind}/update", 0.0) + change / draws
@@ -300,6 +248,31 @@ class StatisticsProbe:
                     place.forget()
             zero_grad()
         return scale * scale * elements
+
+    def _quantised_fprop(
+        self,
+        run_pass: PassRunner,
+        zero_grad: Callable[[], None],
+        clip: float,
+        sums: dict[str, dict[str, float]],
+        grads: Mapping[str, Tensor],
+    ) -> None:
+        """Adds each linear's |u(g') - u(g)|^2 to ``sums``, g' with every fprop in the coarsest format."""
+        for linear in self.linears.values():
+            # dgrad and wgrad stay in BF16, a mixture that fused implementations need not have
+            linear.precision, linear.impl = LinearPrecision(self.coarsest, "bf16", "bf16"), "emulated"
+        run_pass()
+        for name in self.linears:
+            change = self.updates.optimizer.gradient(f"{name}.weight") - grads[name]
+            sums[name][f"fprop/{self.coarsest}"] = self.updates.changes(name, grads[name], [change], clip)[1]
+        zero_grad()
+        for linear in self.linears.values():
+            linear.precision = LinearPrecision.uniform("bf16")
+
+    @property
+    def coarsest(self) -> str:
+        """The format of fewest bits among those that are measured: what it does stands out of BF16's rounding."""
+        return min(self.formats, key=lambda fmt: (get_format(fmt).bits_per_element, fmt))
 
     @staticmethod
     def _is_first_of_half(name: str) -> bool:
@@ -333,16 +306,17 @@ class StatisticsProbe:
         dist.all_reduce(vector, group=self.mesh.world)
         return [float(value) for value in vector]
 
-    def _columns(self, noise_sq: Mapping[str, float], sampled: bool) -> list[str]:
+    def _columns(self, passes: set[str]) -> list[str]:
         """Names of all sums, the same on every process."""
         fmts = self.formats
         columns = ["update", "dgrad/signal", "elements/G", *(f"norm/{n}" for n in ("X", "W", "Y", "G", "dX", "dW"))]
         columns += [f"{kind}/{fmt}" for kind in ("token", "own", "dgrad/error") for fmt in fmts]
         for kind in ("error", "nonzero", "underflow", "saturated"):
             columns += [f"{kind}/{fmt}/{operand}" for fmt in fmts for operand in OPERANDS]
-        columns += [f"sampled/{fmt}" for fmt in fmts if sampled]
-        columns += [f"{kind}/update" for kind in noise_sq]
-        return columns + (["backward_noise/residual"] if "backward_noise" in noise_sq else [])
+        columns += [f"sampled/{fmt}" for fmt in fmts if "sampled_labels" in passes]
+        columns += [f"fprop/{self.coarsest}"] if "quantised_fprop" in passes and fmts else []
+        columns += [f"{kind}/update" for kind in sorted(passes & {"backward_noise", "forward_noise"})]
+        return columns + (["backward_noise/residual"] if "backward_noise" in passes else [])
 
     def _reduce(
         self,
@@ -350,10 +324,10 @@ class StatisticsProbe:
         result: Pass,
         noise_sq: dict[str, float],
         iteration: int,
-        sampled: bool,
+        passes: set[str],
     ) -> ProbeStats:
         """One all-reduce over the world of a matrix indexed by global linear."""
-        columns = self._columns(noise_sq, sampled)
+        columns = self._columns(passes)
         table = torch.tensor(
             [[sums.get(name, {}).get(column, 0.0) for column in columns] for name in self.names], dtype=torch.float64
         ).to(self.device)
@@ -361,10 +335,10 @@ class StatisticsProbe:
         rows = {
             name: dict(zip(columns, row, strict=True)) for name, row in zip(self.names, table.tolist(), strict=True)
         }
-        linears = {name: self._linear_stats(name, rows, sampled) for name in self.names}
+        linears = {name: self._linear_stats(name, rows, passes) for name in self.names}
         return ProbeStats(iteration, result.loss, self.tokens, linears, noise_sq)
 
-    def _linear_stats(self, name: str, rows: Mapping[str, Mapping[str, float]], sampled: bool) -> LinearStats:
+    def _linear_stats(self, name: str, rows: Mapping[str, Mapping[str, float]], passes: set[str]) -> LinearStats:
         """One linear's statistics from the whole table; infinities count as NaN."""
         row = {key: value if math.isfinite(value) else math.nan for key, value in rows[name].items()}
         operands = [f"{fmt}/{operand}" for fmt in self.formats for operand in OPERANDS]
@@ -374,7 +348,10 @@ class StatisticsProbe:
         def by_format(kind: str) -> dict[str, float]:
             return {fmt: row[f"{kind}/{fmt}"] for fmt in self.formats}
 
+        shape = self.shapes[name]
         return LinearStats(
+            out_features=shape.out_features,
+            in_features=shape.in_features,
             token_square_sum=by_format("token"),
             update_norm_sq=row["update"],
             own_sq=by_format("own"),
@@ -386,6 +363,11 @@ class StatisticsProbe:
             saturated={key: row[f"saturated/{key}"] / nonzero[key] for key in operands},
             noise_update_sq=row.get("backward_noise/update"),
             residual_noise_sq=rows.get(first, row).get("backward_noise/residual"),
-            sampled_square_sum=by_format("sampled") if sampled else None,
+            sampled_square_sum=by_format("sampled") if "sampled_labels" in passes else None,
+            fprop_update_sq=(
+                {key.split("/")[1]: row[key] for key in row if key.startswith("fprop/")}
+                if "quantised_fprop" in passes
+                else None
+            ),
             forward_update_sq=row.get("forward_noise/update"),
         )

@@ -27,7 +27,7 @@ from megatron_snip.snip.jsonfile import (
     write_atomic,
 )
 
-VERSION = 2
+VERSION = 3
 _FIELDS = {
     "version": is_count,
     "iteration": is_count,
@@ -39,7 +39,9 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class LinearStats:
-    """One linear.  Dicts are by format name f, or by "f/gemm/role" for a quantised operand A of a GEMM.
+    """One linear of the whole model, weight [out_features, in_features].
+
+    Dicts are by format name f, or by "f/gemm/role" for a quantised operand A of a GEMM.
 
     token_square_sum[f] = sum_t (sum_n G[t,n] dY_f[t,n])^2 with dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2;
     update_norm_sq = |u(g)|_F^2, the optimiser's update without noise;
@@ -52,10 +54,13 @@ class LinearStats:
     noise_update_sq = |u(g + D) - u(g)|_F^2, D the gradient of backward noise, and residual_noise_sq = |D|_F^2 in the
     residual stream before the norm that the linear's block half reads;
     sampled_square_sum[f]: as token_square_sum, with G from labels that the model drew itself;
-    forward_update_sq: as noise_update_sq, for noise after the last block in forward.
+    forward_update_sq: as noise_update_sq, for noise after the last block in forward;
+    fprop_update_sq[f] = |u(g_f) - u(g)|_F^2, g_f the gradient with every linear's fprop in f; one f is measured.
     Formats that change nothing (bf16) have no entry.
     """
 
+    out_features: int
+    in_features: int
     token_square_sum: dict[str, float]
     update_norm_sq: float
     own_sq: dict[str, float]
@@ -69,6 +74,7 @@ class LinearStats:
     residual_noise_sq: float | None = None
     sampled_square_sum: dict[str, float] | None = None
     forward_update_sq: float | None = None
+    fprop_update_sq: dict[str, float] | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -100,6 +106,11 @@ class ProbeStats:
     linears: dict[str, LinearStats]
     noise_sq: dict[str, float]
 
+    def has(self, what: str) -> bool:
+        """Whether the pass "backward_noise", "forward_noise" or "quantised_fprop" was made."""
+        made = any(linear.fprop_update_sq is not None for linear in self.linears.values())
+        return made if what == "quantised_fprop" else what in self.noise_sq
+
     def save(self, path: str | Path) -> None:
         """Write JSON, whole or not at all.  NaN and Infinity are kept: they are findings."""
         linears = {name: vars(stats) for name, stats in self.linears.items()}
@@ -125,13 +136,17 @@ _OPTIONAL = {
     "residual_noise_sq": is_number_or_null,
     "sampled_square_sum": is_numbers_or_null,
     "forward_update_sq": is_number_or_null,
+    "fprop_update_sq": is_numbers_or_null,
 }
+_COUNTS = ("out_features", "in_features")
 
 
 def _linear(name: str, entry: Any) -> LinearStats:
-    checks = {**dict.fromkeys(_NUMBERS, is_numbers), **dict.fromkeys(_NUMBER, is_number), **_OPTIONAL}
+    checks = {**dict.fromkeys(_COUNTS, is_count)}
+    checks |= {**dict.fromkeys(_NUMBERS, is_numbers), **dict.fromkeys(_NUMBER, is_number), **_OPTIONAL}
     check_fields(entry, checks, f"linears[{name!r}].")
-    return LinearStats(**{field: _floats(entry[field]) for field in checks})
+    counts = {field: entry[field] for field in _COUNTS}
+    return LinearStats(**counts, **{field: _floats(entry[field]) for field in checks if field not in counts})
 
 
 def _floats(value: Any) -> Any:

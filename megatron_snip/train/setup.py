@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
-from megatron_snip.snip.cost import LinearShape
+from megatron_snip.snip.cost import LinearShape, block_of
 from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.probes import AdamSettings, StatisticsProbe
+from megatron_snip.snip.probes import StatisticsProbe
+from megatron_snip.snip.updates import AdamSettings, Updates
 from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
@@ -66,7 +68,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     plan = None
     if p.precision == "plan":
         plan = Plan.load(str(p.precision_plan))
-        plan.check_names(linear_names(m.num_layers))
+        plan.check_names(linear_names(m.num_layers), str(p.precision_plan))
     elif p.precision == "snip":
         check_snip(config.snip, snip_shapes(config))
     else:
@@ -197,12 +199,15 @@ def _stage_of_layer(config: Config, name: str) -> int:
     return layer // (config.model.num_layers // num_stages) % config.parallel.pipeline_model_parallel_size
 
 
-def snip_shapes(config: Config) -> list[LinearShape]:
+def snip_shapes(config: Config, sizes: Mapping[str, tuple[int, int]] | None = None) -> list[LinearShape]:
     """The linears that a plan covers, in the order of its matrices.
 
+    sizes: (out_features, in_features) by name where something else than the options tells them.
     ValueError if the options, which tools give without the rest of a run, do not tell the model's shape.
     """
-    for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):
+    if sizes is not None:
+        config = config.replace(num_layers=1 + max(block_of(name) or 0 for name in sizes))
+    for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if sizes is None else ():
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
@@ -211,7 +216,7 @@ def snip_shapes(config: Config) -> list[LinearShape]:
         raise ValueError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
     return [
         LinearShape(name, n, k, stage=_stage_of_layer(config, name))
-        for name, (n, k) in linear_shapes(config.model).items()
+        for name, (n, k) in (sizes or linear_shapes(config.model)).items()
     ]
 
 
@@ -223,10 +228,9 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     probe = StatisticsProbe(
         parts.linears,
         {index: block for stage in parts.stages.values() for index, block in stage.blocks().items()},
-        names=[shape.name for shape in shapes],
+        shapes=shapes,
         formats=choices.formats,
-        optimizer=parts.optimizer,
-        adam=AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad),
+        updates=Updates(parts.optimizer, AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)),
         mesh=parts.mesh,
         region=Region(parts.mesh.tp, config.parallel.sequence_parallel),
         tokens=t.global_batch_size * config.model.seq_length,

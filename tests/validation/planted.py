@@ -22,7 +22,7 @@ from megatron_snip.train.setup import Parts, build, check
 OPTIONS = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 640, "num_attention_heads": 4, "seq_length": 128,
     "vocab_size": 256, "untie_embeddings_and_output_weights": True, "micro_batch_size": 8, "global_batch_size": 8,
-    "lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 20, "adam_beta2": 0.95, "weight_decay": 0.1, "train_iters": 200,
+    "lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 20, "adam_beta2": 0.95, "weight_decay": 0.1, "train_iters": 300,
 }  # fmt: skip
 PLANTED_CHANNELS = 4
 #: Where outliers stand, as (block, place): a quarter of the linears' FLOPs reads them.  Place 0 is the norm before

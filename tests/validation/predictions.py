@@ -26,7 +26,7 @@ from tests.validation.truth import Updates, batches, even_truth, loss_of, precis
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
-EARLY, LATE = 100, 200
+EARLY, LATE = 150, 300
 TARGETS = (0.75, 0.80)
 RANDOM_PLANS = 5
 #: Batches of two sequences that gave no statistics.
@@ -120,6 +120,8 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
     updates = Updates(parts, parts.train_loader.make((iteration - 1) * size), iteration)
     truth = even_truth(parts, others, "fp4", names)
     predicted = loss_divergence(stats, names, [FP4])[:, 0]
+    true_change = updates.change(FP4)
+    without = own_divergence(stats, names, [FP4]) + prop_divergence(stats, names, [FP4])
     found = {
         "names": names,
         "losses": (plain, loss_of(parts, others)),
@@ -132,7 +134,8 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
             np.sqrt(prop_divergence(stats, names, [FP4])[:, 0]),
             updates.change(LinearPrecision("bf16", "fp4", "bf16")),
         ),
-        "rho": (np.sqrt(weight_divergence(stats, names, [FP4])[:, 0]), updates.change(FP4)),
+        "rho": (np.sqrt(weight_divergence(stats, names, [FP4])[:, 0]), true_change),
+        "rho without fwd": (np.sqrt(without[:, 0]), true_change),
         "regret": regret(predicted, truth, parts, 0.75),
         "end to end": end_to_end(parts, stats, truth, batches(parts, iteration * size, EVALUATED, EACH)),
         "stats": stats,

@@ -44,12 +44,9 @@ def test_model_learned_and_planting_keeps_the_function(measured, checkpoint):
 
 @CHECKPOINTS
 def test_loss_divergence_ranks_linears_as_the_truth_does(measured, checkpoint):
-    """[Spearman >= 0.85 with the even part of the true loss change, median true/predicted 0.5 to 2]
-
-    Early, most linears without outliers cost less than the truth's own noise, 1e-5 nats: 0.77 to 0.93 was read there.
-    """
+    """[Spearman >= 0.85 with the even part of the true loss change, median true/predicted 0.5 to 2]"""
     spearman, ratios = compared(measured, checkpoint, "dL")
-    assert spearman >= (0.85 if checkpoint == "late" else 0.7)
+    assert spearman >= 0.85
     assert 0.5 <= np.median(ratios) <= 2.0
 
 
@@ -84,8 +81,14 @@ def test_prop_term_is_the_update_error_of_dgrad(measured, checkpoint):
 
 @CHECKPOINTS
 def test_weight_divergence_ranks_linears_by_their_true_update_error(measured, checkpoint):
-    """[Spearman >= 0.75 of rho without fwd against all three GEMMs in FP4]: not reached, see docs/numerics.md"""
-    assert compared(measured, checkpoint, "rho")[0] >= 0.3
+    """[Spearman >= 0.75 of rho against all three GEMMs in FP4; the ratio is ours to keep]
+
+    The prototype's 0.75 was without fwd; with tiles along tokens, own no longer feels outlier channels and fwd leads.
+    """
+    spearman, ratios = compared(measured, checkpoint, "rho")
+    assert spearman >= 0.75
+    assert 0.7 <= np.median(ratios) <= 1.5
+    compared(measured, checkpoint, "rho without fwd")
 
 
 def test_backward_noise_in_bf16_has_float32s_gain(measured):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.snip.probes import adam_update
+from megatron_snip.snip.updates import adam_update
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of
 
@@ -105,7 +105,7 @@ class Updates:
         self.whole = float(torch.stack([u.double().square().sum() for u in self.base.values()]).sum().sqrt())
 
     def _updates(self) -> dict[str, Tensor]:
-        parts, adam = self.parts, self.parts.coordinator.probe.adam
+        parts, adam = self.parts, self.parts.coordinator.probe.updates.adam
         parts.stepper.gradients(self.batch, self.iteration)
         out = {}
         for name in self.names:

@@ -22,8 +22,9 @@ def linear_stats(token: dict[str, float], update: float, own: dict[str, float], 
         "residual_noise_sq": 1.0,
         "sampled_square_sum": dict(token),
         "forward_update_sq": 0.0,
+        "fprop_update_sq": dict.fromkeys(token, 0.0),
     }
-    return LinearStats(token, update, own, **{**rest, **fields})
+    return LinearStats(8, 4, token, update, own, **{**rest, **fields})
 
 
 def probe_stats(iteration: int, loss: float, tokens: int, linears: dict[str, LinearStats]) -> ProbeStats:

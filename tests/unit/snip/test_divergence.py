@@ -10,7 +10,13 @@ import pytest
 
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.cost import LinearShape
-from megatron_snip.snip.divergence import NonFiniteStatistics, loss_divergence, prop_divergence, weight_divergence
+from megatron_snip.snip.divergence import (
+    NonFiniteStatistics,
+    fwd_divergence,
+    loss_divergence,
+    prop_divergence,
+    weight_divergence,
+)
 from megatron_snip.snip.objectives import (
     OBJECTIVES,
     ObjectiveInputs,
@@ -143,6 +149,30 @@ def test_prop_by_hand():
     expected = [0.0, 0.8 * before, 0.8 * 20.0 / 4.0 * before + near]
     assert np.allclose(found[:, 0], np.array(expected) / (4 * 2.5), rtol=1e-12, atol=0)
     assert np.all(found[:, 1] == 0)
+
+
+def test_fwd_by_hand():
+    """kappa = (0.5 + 1.5) / (50 * 6e-3) squared change a nat, measured in FP4 and used for FP8 too."""
+    measured = stats()
+    for name, change in zip(NAMES, (0.5, 1.5), strict=True):
+        measured.linears[name] = dataclasses.replace(measured.linears[name], fprop_update_sq={"fp4": change})
+    kappa = 2.0 / 0.3
+    found = fwd_divergence(measured, NAMES, [BF16, FP8, FP4, MIXED])
+    nats = np.array([[0, 0.005, 0.2, 0.2], [0, 0, 0.1, 0.1]])
+    assert np.allclose(found, kappa * nats / 16, rtol=1e-12, atol=0)
+    others = weight_divergence(stats(), NAMES, [FP4]) - fwd_divergence(stats(), NAMES, [FP4])
+    assert np.allclose(weight_divergence(measured, NAMES, [FP4]) - found[:, [2]], others, rtol=1e-12, atol=0)
+    nothing = {name: dataclasses.replace(one, token_square_sum={"fp4": 0.0}) for name, one in measured.linears.items()}
+    assert np.all(fwd_divergence(dataclasses.replace(measured, linears=nothing), NAMES, [FP4]) == 0)
+    nan = dataclasses.replace(measured.linears[NAMES[1]], own_sq={"fp4": math.nan})
+    broken = dataclasses.replace(measured, linears={**measured.linears, NAMES[1]: nan})
+    assert fwd_divergence(broken, NAMES[:1], [FP4])[0, 0] == pytest.approx(0.5 / 0.2 * 0.2 / 16)
+
+
+def test_weight_divergence_asks_for_the_quantised_fprop():
+    without = {name: dataclasses.replace(linear, fprop_update_sq=None) for name, linear in stats().linears.items()}
+    with pytest.raises(ValueError, match="no quantised fprop, which the weight divergence needs, for layers.0.mlp.up"):
+        weight_divergence(dataclasses.replace(stats(), linears=without), NAMES, [FP4])
 
 
 def test_weight_divergence_asks_for_the_backward_noise():

@@ -27,6 +27,7 @@ def stats(bad: str = ""):
             {"fp4": 2.0, "fp8": 0.25 + i},
             dgrad_error_sq={"fp4": 3.0, "fp8": 0.5},
             noise_update_sq=0.5,
+            fprop_update_sq={"fp4": 0.125 * (1 + i)},
         )
         for i, name in enumerate(NAMES)
     }
@@ -53,7 +54,8 @@ def test_it_is_what_the_divergences_say():
 def test_what_was_not_measured_is_none():
     predictions, other = Predictions.of(stats()), LinearPrecision.parse("mxfp4/fp4/fp4")
     assert predictions.loss_divergence(NAMES[0], other) is None
-    assert predictions.weight_divergence(NAMES[0], other) is not None, "mxfp4 stands in fprop alone"
+    assert predictions.weight_divergence(NAMES[0], other) is None
+    assert predictions.loss_divergence(NAMES[0], LinearPrecision.parse("fp4/mxfp4/mxfp4")) == 16.0
     assert predictions.loss_divergence("layers.9.mlp.up_proj", BF16) is None
     plan = dict.fromkeys(NAMES, FP4)
     assert predictions.total_loss_divergence({**plan, NAMES[0]: other}) is None

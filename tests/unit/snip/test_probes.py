@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, name_stream
-from megatron_snip.snip.probes import AdamSettings, Pass, adam_update
+from megatron_snip.snip.probes import Pass
 from megatron_snip.snip.stats import ProbeStats
 
 ITERATION = 3
+BF16 = LinearPrecision.uniform("bf16")
 FORMATS = ("fp4", "fp8")
 SEED, SEQUENCE, SAMPLES, CLIP = 3, 128, 2, 0.05
 
@@ -155,23 +156,6 @@ def test_own_is_the_change_of_adams_update(fmt, parts, probed, seen):
         noisy = adam(found.clip * (gradient + error), m, v, 3)
         assert linear.update_norm_sq == pytest.approx(float((plain**2).sum()), rel=1e-3), name
         assert linear.own_sq[fmt] == pytest.approx(float(((noisy - plain) ** 2).sum()), rel=1e-3), name
-
-
-def test_adams_update_is_what_the_optimiser_does(parts):
-    """The weight moves by -lr u(clip g), up to decay."""
-    name = "layers.1.mlp.up_proj.weight"
-    found, _ = parts.stepper.gradients(batch_of(parts), ITERATION)
-    weight = parts.optimizer.parameters[name]
-    m, v = (moment.clone() for moment in parts.optimizer.moments(name))
-    gradient = parts.optimizer.gradient(name) * found.clip
-    update = adam_update(gradient, m, v, 3, AdamSettings(0.9, 0.999, 1e-8, CLIP))
-    twin = torch.nn.Parameter(weight.detach().clone())
-    optimizer = torch.optim.AdamW([twin], lr=0.5, weight_decay=0.0)
-    optimizer.state[twin] = {"exp_avg": m, "exp_avg_sq": v, "step": torch.tensor(2.0)}
-    twin.grad = gradient.clone()
-    optimizer.step()
-    torch.testing.assert_close((weight.detach() - twin.detach()) / 0.5, update, rtol=1e-4, atol=1e-5)
-    parts.optimizer.zero_grad()
 
 
 def assert_close(one: ProbeStats, other: ProbeStats, rel: float) -> None:
@@ -354,6 +338,28 @@ def test_backward_noise_sees_the_change_of_all_updates(parts, probed, unquantise
         assert linear.residual_noise_sq == pytest.approx(squares[name.rpartition(".")[0]], rel=1e-2), name
 
 
+def test_quantised_fprop_sees_the_change_of_all_updates(parts, unquantised):
+    """By hand: the gradients with every fprop in the format of fewest bits, dgrad and wgrad in BF16."""
+    measured = parts.coordinator.probe
+    batch, before = batch_of(parts), {name: linear.precision for name, linear in parts.linears.items()}
+    run_pass, zero_grad = parts.stepper.pass_runner(batch, ITERATION), parts.optimizer.zero_grad
+    stats = measured.run(run_pass, zero_grad, ITERATION, ("quantised_fprop",))
+    assert {name: linear.precision for name, linear in parts.linears.items()} == before
+    gradients, clips = [], []
+    for precision in (BF16, LinearPrecision("fp4", "bf16", "bf16")):
+        for linear in parts.linears.values():
+            linear.precision = precision
+        clips.append(parts.stepper.gradients(batch, ITERATION)[0].clip)
+        gradients.append({name: parts.optimizer.gradient(f"{name}.weight").double() for name in parts.linears})
+        zero_grad()
+    for name, linear in stats.linears.items():
+        m, v = parts.optimizer.moments(f"{name}.weight")
+        plain, quantised = (adam(clips[0] * grads[name], m, v, ITERATION) for grads in gradients)
+        expected = float((quantised - plain).square().sum())
+        assert expected > 0 and linear.fprop_update_sq == {"fp4": pytest.approx(expected, rel=1e-2)}, name
+    assert stats.has("quantised_fprop") and not stats.has("backward_noise")
+
+
 def test_sampled_labels_come_from_the_models_own_distribution(parts, unquantised):
     """Their cross entropy is the model's entropy in the mean, and each draw is another one."""
     run = parts.stepper.pass_runner(batch_of(parts), ITERATION)
@@ -382,6 +388,7 @@ def test_other_passes_are_made_where_asked_for(parts):
         counted, parts.optimizer.zero_grad, ITERATION, ("forward_noise", "backward_noise", "sampled_labels"), 3
     )
     kinds = [how[0] if how else None for how in asked]
+    assert not stats.has("quantised_fprop")
     assert kinds == [None, *["backward_noise"] * 3, *["forward_noise"] * 3, "sampled_labels"]
     assert [how[2] for how in asked[1:4]] == [0, 1, 2]
     for linear in stats.linears.values():

@@ -36,6 +36,8 @@ def test_non_finite_numbers_survive(tmp_path):
         (lambda v: v.update(version=9), "field version is 9"),
         (lambda v: v.update(loss="2"), "field loss is '2'"),
         (lambda v: v.update(tokens=1.5), "field tokens is 1.5"),
+        (lambda v: v["linears"]["layers.0.mlp.up_proj"].update(in_features=-4), r"up_proj'\]\.in_features is -4"),
+        (lambda v: v["linears"]["layers.0.mlp.up_proj"].update(fprop_update_sq=2), r"\.fprop_update_sq is 2"),
         (lambda v: v["linears"].update(a=3), r"linears\['a'\] is 3"),
         (lambda v: v["linears"]["layers.0.mlp.up_proj"].pop("own_sq"), r"up_proj'\]\.own_sq is missing"),
         (

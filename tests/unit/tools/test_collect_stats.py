@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.snip.probes import PASSES
 from megatron_snip.snip.stats import ProbeStats
 from tests.unit.snip.made_up import linear_stats, probe_stats
 from tools import collect_stats
@@ -77,9 +78,9 @@ def test_the_mean_over_batches():
 
 
 def test_passes_follow_the_objectives():
-    assert passes_of(["snip"], 1) == ({"backward_noise"}, 1)
-    assert passes_of(["snip"], 5) == ({"backward_noise"}, 5)
-    assert passes_of(["snip", "paper", "ggn"], 1) == ({"backward_noise", "forward_noise", "sampled_labels"}, 3)
+    assert passes_of(["snip"], 1) == ({"backward_noise", "quantised_fprop"}, 1)
+    assert passes_of(["snip_loss", "paper"], 5) == ({"backward_noise", "forward_noise"}, 5)
+    assert passes_of(["snip", "paper", "ggn"], 1) == (set(PASSES), 3)
     assert passes_of(["rel_err"], 1) == (set(), 1)
     with pytest.raises(ValueError, match="--objectives random,layer_id need no statistics; those that do: snip,"):
         passes_of(["random", "layer_id"], 1)

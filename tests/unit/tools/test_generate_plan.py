@@ -123,11 +123,14 @@ def test_seeds_are_consecutive(generate, tmp_path):
 
 
 def test_where_the_model_comes_from(generate, finished_run, tmp_path):
-    """The run folder around the statistics, a checkpoint, or options; without any it cannot know."""
+    """The statistics themselves; the run folder around them, a checkpoint and options say the same."""
     shutil.copy(finished_run / "stats/iter_0000003.json", tmp_path / "alone.json")
-    with pytest.raises(ValueError, match="--num-layers is 0; give the model's shape by --load CKPT, --config FILE"):
-        generate(stats=tmp_path / "alone.json")
+    with pytest.raises(ValueError, match="2 is not a multiple of 3"):
+        generate("--pipeline-model-parallel-size", "3", stats=tmp_path / "alone.json")
     from_run = generate()
+    assert generate(stats=tmp_path / "alone.json") == from_run
+    staged = ["--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "each"]
+    assert generate(*staged, stats=tmp_path / "alone.json") == generate(*staged)
     assert generate("--load", str(finished_run / "checkpoints"), stats=tmp_path / "alone.json") == from_run
     model = [word for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
              "num_query_groups") for word in (f"--{name.replace('_', '-')}", str(TINY[name]))]  # fmt: skip
@@ -146,7 +149,8 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--options", "fp8,mxfp4"], "statistics of iteration 3 lack a format of option mxfp4 .*; probe with these"),
         (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),
         (["--snip-objective", "ggn"], "have no sampled labels .*; collect them with ggn"),
-        (["--num-layers", "3"], "statistics of 14 linears, the model has 21, layers.2.mlp.down_proj is not in both"),
+        (["--num-layers", "3"], "statistics of 14 linears, the model has 21; layers.2.self_attn.q_proj is not"),
+        (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
         (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),

@@ -1,0 +1,82 @@
+"""AdamW's update u as a function of the gradient, and how far a change of the gradient moves it.
+
+u is elementwise in the clipped gradient, with the optimiser's own moments.  Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_snip.snip.linear_probe import square
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """AdamW's constants and the clipping, on which its update depends."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    clip_grad: float
+
+
+class OptimizerView(Protocol):
+    """What a probe reads of the optimiser; names are parameters', tensors the local parts."""
+
+    steps: int
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Adam's m and v, [...]."""
+        ...
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient, [...]."""
+        ...
+
+
+def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSettings) -> Tensor:
+    """AdamW's update without learning rate and weight decay: u(grad), all [...] float32.
+
+    step counts from 1: the update that is about to be made.
+    """
+    bias1, bias2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
+    size = (v * adam.beta2).addcmul_(grad, grad, value=1.0 - adam.beta2).div_(bias2).sqrt_().add_(adam.eps)
+    return torch.lerp(m, grad, 1.0 - adam.beta1).div_(bias1).div_(size)
+
+
+#: Elements that updates are computed for at a time: a few of them fit a CPU's cache.
+_CHUNK = {"cpu": 1 << 17}
+_LARGE_CHUNK = 1 << 26
+
+
+def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The same stretches of equally large tensors [...], flat."""
+    size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), size):
+        yield [tensor[start : start + size] for tensor in flat]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates that an optimiser would make."""
+
+    optimizer: OptimizerView
+    adam: AdamSettings
+
+    @torch.no_grad()
+    def changes(self, name: str, grad: Tensor, errors: Sequence[Tensor], clip: float) -> list[float]:
+        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [...] of a gradient [...], before clipping."""
+        step, squares = self.optimizer.steps + 1, torch.zeros(1 + len(errors), dtype=torch.float64, device=grad.device)
+        for g, m, v, *noise in _slices([grad, *self.optimizer.moments(f"{name}.weight"), *errors]):
+            g = g.float()
+            update = adam_update(g * clip, m, v, step, self.adam)
+            squares[0] += square(update)
+            for i, e in enumerate(noise):
+                squares[1 + i] += square(adam_update((g + e).mul_(clip), m, v, step, self.adam).sub_(update))
+        return squares.tolist()
