@@ -7,6 +7,7 @@ what counts is the ratio between two of them.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
 import statistics
@@ -45,6 +46,23 @@ def interleaved(cases: Mapping[str, Case], device: str, repeats: int = 9, warmup
             if turn >= warmup:
                 seconds[name].append(taken)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def live_peak(case: Case, device: str) -> int:
+    """Bytes of tensors alive at once at most while a case runs, beyond those that were there before.
+
+    As the allocator counts them: what a process holds besides, to give it out again, is not in it.
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        case()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        case()
+    events = profiler.profiler.kineto_results.events()
+    level = itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    return max(level, default=0)
 
 
 def _processor() -> str:

@@ -4,21 +4,21 @@
     python benchmarks/probe_cost.py --device cuda --hidden-size 4096 --num-layers 8 --seq-length 4096
 
 An iteration is forward, backward and update in bf16; a probe measures the options fp8 and fp4.  Iterations and
-probes take turns.  Memory is the process's largest resident size (CPU) or allocation (CUDA) beyond that of the
-iterations, against what is allowed: the largest layer's activations once more and one gradient copy a format.
+probes take turns.  Memory is that of the tensors alive at once, by the allocator's count, beyond an iteration's own
+peak, against what is allowed: the largest layer's activations once more and one gradient copy a format.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import resource
 
 import torch
-from harness import interleaved, machine, report, save
+from harness import interleaved, live_peak, machine, report, save
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.snip.objectives import get_objective
 from megatron_snip.train.setup import Parts, build, check
 
 FORMATS = 2  # fp8 and fp4
@@ -35,13 +35,6 @@ def make_parts(args: argparse.Namespace) -> tuple[Config, Parts]:
     }  # fmt: skip
     config, plan = check(Config().replace(**options), 1)
     return config, build(config, runtime.start(config.parallel.distributed_backend, 10.0), plan)
-
-
-def peak(device: str) -> int:
-    """Bytes."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -63,12 +56,14 @@ def main() -> None:
     def probing(*passes: str) -> None:
         probe.run(parts.stepper.pass_runner(batch, 1), parts.optimizer.zero_grad, 1, passes)
 
+    def snip() -> None:
+        probing(*(get_objective("snip").passes or ()))
+
     iteration()
-    plain = peak(args.device)
-    probing("backward_noise")
-    added = peak(args.device) - plain
+    snip()
+    added = live_peak(snip, args.device) - live_peak(iteration, args.device)
     seconds = interleaved(
-        {"iteration": iteration, "snip_loss": probing, "snip": lambda: probing("backward_noise")},
+        {"iteration": iteration, "snip_loss": probing, "snip": snip},
         args.device,
         args.repeats,
         warmup=1,

@@ -6,8 +6,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to find projects that are compared with ours and not installed."""
+    """Projects that are compared with ours and not installed, and where figures go."""
     parser.addoption("--microxcaling", metavar="DIR", help="checkout of microsoft/microxcaling")
+    parser.addoption("--figures", metavar="FILE", help="where tests/validation writes what it measured, as JSON")
     parser.addoption("--transformer-engine", metavar="DIR", help="checkout of NVIDIA/TransformerEngine")
 
 

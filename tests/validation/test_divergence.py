@@ -1,12 +1,19 @@
 """What a probe predicts against brute force, on a small Llama with planted outliers (docs/numerics.md).
 
-`python -m pytest tests/validation/test_divergence.py -s` prints the table.  Figures in brackets are required.
+`python -m pytest tests/validation/test_divergence.py -s --figures FILE` prints what it finds and writes it to a file.
+Figures in brackets are required.
 """
 
 from __future__ import annotations
 
+import json
+import platform
+from datetime import date
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
 from tests.dist.harness import run_ranks
@@ -23,12 +30,25 @@ def measured(tmp_path_factory):
     return run_ranks(measure, 1, tmp_path_factory.mktemp("planted"), seconds=850.0)[0]
 
 
-def compared(measured, checkpoint: str, what: str, later_blocks: bool = False) -> tuple[float, np.ndarray]:
+@pytest.fixture(scope="module")
+def figures(request):
+    """What was measured, by name; written to --figures at the end."""
+    found: dict[str, float] = {}
+    yield found
+    if path := request.config.getoption("--figures"):
+        about = {"torch": torch.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
+        Path(path).write_text(json.dumps({**about, "figures": found}, indent=1) + "\n")
+
+
+def compared(measured, figures, checkpoint: str, what: str, later_blocks: bool = False) -> tuple[float, np.ndarray]:
     """Spearman's coefficient of prediction and truth, and true / predicted of each linear; printed."""
     found = measured[checkpoint]
     rows = [i for i, name in enumerate(found["names"]) if not later_blocks or int(name.split(".")[1]) >= 1]
     predicted, truth = (np.asarray(values)[rows] for values in found[what])
     spearman, ratios = float(spearmanr(predicted, truth)[0]), truth / predicted
+    figures |= {f"{checkpoint}: {what}, Spearman": spearman}
+    figures |= {f"{checkpoint}: {what}, true/predicted, {name}": float(function(ratios))
+                for name, function in (("median", np.median), ("least", np.min), ("most", np.max))}  # fmt: skip
     print(f"\n{checkpoint}, {what}: Spearman {spearman:.3f}, true/predicted median {np.median(ratios):.2f}, "
           f"{ratios.min():.2f} to {ratios.max():.2f}")  # fmt: skip
     return spearman, ratios
@@ -43,70 +63,74 @@ def test_model_learned_and_planting_keeps_the_function(measured, checkpoint):
 
 
 @CHECKPOINTS
-def test_loss_divergence_ranks_linears_as_the_truth_does(measured, checkpoint):
+def test_loss_divergence_ranks_linears_as_the_truth_does(measured, figures, checkpoint):
     """[Spearman >= 0.85 with the even part of the true loss change, median true/predicted 0.5 to 2]"""
-    spearman, ratios = compared(measured, checkpoint, "dL")
+    spearman, ratios = compared(measured, figures, checkpoint, "dL")
     assert spearman >= 0.85
     assert 0.5 <= np.median(ratios) <= 2.0
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_loss_divergence_of_other_formats(measured, fmt):
+def test_loss_divergence_of_other_formats(measured, figures, fmt):
     """[Spearman >= 0.85]"""
-    assert compared(measured, "late", fmt)[0] >= 0.85
+    assert compared(measured, figures, "late", fmt)[0] >= 0.85
 
 
 @CHECKPOINTS
-def test_regret_of_the_plan(measured, checkpoint):
+def test_regret_of_the_plan(measured, figures, checkpoint):
     """[(plan - best) / (all FP4 - best) <= 0.10 at 75%]"""
+    figures[f"{checkpoint}: regret"] = measured[checkpoint]["regret"]
     print(f"\n{checkpoint}, regret {measured[checkpoint]['regret']:.3f}")
     assert measured[checkpoint]["regret"] <= 0.10
 
 
 @CHECKPOINTS
-def test_own_term_is_the_update_error_of_wgrad(measured, checkpoint):
+def test_own_term_is_the_update_error_of_wgrad(measured, figures, checkpoint):
     """[Spearman >= 0.99, ratio 0.95 to 1.05 against wgrad alone in FP4]"""
-    spearman, ratios = compared(measured, checkpoint, "own")
+    spearman, ratios = compared(measured, figures, checkpoint, "own")
     assert spearman >= 0.99
     assert ratios.min() >= 0.95 and ratios.max() <= 1.05
 
 
 @CHECKPOINTS
-def test_prop_term_is_the_update_error_of_dgrad(measured, checkpoint):
+def test_prop_term_is_the_update_error_of_dgrad(measured, figures, checkpoint):
     """[Spearman >= 0.85, median ratio 0.7 to 1.5 against dgrad alone in FP4, linears of blocks >= 1]"""
-    spearman, ratios = compared(measured, checkpoint, "prop", later_blocks=True)
+    spearman, ratios = compared(measured, figures, checkpoint, "prop", later_blocks=True)
     assert spearman >= 0.85
     assert 0.7 <= np.median(ratios) <= 1.5
 
 
 @CHECKPOINTS
-def test_weight_divergence_ranks_linears_by_their_true_update_error(measured, checkpoint):
+def test_weight_divergence_ranks_linears_by_their_true_update_error(measured, figures, checkpoint):
     """[Spearman >= 0.75 of rho against all three GEMMs in FP4; the ratio is ours to keep]
 
     The prototype's 0.75 was without fwd; with tiles along tokens, own no longer feels outlier channels and fwd leads.
     """
-    spearman, ratios = compared(measured, checkpoint, "rho")
+    spearman, ratios = compared(measured, figures, checkpoint, "rho")
     assert spearman >= 0.75
     assert 0.7 <= np.median(ratios) <= 1.5
-    compared(measured, checkpoint, "rho without fwd")
+    compared(measured, figures, checkpoint, "rho without fwd")
 
 
-def test_backward_noise_in_bf16_has_float32s_gain(measured):
+def test_backward_noise_in_bf16_has_float32s_gain(measured, figures):
     """[0.85 to 1.15]"""
     gains = measured["bf16 gain"]
+    figures |= {"early: BF16 gain, least": gains.min(), "early: BF16 gain, most": gains.max()}
     print(f"\nBF16 / float32 gain {gains.min():.3f} to {gains.max():.3f}")
     assert gains.min() >= 0.85 and gains.max() <= 1.15
 
 
 @CHECKPOINTS
 @pytest.mark.parametrize("target", TARGETS)
-def test_plans_end_to_end(measured, checkpoint, target):
+def test_plans_end_to_end(measured, figures, checkpoint, target):
     """[75%: at most 1.5 times the oracle's loss increase, 0.25 times random's; snip_loss below every other]
 
     [snip at most 1.3 times snip_loss]; all of them up to what the evaluated sequences can tell.
     """
     found = measured[checkpoint]["end to end"]
     increase = {key.rsplit(" ", 1)[0]: value for key, value in found.items() if key.endswith(f" {target}")}
+    figures |= {f"{checkpoint}: {target:.0%} FP4, {plan}, nats": value for plan, value in increase.items()}
+    figures[f"{checkpoint}: all FP4, nats"] = found["all fp4"]
     print(f"\n{checkpoint}, {target:.0%} FP4, nats: " + ", ".join(f"{k} {v:.4f}" for k, v in increase.items())
           + f", all FP4 {found['all fp4']:.4f}")  # fmt: skip
     random = [increase[f"random_{seed}"] for seed in range(RANDOM_PLANS)]
