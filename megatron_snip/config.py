@@ -126,6 +126,7 @@ class LoggingConfig:
     run_dir: str = "runs/default"  # Folder of metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
     log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs) to the progress line.
+    log_all_ranks: bool = False  # Each process writes its metrics; those beside rank 0 to metrics/ in the run folder.
     eval_interval: Optional[int] = None  # Iterations between two validations; by default none.
     eval_iters: int = 10  # Batches of one validation.
     wandb_project: Optional[str] = None  # Log to this wandb project (needs the wandb extra).

@@ -25,6 +25,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.cost import LinearShape, achieved, by_stage
 from megatron_snip.snip.divergence import (
+    fwd_divergence,
     loss_divergence,
     non_finite_linears,
     own_divergence,
@@ -37,7 +38,7 @@ from megatron_snip.snip.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan import Plan, build_plan
 from megatron_snip.snip.predictions import Predictions
 from megatron_snip.snip.probes import PassRunner, ProbedLinear, StatisticsProbe
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed
+from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
 from megatron_snip.snip.stats import ProbeStats
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -130,7 +131,7 @@ class Coordinator:
         """Go on from `state`: the plan in force, and the solve under way started anew with its matrices."""
         if state["plan"]:
             plan = Plan.from_dict(state["plan"], "checkpoint")
-            plan.check_names(shape.name for shape in self.shapes)
+            plan.check_names((shape.name for shape in self.shapes), "checkpoint")
             self._set(plan)
         self.history = list(state["history"])
         if state.get("predictions"):  # checkpoints of before have none
@@ -177,24 +178,29 @@ class Coordinator:
         if self.mesh.rank == 0:
             try:
                 self._solver = BackgroundSolver(pending.request)
-            except SolverFailed as error:  # reported when it is due, on every process
+            except Exception as error:  # whatever it is (no disk, no threads), it is told when due, on every process
                 LOGGER.warning(f"iteration {pending.probed}: {error}")
 
     def _finish_if_due(self, iteration: int) -> Metrics:
         if self.pending is None or self.pending.due != iteration:
             return {}
         start = time.perf_counter()
-        answer: list[Any] = [self._solved(self.pending) if self.mesh.rank == 0 else None]
+        answer: list[Any] = [self._answer(self.pending) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self.mesh.world, device=self.probe.device)
         self.pending = None
-        waited = {"snip/wait_seconds": time.perf_counter() - start}
-        if isinstance(answer[0], str):
-            return waited | self._keep(iteration, answer[0])
-        plan = Plan.from_dict(answer[0], "plan from rank 0")
+        waited, solved = answer[0]
+        metrics = {"snip/wait_seconds": waited} | self._take(iteration, solved)
+        return metrics | {"snip/apply_seconds": time.perf_counter() - start - waited}
+
+    def _take(self, iteration: int, solved: dict[str, Any] | str) -> Metrics:
+        """Apply rank 0's plan, or keep the one in force for the reason that it gives."""
+        if isinstance(solved, str):
+            return self._keep(iteration, solved)
+        plan = Plan.from_dict(solved, "plan from rank 0")
         if not self._agreed(plan):
-            return waited | self._keep(iteration, "the plan's hash differs between processes")
+            return self._keep(iteration, "the plan's hash differs between processes")
         self._write(plan, "plans", iteration)
-        return waited | self._apply(plan)
+        return self._apply(plan)
 
     def _write(self, what: ProbeStats | Plan, kind: str, iteration: int) -> None:
         """Rank 0 keeps a file for people; a full disk must not end the run."""
@@ -205,11 +211,20 @@ class Coordinator:
             except OSError as error:
                 LOGGER.warning(f"{path} was not written: {error}")
 
-    def _solved(self, pending: Pending) -> dict[str, Any] | str:
-        """Rank 0: the plan as plain values, or why there is none."""
+    def _answer(self, pending: Pending) -> tuple[float, dict[str, Any] | str]:
+        """Rank 0: seconds that training stood still for the solver, and the plan or why there is none.
+
+        An answer that has come is not waited for: 0.0, whatever it takes to read it.
+        """
         solver, self._solver = self._solver, None
         if solver is None:
-            return "the solver's process did not start"
+            return 0.0, "the solver's process did not start"
+        is_late, start = not solver.done(), time.perf_counter()
+        solved = self._solved(solver, pending)
+        return time.perf_counter() - start if is_late else 0.0, solved
+
+    def _solved(self, solver: BackgroundSolver, pending: Pending) -> dict[str, Any] | str:
+        """The plan as plain values, or why there is none."""
         try:
             solution = solver.result(self.snip.snip_solve_timeout)
             # the options that the matrices were made with; those of a resumed run may differ
@@ -301,8 +316,9 @@ class Coordinator:
         names = [name for name in stats.linears if name not in bad]
         metrics: Metrics = {"snip/non_finite_linears": len(bad)}
         kinds = {"loss_divergence": loss_divergence, "own_divergence": own_divergence}
-        if "backward_noise" in stats.noise_sq:
-            kinds |= {"prop_divergence": prop_divergence, "weight_divergence": weight_divergence}
+        if stats.has("backward_noise") and stats.has("quantised_fprop"):
+            kinds |= {"prop_divergence": prop_divergence, "fwd_divergence": fwd_divergence}
+            kinds |= {"weight_divergence": weight_divergence}
         for kind, function in kinds.items():
             values = function(stats, names, self.options).max(axis=1) if names else []
             metrics |= {f"snip/{kind}/{name}": float(value) for name, value in zip(names, values, strict=True)}

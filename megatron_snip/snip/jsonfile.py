@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,12 @@ def is_number(value: Any) -> bool:
 
 def is_finite(value: Any) -> bool:
     """A finite number."""
-    return is_number(value) and math.isfinite(value)
+    return is_number(value) and abs(value) <= sys.float_info.max  # false for NaN, and for a whole number beyond floats
+
+
+def is_share(value: Any) -> bool:
+    """A number from 0 to 1, but for rounding."""
+    return is_number(value) and -1e-9 <= value <= 1.0 + 1e-9
 
 
 def is_numbers(value: Any) -> bool:
@@ -61,6 +66,7 @@ EXPECTED: Mapping[Callable[[Any], bool], str] = {
     is_count: "a whole number of 0 or more",
     is_number: "a number",
     is_finite: "a finite number",
+    is_share: "a share, 0 to 1",
     is_numbers: "an object of numbers",
     is_number_or_null: "a number or null",
     is_numbers_or_null: "an object of numbers or null",

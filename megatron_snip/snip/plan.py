@@ -29,6 +29,7 @@ from megatron_snip.snip.jsonfile import (
     is_count,
     is_finite,
     is_object,
+    is_share,
     is_text,
     read_json,
     write_atomic,
@@ -40,8 +41,8 @@ _FIELDS = {
     "version": is_count,
     "iteration": is_count,
     "objective": is_text,
-    "target": is_finite,
-    "achieved": is_finite,
+    "target": is_share,
+    "achieved": is_share,
     "linears": is_object,
     "solver": is_object,
     "hash": is_text,
@@ -158,13 +159,17 @@ class Plan:
         """Read ``save``'s file.  Raises ValueError naming the file, the field and the way out."""
         return cls.from_dict(read_json(path, "plan", _WAY_OUT), str(path))
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises ValueError unless the plan names exactly these linears."""
+    def check_names(self, names: Iterable[str], source: str = "") -> None:
+        """Raises ValueError, naming ``source``, field and way out, unless the plan names exactly these linears."""
         wanted = set(names)
+        where = f"{source}: field linears: " if source else ""
         if unknown := sorted(self.linears.keys() - wanted):
-            raise ValueError(f"plan of iteration {self.iteration} names no such linear: {_listed(unknown)}")
-        if missing := sorted(wanted - self.linears.keys()):
-            raise ValueError(f"plan of iteration {self.iteration} leaves out linears: {_listed(missing)}")
+            said = f"plan of iteration {self.iteration} names no such linear: {_listed(unknown)}"
+        elif missing := sorted(wanted - self.linears.keys()):
+            said = f"plan of iteration {self.iteration} leaves out linears: {_listed(missing)}"
+        else:
+            return
+        raise ValueError(f"{where}{said}; give a plan of this model, or this plan's model")
 
     def churn(self, other: Plan) -> float:
         """Share of linears, 0..1, whose precision differs between the plans; a linear of one only differs."""

@@ -12,7 +12,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
-from megatron_snip.train.metrics import MetricsWriter, progress_line, validation_line
+from megatron_snip.train.metrics import MetricsWriter, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -38,6 +38,10 @@ class Trainer:
             open_run_folder(config, start)
             self.writer = MetricsWriter(config, start.run_id, start.iteration)
         parts.mesh.barrier()
+        run_dir, rank = Path(config.logging.run_dir), parts.mesh.rank
+        cut_back_ranks(run_dir, start.iteration, rank, parts.mesh.world_size)
+        if rank > 0 and config.logging.log_all_ranks:
+            self.writer = MetricsWriter(config, start.run_id, start.iteration, rank)
 
     def run(self) -> None:
         """Train to the last iteration, or until something asks to leave."""
@@ -78,7 +82,7 @@ class Trainer:
         self.parts.train_loader.close()
         if self.writer is not None:
             self.writer.close()
-        if self.writer is not None and report:
+        if self.parts.mesh.rank == 0 and report:
             run_dir = Path(self.config.logging.run_dir)
             try:
                 path = write_report(run_dir)

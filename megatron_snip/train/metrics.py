@@ -1,7 +1,8 @@
 """What a run tells: metrics.jsonl, Megatron's progress line, wandb.
 
 metrics.jsonl has one JSON object an iteration, with the keys that Megatron users chart.  A resumed run cuts
-it back to the checkpoint's iteration, so no iteration stands in it twice.
+it back to the checkpoint's iteration, so no iteration stands in it twice.  With --log-all-ranks the processes
+beside rank 0 write rows of their own to metrics/rank_0001.jsonl and so on: what each of them saw and did.
 """
 
 from __future__ import annotations
@@ -54,16 +55,36 @@ def plan_rows(plan: Plan, predictions: Predictions | None = None) -> list[list[A
     return rows
 
 
-class MetricsWriter:
-    """metrics.jsonl and wandb of a run; only rank 0 makes one."""
+def metrics_file(run_dir: Path, rank: int = 0) -> Path:
+    """Where a process writes its rows."""
+    return run_dir / f"metrics/rank_{rank:04d}.jsonl" if rank else run_dir / "metrics.jsonl"
 
-    def __init__(self, config: Config, run_id: str, iteration: int) -> None:
-        run_dir = Path(config.logging.run_dir)
-        self.path = run_dir / "metrics.jsonl"
-        rows = [row for row in read_metrics(self.path) if row["iteration"] <= iteration]
-        write_atomic(self.path, "".join(map(_json_line, rows)))
+
+def cut_back(path: Path, iteration: int) -> None:
+    """Drop the rows of later iterations, and make the file if it is not there."""
+    rows = [row for row in read_metrics(path) if row["iteration"] <= iteration]
+    write_atomic(path, "".join(map(_json_line, rows)))
+
+
+def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) -> None:
+    """`cut_back` for this process's share of the files beside rank 0's; every process calls it.
+
+    There may be files of more processes than run now, or of a run that wrote them while this one does not.
+    """
+    for path in sorted(run_dir.glob("metrics/rank_*.jsonl")):
+        number = path.stem.removeprefix("rank_")
+        if number.isdigit() and int(number) % world_size == rank:
+            cut_back(path, iteration)
+
+
+class MetricsWriter:
+    """A process's metrics file and, on rank 0, wandb."""
+
+    def __init__(self, config: Config, run_id: str, iteration: int, rank: int = 0) -> None:
+        self.path = metrics_file(Path(config.logging.run_dir), rank)
+        cut_back(self.path, iteration)
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
-        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project else None
+        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
 
     def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
         """One iteration's metrics; the line is handed to the system at once.

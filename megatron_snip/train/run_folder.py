@@ -151,7 +151,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()
-        for name in ("metrics.jsonl", "config.json", "plans", "stats"):
+        for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats"):
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
     for kind in ("plans", "stats"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.model.llama import linear_names
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train.setup import check
 from tests.dist.faults import PROGRAM, program
 from tests.dist.harness import CONTEXT
+from tests.unit.snip.plan_edits import edits, wrong_linears
 
 MODEL = {
     "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,
@@ -90,6 +94,9 @@ def inputs(data, trained, tmp_path):
     Plan.uniform(linear_names(1), "fp4").save(here / "good.json")
     plan = json.loads((here / "good.json").read_text())
     (here / "damaged.json").write_text(json.dumps({**plan, "achieved": "much"}))
+    (here / "fp5.json").write_text(json.dumps(plan).replace('"wgrad": "fp4"', '"wgrad": "fp5"', 1))
+    (here / "no_target.json").write_text(json.dumps({name: v for name, v in plan.items() if name != "target"}))
+    Plan.uniform(linear_names(1)[1:], "fp4").save(here / "one_less.json")
     (here / "edited.json").write_text(json.dumps(plan).replace('"fprop": "fp4"', '"fprop": "fp8"', 1))
     vocabulary = {"</s>": 0} | {f"w{i}": i for i in range(1, 100)}
     tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"}}
@@ -124,11 +131,23 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "another model's plan": (
         {**MOCK, "precision": "plan", "precision_plan": "@deeper.json"},
-        ["plan of iteration 0 names no such linear: layers.1."],
+        ["@deeper.json: field linears: plan of iteration 0 names no such linear: layers.1.", "; give a plan of this"],
+    ),
+    "plan that leaves out a linear": (
+        {**MOCK, "precision": "plan", "precision_plan": "@one_less.json"},
+        ["@one_less.json: field linears: plan of iteration 0 leaves out linears: layers.0.self_attn.q_proj; give"],
+    ),
+    "plan with an unknown format": (
+        {**MOCK, "precision": "plan", "precision_plan": "@fp5.json"},
+        ["@fp5.json: field linears['layers.0.self_attn.q_proj']: wgrad: unknown format 'fp5'; known: ", "a new plan"],
+    ),
+    "plan without a field": (
+        {**MOCK, "precision": "plan", "precision_plan": "@no_target.json"},
+        ["@no_target.json: field target is missing", "make a new plan"],
     ),
     "damaged plan": (
         {**MOCK, "precision": "plan", "precision_plan": "@damaged.json"},
-        ["@damaged.json: field achieved is 'much', but must be a finite number", "make a new plan"],
+        ["@damaged.json: field achieved is 'much', but must be a share, 0 to 1", "make a new plan"],
     ),
     "edited plan": ({**MOCK, "precision": "plan", "precision_plan": "@edited.json"}, ["@edited.json: field hash is"]),
     "missing plan": ({**MOCK, "precision": "plan", "precision_plan": "@none"}, ["@none: cannot read the plan"]),
@@ -182,6 +201,23 @@ def test_one_line_and_nothing_touched(case, inputs, trained, tmp_path):
         (tmp_path / "output" / name).unlink()
     (tmp_path / "output").rmdir()
     assert (contents(tmp_path), contents(trained)) == before
+
+
+PLAN = Plan.uniform(linear_names(1), "fp4")
+PLAN_EDITS = {name: (values, said) for kind in (edits, wrong_linears) for name, values, said in kind(PLAN)}
+
+
+@pytest.mark.parametrize("edit", PLAN_EDITS)
+def test_a_plan_edited_by_hand_is_found_before_processes_meet(edit, tmp_path):
+    """`check` as `train` calls it first, for each edit; what the program makes of its error is tested above."""
+    values, said = PLAN_EDITS[edit]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    options = {"precision": "plan", "precision_plan": str(path), "run_dir": str(tmp_path / "run")}
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: field .+; .+$") as caught:
+        check(Config().replace(**MODEL, **MOCK, **options), 1)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert list(contents(tmp_path)) == ["plan.json"]
 
 
 def environment() -> dict[str, str]:

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.metrics import metrics_file, read_metrics
 from tests.dist.harness import end_ranks, run_ranks, start_ranks
-from tests.dist.runs import train_run
+from tests.dist.kills import run_to_kill
 
 WORLD = 4
 OPTIONS = {
     "num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
     "sequence_parallel": True, "train_iters": 26, "bf16": True, "precision": "snip", "snip_start": 3,
     "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2, "eval_interval": 6, "eval_iters": 1,
-    "log_interval": 10,
+    "log_interval": 10, "log_all_ranks": True,
 }  # fmt: skip
-TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/solver_seconds")
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
 
 
 def options_for(run_dir: Path) -> dict:
@@ -32,21 +33,32 @@ def options_for(run_dir: Path) -> dict:
     return {**OPTIONS, "run_dir": str(run_dir), "load": str(run_dir / "checkpoints")}
 
 
-def timeless(run_dir: Path) -> list[dict]:
-    """The metrics without what a clock wrote."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
+def timeless(run_dir: Path, rank: int = 0) -> list[dict]:
+    """A rank's metrics without what a clock wrote."""
+    rows = read_metrics(metrics_file(run_dir, rank))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
+def marker(run_dir: Path) -> Path:
+    """The file that tells the iteration whose probe is under way, in a run with slow probes."""
+    return run_dir.with_name("probing")
+
+
 @contextmanager
-def running(run_dir: Path, **how):
+def running(run_dir: Path, slow: str = ""):
     """A run under way on all ranks, killed on leaving if it still goes."""
     with tempfile.TemporaryDirectory() as folder:
-        processes, _ = start_ranks(train_run, WORLD, options_for(run_dir), *how.values(), folder=folder)
+        options = options_for(run_dir)
+        processes, _ = start_ranks(run_to_kill, WORLD, options, slow, marker(run_dir), folder=folder)
         try:
             yield processes
         finally:
             end_ranks(processes)
+
+
+def run_to_end(run_dir: Path) -> list:
+    """A run to its last iteration; what each rank's linears ran in."""
+    return run_ranks(run_to_kill, WORLD, options_for(run_dir), "", marker(run_dir))
 
 
 def wait_for(condition, processes, what: str) -> None:
@@ -58,10 +70,25 @@ def wait_for(condition, processes, what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def whole(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(train_run, WORLD, options_for(run_dir))
-    return run_dir
+    return run_dir, run_to_end(run_dir)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(whole):
+    return whole[0]
+
+
+def assert_equal_runs(run_dir: Path, other: Path) -> None:
+    """But for the clock all ranks' metrics are equal, and so are plans and statistics."""
+    for rank in range(WORLD):
+        assert timeless(run_dir, rank) == timeless(other, rank)
+    for kind in ("plans", "stats"):
+        ours, theirs = ({p.name: json.loads(p.read_text()) for p in (d / kind).iterdir()} for d in (run_dir, other))
+        for plan in (*ours.values(), *theirs.values()):
+            plan.get("solver", {}).pop("seconds", None)
+        assert ours == theirs and ours, kind
 
 
 def lines(run_dir: Path) -> int:
@@ -75,6 +102,7 @@ def test_ten_kills_change_nothing(uninterrupted, tmp_path):
     solve_in_flight = lambda i: lambda: (run_dir / f"stats/iter_{i:07d}.json").is_file()  # noqa: E731
     in_save = lambda i: lambda: (saves / f"iter_{i:07d}.writing/.metadata").is_file()  # noqa: E731
     progress = lambda i: lambda: lines(run_dir) >= i  # noqa: E731
+    in_probe = lambda i: lambda: marker(run_dir).is_file() and marker(run_dir).read_text() == str(i)  # noqa: E731
     points = [
         ("iteration 1, before any checkpoint", progress(1)),
         ("after the probe of iteration 3", solve_in_flight(3)),
@@ -83,27 +111,25 @@ def test_ten_kills_change_nothing(uninterrupted, tmp_path):
         ("inside the save of iteration 10", in_save(10)),
         ("after the probe of iteration 11", solve_in_flight(11)),
         ("iteration 13, the solve's checkpoint loaded", progress(13)),
-        ("iteration 17", progress(17)),
+        ("inside the probe of iteration 19", in_probe(19)),
         ("iteration 20, with the third solve in flight", progress(20)),
         ("iteration 24", progress(24)),
     ]
     for what, condition in points:
-        slow = "save" in what
-        with running(run_dir, slow_state=slow) as processes:
+        slow = next((place for place in ("save", "probe") if f"inside the {place}" in what), "")
+        with running(run_dir, slow) as processes:
             wait_for(condition, processes, what)
             if not slow:
                 time.sleep(draw.uniform(0.0, 0.25))
             for process in processes:
                 os.kill(process.pid, signal.SIGKILL)
-        if slow:
+        if slow == "save":
             assert list(saves.glob("*.writing")), f"{what}: the kill came too late to be in the save"
-    run_ranks(train_run, WORLD, options_for(run_dir))
-    assert timeless(run_dir) == timeless(uninterrupted)
-    plans = {path.name: path.read_text() for path in (run_dir / "plans").iterdir()}
-    for path in (uninterrupted / "plans").iterdir():
-        ours, theirs = json.loads(plans.pop(path.name)), json.loads(path.read_text())
-        assert ours["hash"] == theirs["hash"] and ours["linears"] == theirs["linears"]
-    assert not plans
+        if slow == "probe":
+            assert lines(run_dir) == 19, f"{what}: the kill came too late to be in the probe"
+            assert not (run_dir / "stats/iter_0000019.json").exists()
+    run_to_end(run_dir)
+    assert_equal_runs(run_dir, uninterrupted)
 
 
 def test_uninterrupted_run_planned_and_learned(uninterrupted):
@@ -112,6 +138,22 @@ def test_uninterrupted_run_planned_and_learned(uninterrupted):
     assert rows[0].keys() == {"iteration", "lm loss validation", "lm loss validation ppl"}
     assert len({row["snip/plan_hash"] for row in rows[1:]} - {""}) == 3
     assert rows[-1]["lm loss"] < rows[1]["lm loss"] - 0.5
+
+
+def test_every_rank_changes_plan_at_the_same_iteration(whole):
+    """By the hashes in the metrics of each, and by what its linears ran in."""
+    run_dir, held = whole
+    applied = {probed + OPTIONS["snip_apply_lag"] for probed in (3, 11, 19)}
+    plans = {plan.iteration: plan for plan in map(Plan.load, (run_dir / "plans").iterdir())}
+    assert plans.keys() == applied and len({plan.hash for plan in plans.values()}) == 3
+    for rank, precisions in enumerate(held):
+        hashes = {row["iteration"]: row["snip/plan_hash"] for row in timeless(run_dir, rank) if row["iteration"]}
+        assert list(hashes) == list(range(1, OPTIONS["train_iters"] + 1)), rank
+        for i, told in hashes.items():
+            plan = plans.get(max((a for a in applied if a <= i), default=0))
+            assert told == (plan.hash if plan else ""), (rank, i)
+            assert precisions[i] == {name: str(plan.linears[name]) if plan else "bf16" for name in precisions[i]}
+    assert {name for precisions in held for name in precisions[1]} == plans[6].linears.keys()
 
 
 def test_sigterm_saves_and_leaves(uninterrupted, tmp_path):
@@ -125,5 +167,5 @@ def test_sigterm_saves_and_leaves(uninterrupted, tmp_path):
     left_at = read_metrics(run_dir / "metrics.jsonl")[-1]["iteration"]
     assert left_at < OPTIONS["train_iters"]
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
-    run_ranks(train_run, WORLD, options_for(run_dir))
-    assert timeless(run_dir) == timeless(uninterrupted)
+    run_to_end(run_dir)
+    assert_equal_runs(run_dir, uninterrupted)

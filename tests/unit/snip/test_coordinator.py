@@ -116,7 +116,7 @@ def test_what_metrics_tell(make):
     assert applied["snip/achieved"] == applied["snip/target"] == 0.5 and applied["snip/solve_failed"] == 0
     assert (applied["snip/churn"], applied["snip/plans_made"]) == (1.0, 1)
     assert (again["snip/churn"], again["snip/plans_made"]) == (0.0, 2)
-    for name in ("snip/objective", "snip/gap", "snip/solver_seconds", "snip/wait_seconds"):
+    for name in ("snip/objective", "snip/gap", "snip/solver_seconds", "snip/wait_seconds", "snip/apply_seconds"):
         assert math.isfinite(applied[name]), name
     assert seen[5].keys() == {"snip/plan_hash"}
     json.dumps(seen, allow_nan=False)
@@ -184,9 +184,12 @@ def test_a_solver_that_is_killed(make, monkeypatch):
     assert_kept(one, run(one, [4])[4], "killed by signal 9")
 
 
-def test_a_solver_that_cannot_start(make, monkeypatch):
+@pytest.mark.parametrize("kind", [SolverFailed, OSError, RuntimeError])
+def test_a_solver_that_cannot_start(kind, make, monkeypatch):
+    """Whatever it lacks: a process, a disk, a thread."""
+
     def start(request):
-        raise SolverFailed("no memory for a process")
+        raise kind("no memory for a process")
 
     monkeypatch.setattr(module, "BackgroundSolver", start)
     one = with_plan_in_force(make())

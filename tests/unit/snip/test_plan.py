@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.plan import Plan, SolverRecord, build_plan
+from tests.unit.snip.plan_edits import edits, without, wrong_linears
 
 FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
 MIXED = LinearPrecision("fp4", "fp4", "fp8")
@@ -63,48 +65,29 @@ def test_hash_is_of_iteration_and_linears_only():
     assert plan(linears={**plan().linears, "layers.1.mlp.up_proj": FP8}).hash != plan().hash
 
 
-def without(values, key):
-    return {k: v for k, v in values.items() if k != key}
+EDITS = {name: (values, said) for name, values, said in edits(plan())}
+WRONG_LINEARS = {name: (values, said) for name, values, said in wrong_linears(plan())}
 
 
-Q = "layers.0.self_attn.q_proj"
-OPTIONAL = ("version", "gemm_times")
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        *((lambda v, k=k: without(v, k), f"field {k} is missing") for k in plan().to_dict() if k not in OPTIONAL),
-        (lambda v: without(v, "version"), "field version is missing"),
-        (lambda v: {**v, "note": 1}, "field note is unknown"),
-        (lambda v: {**v, "version": 2}, "field version is 2, but this code reads version 1"),
-        (lambda v: {**v, "iteration": 1.5}, "field iteration is 1.5"),
-        (lambda v: {**v, "iteration": True}, "field iteration is True"),
-        (lambda v: {**v, "iteration": -1}, "field iteration is -1"),
-        (lambda v: {**v, "objective": None}, "field objective is None"),
-        (lambda v: {**v, "target": float("nan")}, "field target is nan"),
-        (lambda v: {**v, "achieved": "0.8"}, "field achieved is '0.8'"),
-        (lambda v: {**v, "linears": []}, r"field linears is \[\]"),
-        (lambda v: {**v, "linears": {Q: "fp4"}}, rf"field linears\['{Q}'\] is 'fp4'"),
-        (lambda v: {**v, "linears": {Q: {"fprop": "fp4", "dgrad": "fp4"}}}, r"q_proj'\].wgrad is missing"),
-        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "x": 1}}}, r"q_proj'\].x is unknown"),
-        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "wgrad": 4}}}, r"q_proj'\].wgrad is 4"),
-        (lambda v: {**v, "linears": {Q: {**v["linears"][Q], "wgrad": "fp5"}}}, "unknown format 'fp5'"),
-        (lambda v: {**v, "linears": {Q: v["linears"][Q]}}, "field hash is"),
-        (lambda v: {**v, "solver": 3}, "field solver is 3"),
-        (lambda v: {**v, "solver": without(v["solver"], "gap")}, "field solver.gap is missing"),
-        (lambda v: {**v, "solver": {**v["solver"], "gap": None}}, "field solver.gap is None"),
-        (lambda v: {**v, "hash": "0" * 16}, "field hash is '0000"),
-        (lambda v: {**v, "gemm_times": 1}, "field gemm_times is 1"),
-    ],
-)
-def test_errors_name_file_field_and_way_out(tmp_path, change, field):
+@pytest.mark.parametrize("edit", EDITS)
+def test_errors_name_file_field_and_way_out(tmp_path, edit):
+    values, said = EDITS[edit]
     path = tmp_path / "bad.json"
-    path.write_text(json.dumps(change(plan().to_dict())))
-    with pytest.raises(ValueError, match=field) as caught:
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {said}")) as caught:
         Plan.load(path)
-    assert str(path) in str(caught.value) and "make a new plan" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "make a new plan" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("edit", WRONG_LINEARS)
+def test_a_plan_of_another_model_is_whole_and_yet_refused(tmp_path, edit):
+    values, said = WRONG_LINEARS[edit]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(values))
+    other = Plan.load(path)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: field linears: plan of iteration 100 ")) as caught:
+        other.check_names(plan().linears, str(path))
+    assert said in str(caught.value) and str(caught.value).endswith("; give a plan of this model, or this plan's model")
 
 
 def test_a_plan_says_whose_gemm_times_it_counts_with(tmp_path):

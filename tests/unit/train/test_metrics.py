@@ -14,7 +14,15 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predictions import Predictions
 from megatron_snip.train import metrics
-from megatron_snip.train.metrics import MetricsWriter, check_wandb, progress_line, read_metrics, validation_line
+from megatron_snip.train.metrics import (
+    MetricsWriter,
+    check_wandb,
+    cut_back_ranks,
+    metrics_file,
+    progress_line,
+    read_metrics,
+    validation_line,
+)
 
 
 def writer(tmp_path, iteration: int = 0) -> MetricsWriter:
@@ -57,6 +65,23 @@ def test_a_resume_cuts_back_to_the_checkpoint(tmp_path):
     again.close()
     assert path.read_text().splitlines(keepends=True) == [*before[:4], '{"iteration": 5, "lm loss": 0.0}\n']
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_each_rank_has_a_file_and_cuts_back_its_share(tmp_path):
+    """Ranks 0..3 wrote; two processes go on, and the files of the others do not tell of what is undone."""
+    for rank in range(4):
+        one = MetricsWriter(Config().replace(run_dir=str(tmp_path), wandb_project="p" if rank else None), "", 0, rank)
+        for i in range(1, 6):
+            one.write({"iteration": i, "rank": rank})
+        one.close()
+    names = ["rank_0001.jsonl", "rank_0002.jsonl", "rank_0003.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "metrics").iterdir()) == names
+    rows = lambda rank: [row["iteration"] for row in read_metrics(metrics_file(tmp_path, rank))]  # noqa: E731
+    cut_back_ranks(tmp_path, 3, rank=1, world_size=2)
+    assert [len(rows(rank)) for rank in range(4)] == [5, 3, 5, 3] and rows(3) == [1, 2, 3]
+    cut_back_ranks(tmp_path, 3, rank=0, world_size=2)
+    assert [len(rows(rank)) for rank in range(4)] == [5, 3, 3, 3], "rank 0's is its writer's"
+    assert {row["rank"] for row in read_metrics(metrics_file(tmp_path, 2))} == {2}
 
 
 def test_a_line_that_a_kill_cut_is_left_out(tmp_path):
@@ -106,9 +131,10 @@ def test_wandb_is_asked_for_before_the_run(monkeypatch):
 def test_rows_of_a_plan():
     names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
     plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))
-    predictions = Predictions({names[0]: {"fp4": 0.5}}, {names[0]: {"fp4": 2.0}}, {names[0]: {"fp8": 0.25}})
+    tables = {"fp4": 0.5}, {"fp4": 2.0}, {"fp8": 0.25}, {"fp4": 0.125}  # of loss, own, prop and fwd
+    predictions = Predictions(*({names[0]: table} for table in tables))
     assert metrics.plan_rows(plan, predictions) == [
-        [names[0], "fp4", "fp8", "bf16", 0.5, 0.25],
+        [names[0], "fp4", "fp8", "bf16", 0.5, 0.375],
         [names[1], "fp8", "fp8", "fp8", None, None],
     ]
     assert [row[-2:] for row in metrics.plan_rows(plan)] == [[None, None]] * 2

@@ -202,11 +202,14 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_pa
     run = used(tmp_path / "run", "abc")
     (run / "plans").mkdir()
     (run / "plans/iter_0000001.json").write_text("{}")
+    (run / "metrics").mkdir()
+    (run / "metrics/rank_0001.jsonl").write_text('{"iteration": 1}\n')
     for run_id in ("def", "ghi"):  # twice within one second
         open_run_folder(options(run), Start(0, None, None, 0, run_id))
         (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert len(list(run.glob("before-*/metrics.jsonl"))) == 2 and not list((run / "plans").iterdir())
     assert len(list(run.glob("before-*/plans/iter_0000001.json"))) == 1, "nothing is deleted"
+    assert len(list(run.glob("before-*/metrics/rank_0001.jsonl"))) == 1 and not (run / "metrics").exists()
     assert run_id_of(run) == "ghi"
 
 

@@ -1,0 +1,49 @@
+"""A whole run to be killed, slow where the kill is to fall; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_snip.snip.probes import Pass, StatisticsProbe
+from megatron_snip.train import checkpoint
+from tests.dist.runs import train_run
+from tests.dist.solves import Held, record_precisions
+
+
+def slow_save() -> None:
+    """The last part of each save takes its time."""
+    write = checkpoint.write_atomic
+    checkpoint.write_atomic = lambda *args: (time.sleep(1.0), write(*args))  # type: ignore[assignment]
+
+
+def slow_probe(marker: Path) -> None:
+    """Rank 0 stands still between two passes of a probe, `marker` telling the iteration, while others go on to wait."""
+    run = StatisticsProbe.run
+
+    def slow_run(self: StatisticsProbe, run_pass: Callable[..., Pass], zero: Any, iteration: int, *args: Any) -> Any:
+        def slow_pass(kind: str | None = None, *how: Any) -> Pass:
+            if kind is not None and dist.get_rank() == 0:
+                marker.with_suffix(".part").write_text(str(iteration))
+                marker.with_suffix(".part").replace(marker)
+                time.sleep(3.0)
+            return run_pass(kind, *how)
+
+        return run(self, slow_pass, zero, iteration, *args)
+
+    StatisticsProbe.run = slow_run  # type: ignore[method-assign]
+
+
+def run_to_kill(options: dict[str, Any], slow: str, marker: Path) -> Held:
+    """The program; slow: "save", "probe" or "".  Returns what this rank's linears ran in."""
+    if slow == "save":
+        slow_save()
+    elif slow == "probe":
+        slow_probe(marker)
+    seen = record_precisions()
+    train_run(options)
+    return seen
