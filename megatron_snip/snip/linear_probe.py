@@ -116,21 +116,26 @@ class LinearProbe:
         """Add one microbatch."""
         x, w, g = operands.x, operands.w, operands.grad_output
         dx = g @ w
-        grad_w = None if self.loss_only else g.T @ x
         if not self.loss_only:
             self._add_norms(x, w, g)
             self._add_dgrad("signal", dx, operands)
         for fmt in self.formats:
-            self._add_format(fmt, operands, dx, grad_w)
+            self._add_token_errors(fmt, operands, dx)
+        if not self.loss_only:
+            del dx
+            grad_w = g.T @ x  # only now: casts of W are as large, and gone
+            for fmt in self.formats:
+                self._add_weight_error(fmt, operands, grad_w)
         self._seen = True
 
-    def _add_format(self, fmt: str, operands: Operands, dx: Tensor, grad_w: Tensor | None) -> None:
+    def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor) -> None:
+        """fprop's error token by token, and the norm of dgrad's."""
         g = operands.grad_output
         qx, e_x = self._cast(operands, "fprop", "input", fmt)
         qw, e_w = self._cast(operands, "fprop", "weight", fmt)
         # products are rounded to the compute dtype, which a sum over thousands of them does not show
         self.token_sums[fmt].append(_row_sums((g @ e_w).mul_(qx)).add_(_row_sums(e_x.mul_(dx))))
-        if grad_w is None:
+        if self.loss_only:
             return
         del qx, e_x, e_w
         if _weight_is_shared(fmt):
@@ -140,6 +145,9 @@ class LinearProbe:
             qw, _ = self._cast(operands, "dgrad", "weight", fmt)
         qg, _ = self._cast(operands, "dgrad", "grad_output", fmt)
         self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
+
+    def _add_weight_error(self, fmt: str, operands: Operands, grad_w: Tensor) -> None:
+        """wgrad's error, summed over microbatches."""
         qg, _ = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, _ = self._cast(operands, "wgrad", "input", fmt)
         # scattered at once, so that what stays until the end is in the optimiser's sharding

@@ -22,7 +22,7 @@ from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objec
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of, make_parts, plant, train
-from tests.validation.truth import Updates, batches, even_truth, loss_of, precisions
+from tests.validation.truth import Updates, batches, even_truth, loss_of, losses_of, precisions
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
@@ -62,13 +62,14 @@ def plan_by(quality: np.ndarray, parts: Parts, target: float) -> dict[str, Linea
     return {shape.name: OPTIONS[option] for shape, option in zip(shapes, chosen, strict=True)}
 
 
-def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[Any]) -> dict[str, float]:
-    """Loss increase in nats of each objective's plan, by "objective target"; also of the oracle's and of all FP4."""
-    base, found = loss_of(parts, over), {}
+def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[Any]) -> dict[str, np.ndarray]:
+    """Loss increase in nats of each objective's plan on each batch [B], by "objective target"; also of the oracle's
+    and of all FP4."""
+    base, found = losses_of(parts, over), {}
 
-    def increase(plan: dict[str, LinearPrecision]) -> float:
+    def increase(plan: dict[str, LinearPrecision]) -> np.ndarray:
         with precisions(parts, plan):
-            return loss_of(parts, over) - base
+            return losses_of(parts, over) - base
 
     oracle = np.stack([np.zeros_like(truth), truth], axis=1)
     shapes = shapes_of(parts)

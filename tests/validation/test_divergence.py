@@ -20,8 +20,6 @@ from tests.dist.harness import run_ranks
 from tests.validation.predictions import RANDOM_PLANS, TARGETS, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-#: Nats: differences of plans below this are the rounding's luck, and so may be negative.
-RESOLUTION = 0.003
 CHECKPOINTS = pytest.mark.parametrize("checkpoint", ["early", "late"])
 
 
@@ -125,16 +123,24 @@ def test_backward_noise_in_bf16_has_float32s_gain(measured, figures):
 def test_plans_end_to_end(measured, figures, checkpoint, target):
     """[75%: at most 1.5 times the oracle's loss increase, 0.25 times random's; snip_loss below every other]
 
-    [snip at most 1.3 times snip_loss]; all of them up to what the evaluated sequences can tell.
+    [snip at most 1.3 times snip_loss]
     """
     found = measured[checkpoint]["end to end"]
     increase = {key.rsplit(" ", 1)[0]: value for key, value in found.items() if key.endswith(f" {target}")}
-    figures |= {f"{checkpoint}: {target:.0%} FP4, {plan}, nats": value for plan, value in increase.items()}
-    figures[f"{checkpoint}: all FP4, nats"] = found["all fp4"]
-    print(f"\n{checkpoint}, {target:.0%} FP4, nats: " + ", ".join(f"{k} {v:.4f}" for k, v in increase.items())
-          + f", all FP4 {found['all fp4']:.4f}")  # fmt: skip
-    random = [increase[f"random_{seed}"] for seed in range(RANDOM_PLANS)]
-    ours = increase["snip_loss"]
-    assert ours <= 1.5 * max(increase["oracle"], 0.0) + RESOLUTION and ours <= 0.25 * np.mean(random)
-    assert ours < min(increase["abs_err"], increase["rel_err"], increase["paper"], min(random))
-    assert increase["snip"] <= 1.3 * ours + RESOLUTION
+    means = {plan: float(values.mean()) for plan, values in increase.items()}
+    figures |= {f"{checkpoint}: {target:.0%} FP4, {plan}, nats": mean for plan, mean in means.items()}
+    figures[f"{checkpoint}: all FP4, nats"] = found["all fp4"].mean()
+    print(f"\n{checkpoint}, {target:.0%} FP4, nats: " + ", ".join(f"{k} {v:.4f}" for k, v in means.items())
+          + f", all FP4 {found['all fp4'].mean():.4f}")  # fmt: skip
+    random = [f"random_{seed}" for seed in range(RANDOM_PLANS)]
+    others = ("abs_err", "rel_err", "paper", *random)
+    assert means["snip_loss"] < min(means[other] for other in others)
+    assert means["snip_loss"] <= 0.25 * np.mean([means[seed] for seed in random])
+    assert not_above(increase["snip_loss"], 1.5 * increase["oracle"])
+    assert not_above(increase["snip"], 1.3 * increase["snip_loss"])
+
+
+def not_above(ours: np.ndarray, bound: np.ndarray) -> bool:
+    """Whether a mean over batches [B] is at most another's, up to two standard errors of what lies between them."""
+    excess = ours - bound
+    return float(excess.mean()) <= 2 * float(excess.std(ddof=1)) / len(excess) ** 0.5

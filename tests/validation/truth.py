@@ -43,10 +43,15 @@ def batches(parts: Parts, first: int, count: int, each: int) -> list[Sequences]:
 
 
 def loss_of(parts: Parts, over: Sequence[Any]) -> float:
-    """Mean loss in nats a token with the precisions that are set; the stage divides by its own batch's tokens."""
+    """Mean loss in nats a token with the precisions that are set."""
+    return float(np.mean(losses_of(parts, over)))
+
+
+def losses_of(parts: Parts, over: Sequence[Any]) -> np.ndarray:
+    """Loss of each batch [B] in nats a token; the stage divides by its own batch's tokens."""
     (stage,) = parts.stages.values()
     scale = stage.loss_tokens / over[0].tokens.numel()
-    return float(np.mean([parts.stepper.evaluate(batch, 1) for batch in over])) * scale
+    return np.array([parts.stepper.evaluate(batch, 1) for batch in over]) * scale
 
 
 @contextmanager

@@ -1,0 +1,52 @@
+"""A probe's memory: at most a block's activations once more and one gradient copy a format, by the allocator's count."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_snip.snip.objectives import get_objective
+
+#: Weights larger than activations, and the other way round.
+SHAPES = {
+    "weights": {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8},
+    "activations": {"micro_batch_size": 2},
+}
+
+
+def live_peak(case: Callable[[], object]) -> int:
+    """Bytes of tensors alive at once at most, beyond those that were there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        case()
+    events = profiler.profiler.kineto_results.events()
+    return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_of_a_probe(shape, snip_parts):
+    parts = snip_parts(num_layers=4, **SHAPES[shape])
+    size = len(parts.train_loader.make(0).tokens.flatten(0, 1))
+    batch = parts.train_loader.batch(2 * size)
+    probe, passes = parts.coordinator.probe, get_objective("snip").passes
+    run_pass = parts.stepper.pass_runner(batch, 3)
+
+    def iteration() -> None:
+        run_pass()
+        parts.optimizer.zero_grad()
+
+    def probing() -> None:
+        probe.run(run_pass, parts.optimizer.zero_grad, 3, passes)
+
+    iteration()
+    probing()  # what is made once is there now
+    added = live_peak(probing) - live_peak(iteration)
+    copies = len(probe.formats) * sum(4 * linear.weight.numel() for linear in parts.linears.values())
+    block = [linear for name, linear in parts.linears.items() if name.startswith("layers.0.")]
+    activations = 4 * batch.tokens[0].numel() * sum(linear.in_features + linear.out_features for linear in block)
+    print(f"\n{shape}: {added} bytes; copies {copies}, activations {activations}")
+    assert len(probe.formats) == 2
+    assert added <= copies + activations
+    assert added > 0.5 * copies, "the count sees the copies"
