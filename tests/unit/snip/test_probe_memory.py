@@ -1,4 +1,4 @@
-"""A probe's memory: at most a block's activations once more and one gradient copy a format, by the allocator's count."""
+"""A probe holds at most a block's activations once more and one gradient copy a format, by the allocator's count."""
 
 from __future__ import annotations
 
