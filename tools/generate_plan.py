@@ -7,9 +7,9 @@ Writes to --output-dir best.json (objective --snip-objective, by default snip), 
 rel_err.json, layer_id.json and layer_type.json, each for `pretrain_llama.py --precision plan --precision-plan FILE`,
 and pareto.json and pareto.png: the quality loss that has to be paid for each share saved.
 
-The model's shape is in the statistics.  What else counts (pipeline stages, SNIP's options) comes from the run that
---load names, from the run folder that the statistics lie in (RUN_DIR/stats/iter_0000100.json), or from the trainer's
-options, on the command line or by --config FILE; the latter win.  --efficiency-saving, --options and --granularity are
+The model's shape is in the statistics; where --load, the run folder that they lie in
+(RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages, SNIP's
+options) comes from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and --granularity are
 short for --snip-target, --snip-options and --snip-granularity; --snip-fix, --snip-stage-constraint, --gemm-times and
 the rest work as in training.
 """
@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.config import Config, parse
-from megatron_snip.snip.cost import LinearShape, achieved
+from megatron_snip.model.llama import linear_names
+from megatron_snip.snip.cost import LinearShape, achieved, block_of
 from megatron_snip.snip.divergence import non_finite_linears
 from megatron_snip.snip.gemm_times import GemmTimes
 from megatron_snip.snip.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
@@ -124,6 +125,11 @@ def make_planner(config: Config, path: Path) -> Planner:
     """Read the statistics and check the options against them; ValueError names what does not fit."""
     stats = ProbeStats.load(path)
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in stats.linears.items()}
+    if config.model.num_layers < 1:
+        blocks = [block_of(name) for name in sizes]
+        known = linear_names(1 + max((block for block in blocks if block is not None), default=0))
+        if odd := sorted(set(known) ^ sizes.keys()) + [name for name, size in sizes.items() if min(size) < 1]:
+            raise ValueError(f"{path}: no statistics of a Llama's linears, see {odd[0]}; collect them anew")
     shapes = snip_shapes(config, sizes if config.model.num_layers < 1 else None)
     told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
     if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:

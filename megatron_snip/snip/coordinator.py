@@ -184,13 +184,12 @@ class Coordinator:
     def _finish_if_due(self, iteration: int) -> Metrics:
         if self.pending is None or self.pending.due != iteration:
             return {}
-        start = time.perf_counter()
         answer: list[Any] = [self._answer(self.pending) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self.mesh.world, device=self.probe.device)
         self.pending = None
-        waited, solved = answer[0]
+        start, (waited, solved) = time.perf_counter(), answer[0]
         metrics = {"snip/wait_seconds": waited} | self._take(iteration, solved)
-        return metrics | {"snip/apply_seconds": time.perf_counter() - start - waited}
+        return metrics | {"snip/apply_seconds": time.perf_counter() - start}
 
     def _take(self, iteration: int, solved: dict[str, Any] | str) -> Metrics:
         """Apply rank 0's plan, or keep the one in force for the reason that it gives."""
@@ -316,9 +315,12 @@ class Coordinator:
         names = [name for name in stats.linears if name not in bad]
         metrics: Metrics = {"snip/non_finite_linears": len(bad)}
         kinds = {"loss_divergence": loss_divergence, "own_divergence": own_divergence}
+        if stats.has("backward_noise"):
+            kinds["prop_divergence"] = prop_divergence
+        if stats.has("quantised_fprop"):
+            kinds["fwd_divergence"] = fwd_divergence
         if stats.has("backward_noise") and stats.has("quantised_fprop"):
-            kinds |= {"prop_divergence": prop_divergence, "fwd_divergence": fwd_divergence}
-            kinds |= {"weight_divergence": weight_divergence}
+            kinds["weight_divergence"] = weight_divergence
         for kind, function in kinds.items():
             values = function(stats, names, self.options).max(axis=1) if names else []
             metrics |= {f"snip/{kind}/{name}": float(value) for name, value in zip(names, values, strict=True)}

@@ -96,19 +96,27 @@ def fwd_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[Li
 def update_change_by_nat(stats: ProbeStats) -> float:
     """kappa: squared change of all updates by a nat of loss divergence; 0 where there is no loss divergence.
 
-    Raises ValueError if the pass with quantised fprop was not made.
+    The linears that made the change are those with finite statistics; all others took part in BF16.
+    Raises ValueError if the pass with quantised fprop was not made, or all of its updates are NaN or infinite.
     """
-    change, nats = 0.0, 0.0
+    changes: list[float] = []
+    nats = 0.0
     for name, linear in stats.linears.items():
         if linear.fprop_update_sq is None:
             raise ValueError(
                 f"statistics of iteration {stats.iteration} have no quantised fprop, which the weight divergence "
                 f"needs, for {name}; collect them with an objective such as snip"
             )
+        changes += linear.fprop_update_sq.values()
         if linear.is_finite:
-            change += sum(linear.fprop_update_sq.values())
             nats += stats.tokens / 2 * sum(linear.token_square_sum[fmt] for fmt in linear.fprop_update_sq)
-    return change / nats if nats > 0 else 0.0
+    finite = [change for change in changes if np.isfinite(change)]
+    if changes and not finite:
+        raise ValueError(
+            f"statistics of iteration {stats.iteration}: every update with quantised fprop is NaN or infinite; plan by "
+            "--snip-objective snip_loss"
+        )
+    return sum(finite) / nats if nats > 0 else 0.0
 
 
 def residual_gain(stats: ProbeStats, name: str) -> float:

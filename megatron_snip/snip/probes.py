@@ -257,10 +257,15 @@ class StatisticsProbe:
         sums: dict[str, dict[str, float]],
         grads: Mapping[str, Tensor],
     ) -> None:
-        """Adds each linear's |u(g') - u(g)|^2 to ``sums``, g' with every fprop in the coarsest format."""
-        for linear in self.linears.values():
-            # dgrad and wgrad stay in BF16, a mixture that fused implementations need not have
-            linear.precision, linear.impl = LinearPrecision(self.coarsest, "bf16", "bf16"), "emulated"
+        """Adds each linear's |u(g') - u(g)|^2 to ``sums``, g' with every fprop in the coarsest format.
+
+        A linear with a sum that is not finite stays in BF16, so that its NaNs do not reach the others.
+        """
+        bad = [not all(map(math.isfinite, sums.get(name, {}).values())) for name in self.names]
+        held = {name for name, count in zip(self.names, self._sum(*map(float, bad)), strict=True) if count}
+        for name, linear in self.linears.items():
+            if name not in held:  # dgrad and wgrad in BF16 are a mixture that fused implementations need not have
+                linear.precision, linear.impl = LinearPrecision(self.coarsest, "bf16", "bf16"), "emulated"
         run_pass()
         for name in self.linears:
             change = self.updates.optimizer.gradient(f"{name}.weight") - grads[name]

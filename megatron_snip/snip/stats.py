@@ -55,7 +55,8 @@ class LinearStats:
     residual stream before the norm that the linear's block half reads;
     sampled_square_sum[f]: as token_square_sum, with G from labels that the model drew itself;
     forward_update_sq: as noise_update_sq, for noise after the last block in forward;
-    fprop_update_sq[f] = |u(g_f) - u(g)|_F^2, g_f the gradient with every linear's fprop in f; one f is measured.
+    fprop_update_sq[f] = |u(g_f) - u(g)|_F^2, g_f the gradient with the fprop of every linear that is finite in f; one f
+    is measured.
     Formats that change nothing (bf16) have no entry.
     """
 
@@ -78,8 +79,9 @@ class LinearStats:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every number is."""
-        return all(math.isfinite(value) for value in _numbers(vars(self)))
+        """Whether every number is, but for fprop_update_sq, which other linears' errors are in."""
+        own = {key: value for key, value in vars(self).items() if key != "fprop_update_sq"}
+        return all(math.isfinite(value) for value in _numbers(own))
 
 
 def _numbers(values: Mapping[str, Any]) -> list[float]:

@@ -208,13 +208,8 @@ def disagreement(what: str) -> str:
     return ""
 
 
-def train_run(options: dict[str, Any], slow_state: bool = False) -> None:
-    """A whole run of the program; slow_state makes the last part of each save take its time."""
-    import time
+def train_run(options: dict[str, Any]) -> None:
+    """A whole run of the program."""
+    from megatron_snip.train import loop
 
-    from megatron_snip.train import checkpoint, loop
-
-    if slow_state:
-        write = checkpoint.write_atomic
-        checkpoint.write_atomic = lambda *args: (time.sleep(1.0), write(*args))
     loop.train(Config().replace(**{**TINY, **options}))

@@ -15,7 +15,6 @@ from megatron_snip.snip.probes import Pass
 from megatron_snip.snip.stats import ProbeStats
 
 ITERATION = 3
-BF16 = LinearPrecision.uniform("bf16")
 FORMATS = ("fp4", "fp8")
 SEED, SEQUENCE, SAMPLES, CLIP = 3, 128, 2, 0.05
 
@@ -341,28 +340,6 @@ def test_backward_noise_sees_the_change_of_all_updates(parts, probed, unquantise
         noisy = adam(found.clip * (grads[name].double() + noise[f"{name}.weight"].double()), m, v, 3)
         assert linear.noise_update_sq == pytest.approx(float((noisy - plain).square().sum()), rel=1e-2), name
         assert linear.residual_noise_sq == pytest.approx(squares[name.rpartition(".")[0]], rel=1e-2), name
-
-
-def test_quantised_fprop_sees_the_change_of_all_updates(parts, unquantised):
-    """By hand: the gradients with every fprop in the format of fewest bits, dgrad and wgrad in BF16."""
-    measured = parts.coordinator.probe
-    batch, before = batch_of(parts), {name: linear.precision for name, linear in parts.linears.items()}
-    run_pass, zero_grad = parts.stepper.pass_runner(batch, ITERATION), parts.optimizer.zero_grad
-    stats = measured.run(run_pass, zero_grad, ITERATION, ("quantised_fprop",))
-    assert {name: linear.precision for name, linear in parts.linears.items()} == before
-    gradients, clips = [], []
-    for precision in (BF16, LinearPrecision("fp4", "bf16", "bf16")):
-        for linear in parts.linears.values():
-            linear.precision = precision
-        clips.append(parts.stepper.gradients(batch, ITERATION)[0].clip)
-        gradients.append({name: parts.optimizer.gradient(f"{name}.weight").double() for name in parts.linears})
-        zero_grad()
-    for name, linear in stats.linears.items():
-        m, v = parts.optimizer.moments(f"{name}.weight")
-        plain, quantised = (adam(clips[0] * grads[name], m, v, ITERATION) for grads in gradients)
-        expected = float((quantised - plain).square().sum())
-        assert expected > 0 and linear.fprop_update_sq == {"fp4": pytest.approx(expected, rel=1e-2)}, name
-    assert stats.has("quantised_fprop") and not stats.has("backward_noise")
 
 
 def test_sampled_labels_come_from_the_models_own_distribution(parts, unquantised):

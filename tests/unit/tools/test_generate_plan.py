@@ -161,6 +161,24 @@ def test_bad_options(words, said, generate):
         generate(*words)
 
 
+@pytest.mark.parametrize(
+    ("edit", "odd"),
+    [
+        (lambda linears: linears.update(foo=linears["layers.0.mlp.up_proj"]), "foo"),
+        (lambda linears: linears.update({"lm_head.x": linears["layers.0.mlp.up_proj"]}), "lm_head.x"),
+        (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj"),
+        (lambda linears: linears.clear(), "layers.0.mlp.down_proj"),
+        (lambda linears: linears["layers.0.mlp.up_proj"].update(in_features=0), "layers.0.mlp.up_proj"),
+    ],
+)
+def test_statistics_of_something_else(edit, odd, generate, finished_run, tmp_path):
+    values = json.loads((finished_run / "stats/iter_0000003.json").read_text())
+    edit(values["linears"])
+    (tmp_path / "alone.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"alone.json: no statistics of a Llama's linears, see {odd}; collect them"):
+        generate(stats=tmp_path / "alone.json")
+
+
 def test_files_that_are_none(generate, finished_run, tmp_path):
     with pytest.raises(ValueError, match="none.json: cannot read the statistics"):
         generate("--load", str(finished_run / "checkpoints"), stats=tmp_path / "none.json")
