@@ -8,10 +8,10 @@ rel_err.json, layer_id.json and layer_type.json, each for `pretrain_llama.py --p
 and pareto.json and pareto.png: the quality loss that has to be paid for each share saved.
 
 The model's shape is in the statistics; where --load, the run folder that they lie in
-(RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages, SNIP's
-options) comes from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and --granularity are
-short for --snip-target, --snip-options and --snip-granularity; --snip-fix, --snip-stage-constraint, --gemm-times and
-the rest work as in training.
+(RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages,
+SNIP's options) comes from the trainer's options, on the command line or by --config FILE.  --efficiency-saving,
+--options and --granularity are short for --snip-target, --snip-options and --snip-granularity; --snip-fix,
+--snip-stage-constraint, --gemm-times and the rest work as in training.
 """
 
 from __future__ import annotations

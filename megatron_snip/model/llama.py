@@ -143,15 +143,17 @@ class Attention(nn.Module):
         """x [B, S/tp or S, H] -> the same shape."""
         x = self.region.enter(x)
         casts = Casts()
-        q, k, v = (
-            linear(x, key, casts).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (linear(x, key, casts) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        out: Tensor = self.o_proj(self.attend(q, k, v, cos, sin), key)
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """q [B, S, A D], k and v [B, S, G D] of whole sequences -> [B, S, A D]."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
         )
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2), key)
-        return out
+        return y.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -229,6 +231,9 @@ class _ContiguousGrad(torch.autograd.Function):
 class LlamaStage(nn.Module):
     """The blocks of one pipeline stage, with the embedding before the first and the loss after the last."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool, recompute: bool):
         super().__init__()
         m = build.model
@@ -255,6 +260,11 @@ class LlamaStage(nn.Module):
     def blocks(self) -> dict[int, Block]:
         """The blocks of this stage by their number in the whole model."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What block ``index`` makes of q [T, A D], k and v [T, G D] of whole sequences: [T, A D]."""
+        q, k, v = (x.unflatten(0, (-1, self.build.model.seq_length)) for x in (q, k, v))
+        return self.blocks()[index].self_attn.attend(q, k, v, self.cos, self.sin).flatten(0, 1)
 
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The quantisable linears of this stage by name, in order."""

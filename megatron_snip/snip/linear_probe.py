@@ -3,6 +3,7 @@
 Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
 
     fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
+           (q, k and v: what dY does to the attention's output, see attention_probe.py)
     wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
     dgrad  E_d = Q(G) Q(W) - G W                           [T,K], in the residual stream's size where a norm was
 
@@ -12,7 +13,7 @@ T tokens, K input and N output channels.  Source: docs/numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, Operands
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.snip.attention_probe import READ, READER, AttentionProbe
 from megatron_snip.snip.residual import ResidualProbe
 
 #: Names of the six quantised operands, as statistics name them: "fprop/input", ...
@@ -36,14 +38,16 @@ NORMS = ("X", "W", "Y", "G", "dX", "dW")
 class Place:
     """Where a linear stands.
 
-    How tp splits it, on how many dp processes it is, the norm that gave its input if any, and ``scatter``, which sums
-    a gradient-sized tensor over dp and gives the part of it that this process's optimiser holds.
+    How tp splits it, on how many dp processes it is, the norm that gave its input if any, the attention that it belongs
+    to if any, and ``scatter``, which sums a gradient-sized tensor over dp and gives the part of it that this process's
+    optimiser holds.
     """
 
     axis: Axis
     column_parallel: bool
     dp: int
     norm: ResidualProbe | None
+    attention: AttentionProbe | None
     scatter: Callable[[Tensor], Tensor]
 
 
@@ -74,6 +78,10 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(dim=1, dtype=torch.float32)
 
 
+def _known(errors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {fmt: error for fmt, error in errors.items() if error is not None}
+
+
 def _weight_is_shared(fmt: str) -> bool:
     """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
     form = get_format(fmt)
@@ -93,7 +101,8 @@ class LinearProbe:
     token_sums is computed.
     """
 
-    def __init__(self, formats: Sequence[str], place: Place, *, loss_only: bool = False) -> None:
+    def __init__(self, kind: str, formats: Sequence[str], place: Place, *, loss_only: bool = False) -> None:
+        self.kind = kind  # the end of its name, such as q_proj
         self.place, self.formats, self.loss_only = place, list(formats), loss_only
         self.sums = Sums()
         self.token_sums: dict[str, list[Tensor]] = {fmt: [] for fmt in formats}
@@ -114,13 +123,21 @@ class LinearProbe:
     @torch.no_grad()
     def backward(self, operands: Operands) -> None:
         """Add one microbatch."""
-        x, w, g = operands.x, operands.w, operands.grad_output
+        x, w, g, attention = operands.x, operands.w, operands.grad_output, self.place.attention
         dx = g @ w
         if not self.loss_only:
             self._add_norms(x, w, g)
             self._add_dgrad("signal", dx, operands)
-        for fmt in self.formats:
-            self._add_token_errors(fmt, operands, dx)
+        output = x @ w.T if attention is not None and self.kind in READ else None
+        errors = {fmt: self._add_token_errors(fmt, operands, dx, output) for fmt in self.formats}
+        if attention is not None and self.formats:
+            assert operands.call.key is not None, "the key tells the microbatch"
+            row0 = operands.call.key.row0
+            if self.kind == READER:
+                attention.output_gradient(row0, dx)
+            elif output is not None:
+                attention.output(row0, self.kind, output, _known(errors), self.token_sums)
+            del output, errors
         if not self.loss_only:
             del dx
             grad_w = g.T @ x  # only now: casts of W are as large, and gone
@@ -128,15 +145,21 @@ class LinearProbe:
                 self._add_weight_error(fmt, operands, grad_w)
         self._seen = True
 
-    def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor) -> None:
-        """fprop's error token by token, and the norm of dgrad's."""
+    def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor | None:
+        """fprop's error token by token, and the norm of dgrad's.
+
+        Of a linear whose ``output`` [T,N] the attention reads, fprop's error itself is returned: it is judged there.
+        """
         g = operands.grad_output
         qx, e_x = self._cast(operands, "fprop", "input", fmt)
         qw, e_w = self._cast(operands, "fprop", "weight", fmt)
-        # products are rounded to the compute dtype, which a sum over thousands of them does not show
-        self.token_sums[fmt].append(_row_sums((g @ e_w).mul_(qx)).add_(_row_sums(e_x.mul_(dx))))
+        error = None
+        if output is not None:
+            error = (qx @ qw.T).sub_(output)
+        else:  # products are rounded to the compute dtype, which a sum over thousands of them does not show
+            self.token_sums[fmt].append(_row_sums((g @ e_w).mul_(qx)).add_(_row_sums(e_x.mul_(dx))))
         if self.loss_only:
-            return
+            return error
         del qx, e_x, e_w
         if _weight_is_shared(fmt):
             for kind in ("error", "nonzero", "underflow", "saturated"):
@@ -145,6 +168,7 @@ class LinearProbe:
             qw, _ = self._cast(operands, "dgrad", "weight", fmt)
         qg, _ = self._cast(operands, "dgrad", "grad_output", fmt)
         self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
+        return error
 
     def _add_weight_error(self, fmt: str, operands: Operands, grad_w: Tensor) -> None:
         """wgrad's error, summed over microbatches."""

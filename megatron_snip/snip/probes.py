@@ -29,6 +29,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearObserver, LinearPrecision
+from megatron_snip.snip.attention_probe import Attend, AttentionProbe
 from megatron_snip.snip.cost import FUSED_GROUPS, LinearShape, block_of
 from megatron_snip.snip.linear_probe import OPERANDS, LinearProbe, Place, square
 from megatron_snip.snip.residual import ResidualProbe
@@ -94,6 +95,7 @@ class StatisticsProbe:
         self,
         linears: Mapping[str, ProbedLinear],
         blocks: Mapping[int, ProbedBlock],
+        attends: Mapping[int, Attend],
         *,
         shapes: Sequence[LinearShape],
         formats: Iterable[str],
@@ -104,7 +106,7 @@ class StatisticsProbe:
         device: torch.device,
         noise_draws: int = 1,
     ) -> None:
-        self.linears, self.blocks, self.updates = linears, blocks, updates
+        self.linears, self.blocks, self.attends, self.updates = linears, blocks, attends, updates
         self.shapes = {shape.name: shape for shape in shapes}  # of the whole model
         self.names = list(self.shapes)
         self.formats = sorted(set(formats) - {"bf16"})
@@ -164,10 +166,15 @@ class StatisticsProbe:
     ) -> Iterator[dict[str, LinearProbe]]:
         """Inside, every linear shows its operands to a LinearProbe, and its output's norm is taken."""
         probes, hooks = {}, []
+        attentions = {index: AttentionProbe(attend) for index, attend in self.attends.items()}
         for name, linear in self.linears.items():
             norm = norms[block_of(name) or 0][_half(name)] if reads_norm(name) and not loss_only else None
-            place = Place(self.mesh.tp, linear.split_dim == 0, self.mesh.dp.size, norm, self._shard_like_optimizer)
-            probes[name] = linear.observer = LinearProbe(self.formats, place, loss_only=loss_only)
+            attention = attentions[block_of(name) or 0] if _half(name) == 0 else None
+            place = Place(
+                self.mesh.tp, linear.split_dim == 0, self.mesh.dp.size, norm, attention, self._shard_like_optimizer
+            )
+            kind = name.rpartition(".")[2]
+            probes[name] = linear.observer = LinearProbe(kind, self.formats, place, loss_only=loss_only)
             hooks.append(linear.register_forward_hook(self._output_norm(probes[name], place)))
         try:
             yield probes

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     probe = StatisticsProbe(
         parts.linears,
         {index: block for stage in parts.stages.values() for index, block in stage.blocks().items()},
+        {index: partial(stage.attend, index) for stage in parts.stages.values() for index in stage.blocks()},
         shapes=shapes,
         formats=choices.formats,
         updates=Updates(parts.optimizer, AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)),

@@ -106,7 +106,7 @@ def test_weight_divergence_ranks_linears_by_their_true_update_error(measured, fi
     """
     spearman, ratios = compared(measured, figures, checkpoint, "rho")
     assert spearman >= 0.75
-    assert 0.7 <= np.median(ratios) <= 1.5
+    assert 0.5 <= np.median(ratios) <= 2.0
     compared(measured, figures, checkpoint, "rho without fwd")
 
 
