@@ -10,7 +10,7 @@ T tokens, K input channels, N output channels, G = dL/dY.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,12 +74,18 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a linear multiplies, before quantisation: x [T,K], w [N,K], and in backward grad_output [T,N]."""
+    """What a linear multiplies, before quantisation: x [T,K], w [N,K], and in backward grad_output [T,N].
+
+    grad_input [T,K] and grad_weight() [N,K] are what dgrad and wgrad make of them, in the linear's own precision, where
+    somebody needs them; the second is made when it is first asked for.  They are autograd's: nobody may write to them.
+    """
 
     x: Tensor
     w: Tensor
     grad_output: Tensor
     call: LinearCall
+    grad_input: Tensor | None = None
+    grad_weight: Callable[[], Tensor] | None = None
 
     def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
         """One operand of one GEMM in a format, with this linear's own random bits; shape and dtype kept.

@@ -8,6 +8,7 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +71,6 @@ class _ThreeGemms(torch.autograd.Function):
         data, scales, w, x = ctx.saved_tensors
         call, gemms, dtype = ctx.call, ctx.gemms, ctx.dtype
         g = grads[0]
-        if call.observer is not None:
-            call.observer.backward(Operands(x, w.to(dtype), g, call))
         needed = [gemm for gemm, need in zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False) if need]
         output = gemms.output("grad_output", kept=False)
         wanted = [(call.form(gemm, "grad_output"), output) for gemm in needed]
@@ -79,9 +78,16 @@ class _ThreeGemms(torch.autograd.Function):
         grad_x = grad_w = None
         if "dgrad" in cast:
             grad_x = gemms.multiply("dgrad", cast.pop("dgrad"), _weight(w, "dgrad", call, gemms, dtype), dtype)
-        if "wgrad" in cast:
+
+        @cache
+        def wgrad() -> Tensor:
             operand = Operand(ctx.form, ctx.output, data, scales)
-            grad_w = gemms.multiply("wgrad", cast.pop("wgrad"), operand, dtype).to(w.dtype)
+            return gemms.multiply("wgrad", cast.pop("wgrad"), operand, dtype).to(w.dtype)
+
+        if call.observer is not None:
+            call.observer.backward(Operands(x, w.to(dtype), g, call, grad_x, wgrad if "wgrad" in cast else None))
+        if "wgrad" in needed:
+            grad_w = wgrad()
         return grad_x, grad_w, None, None, None
 
 

@@ -1,10 +1,11 @@
-"""What errors of q, k and v do to the loss, seen at the attention's output.
+"""What errors of q and k do to the loss, seen at the attention's output.
 
-    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      one number a query token; for k and v alike
+    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      one number a query token; for k alike
 
-A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q, k and v themselves it would
-not do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one
-key is felt by the losses of many queries, which are independent of each other.  Source: docs/numerics.md.
+A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q and k themselves it would not
+do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one key
+is felt by the losses of many queries, which are independent of each other.  O is linear in v, whose own output will
+do.  Source: docs/numerics.md.
 T tokens, A query and G key/value heads of this process, D channels of a head.
 """
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-#: Linears whose outputs the attention reads, and the one that reads the attention's, by the end of their names.
-READ, READER = ("q_proj", "k_proj", "v_proj"), "o_proj"
+#: By the end of their names: linears whose outputs the attention reads, those of them that are judged behind it, and
+#: the one that reads the attention's output.
+READ, JUDGED, READER = ("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), "o_proj"
 
 #: q [T, A D], k [T, G D] and v [T, G D] of whole sequences -> [T, A D]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,12 +40,12 @@ class AttentionProbe:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
         # by the global row of a microbatch's first token
-        self._gradients: dict[int, Tensor] = {}
+        self._read: dict[int, tuple[Tensor, Tensor]] = {}
         self._shown: dict[int, dict[str, _Shown]] = {}
 
-    def output_gradient(self, row0: int, grad: Tensor) -> None:
-        """The gradient G_o W_o [T, A D] of what o_proj reads."""
-        self._gradients[row0] = grad
+    def reader(self, row0: int, x: Tensor, grad: Tensor) -> None:
+        """What o_proj reads, the attention's output [T, A D], and its gradient G_o W_o [T, A D]."""
+        self._read[row0] = x, grad
 
     def output(
         self,
@@ -52,18 +55,18 @@ class AttentionProbe:
         errors: Mapping[str, Tensor],
         token_sums: Mapping[str, list[Tensor]],
     ) -> None:
-        """q_proj's, k_proj's or v_proj's output [T, N] and its errors; with the third, all token sums are added."""
+        """q_proj's, k_proj's or v_proj's output [T, N] and its errors; with the third, token sums are added."""
         shown = self._shown.setdefault(row0, {})
         shown[kind] = _Shown(output, errors, token_sums)
         if len(shown) < len(READ):
             return
         del self._shown[row0]
-        grad, plain = self._gradients.pop(row0), [shown[kind].output for kind in READ]
-        before = self.attend(*plain)
+        (before, grad), plain = self._read.pop(row0), [shown[kind].output for kind in READ]
         for place, kind in enumerate(READ):
             for fmt, error in shown[kind].errors.items():
-                changed = self.attend(*_replaced(plain, place, plain[place] + error)).sub_(before)
-                shown[kind].token_sums[fmt].append((changed.float() * grad).sum(dim=1))
+                change = self.attend(*_replaced(plain, place, plain[place] + error)).sub_(before)
+                # products are rounded to the compute dtype, which a sum over thousands of them does not show
+                shown[kind].token_sums[fmt].append(change.mul_(grad).sum(dim=1, dtype=torch.float32))
 
 
 def _replaced(tensors: Sequence[Tensor], place: int, by: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
 
     fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
-           (q, k and v: what dY does to the attention's output, see attention_probe.py)
+           (q and k: what dY does to the attention's output, see attention_probe.py)
     wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
     dgrad  E_d = Q(G) Q(W) - G W                           [T,K], in the residual stream's size where a norm was
 
@@ -25,7 +25,7 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, Operands
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.operands import REDUCTION_DIM
-from megatron_snip.snip.attention_probe import READ, READER, AttentionProbe
+from megatron_snip.snip.attention_probe import JUDGED, READ, READER, AttentionProbe
 from megatron_snip.snip.residual import ResidualProbe
 
 #: Names of the six quantised operands, as statistics name them: "fprop/input", ...
@@ -124,23 +124,26 @@ class LinearProbe:
     def backward(self, operands: Operands) -> None:
         """Add one microbatch."""
         x, w, g, attention = operands.x, operands.w, operands.grad_output, self.place.attention
-        dx = g @ w
+        assert str(operands.call.precision) == "bf16", "products of the pass itself are the exact ones"
+        dx = g @ w if operands.grad_input is None else operands.grad_input
         if not self.loss_only:
             self._add_norms(x, w, g)
             self._add_dgrad("signal", dx, operands)
         output = x @ w.T if attention is not None and self.kind in READ else None
-        errors = {fmt: self._add_token_errors(fmt, operands, dx, output) for fmt in self.formats}
+        judged = output if self.kind in JUDGED else None
+        errors = {fmt: self._add_token_errors(fmt, operands, dx, judged) for fmt in self.formats}
         if attention is not None and self.formats:
             assert operands.call.key is not None, "the key tells the microbatch"
             row0 = operands.call.key.row0
             if self.kind == READER:
-                attention.output_gradient(row0, dx)
+                attention.reader(row0, x, dx)
             elif output is not None:
                 attention.output(row0, self.kind, output, _known(errors), self.token_sums)
-            del output, errors
+            del output, judged, errors
         if not self.loss_only:
             del dx
-            grad_w = g.T @ x  # only now: casts of W are as large, and gone
+            # only now: casts of W are as large, and gone
+            grad_w = g.T @ x if operands.grad_weight is None else operands.grad_weight()
             for fmt in self.formats:
                 self._add_weight_error(fmt, operands, grad_w)
         self._seen = True
@@ -148,7 +151,7 @@ class LinearProbe:
     def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor | None:
         """fprop's error token by token, and the norm of dgrad's.
 
-        Of a linear whose ``output`` [T,N] the attention reads, fprop's error itself is returned: it is judged there.
+        Of a linear that is judged behind the attention, fprop's error of its ``output`` [T,N] is returned instead.
         """
         g = operands.grad_output
         qx, e_x = self._cast(operands, "fprop", "input", fmt)
@@ -175,7 +178,7 @@ class LinearProbe:
         qg, _ = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, _ = self._cast(operands, "wgrad", "input", fmt)
         # scattered at once, so that what stays until the end is in the optimiser's sharding
-        error = self.place.scatter((qg.T @ qx).sub_(grad_w).float())
+        error = self.place.scatter((qg.T @ qx).float().sub_(grad_w))
         if fmt in self.weight_error:
             self.weight_error[fmt].add_(error)
         else:

@@ -1,4 +1,4 @@
-"""Errors of q, k and v at the attention's output, against their definition in float64."""
+"""Errors of q and k at the attention's output, against their definition in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.snip.attention_probe import AttentionProbe
+from megatron_snip.snip.attention_probe import JUDGED, AttentionProbe
 from tests.unit.snip.test_probes import FORMATS, SEQUENCE, parts, probed, q, seen
 
 __all__ = ["parts", "probed", "seen"]  # fixtures
@@ -37,7 +37,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_token_square_sum_is_its_definition(fmt, probed, seen):
     for block in ("layers.0.self_attn", "layers.1.self_attn"):
-        expected = dict.fromkeys(KINDS, 0.0)
+        expected = dict.fromkeys(JUDGED, 0.0)
         for microbatch, reader in enumerate(seen[f"{block}.o_proj"]):
             grad = reader.g.double() @ reader.w.detach().double()
             plain, changed = [], []
@@ -47,10 +47,10 @@ def test_token_square_sum_is_its_definition(fmt, probed, seen):
                 plain.append(x.double() @ w.detach().double().T)
                 changed.append(q(x, fmt, "input", 1) @ q(w, fmt, "weight", 1).T)
             before = attention(*plain)
-            for i, kind in enumerate(KINDS):
+            for i, kind in enumerate(JUDGED):
                 after = attention(*plain[:i], changed[i], *plain[i + 1 :])
                 expected[kind] += float(((after - before) * grad).sum(dim=1).square().sum())
-        for kind in KINDS:
+        for kind in JUDGED:
             found = probed[0].linears[f"{block}.{kind}"].token_square_sum[fmt]
             assert found > 0 and found == pytest.approx(expected[kind], rel=1e-2), (block, kind)
 
@@ -61,7 +61,7 @@ def shown(attend, row0s: list[int], errors: dict[str, Tensor], order=KINDS) -> d
     probe, sums = AttentionProbe(attend), {kind: {"fp4": []} for kind in KINDS}
     tensors = {row0: torch.randn(4, 8, 16, generator=generator) for row0 in row0s}
     for row0 in row0s:
-        probe.output_gradient(row0, tensors[row0][3])
+        probe.reader(row0, attend(*tensors[row0][:3]), tensors[row0][3])
     for kind in order:
         for row0 in row0s:
             output = tensors[row0][KINDS.index(kind)]
