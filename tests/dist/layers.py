@@ -49,7 +49,8 @@ class Recorder:
         self.real = operands.cast
 
     def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any) -> list[Any]:
-        for form, made in zip(forms, self.real(x, forms, ["codes"] * len(forms), amax, reduce_amax), strict=True):
+        once = list(dict.fromkeys(forms))  # codes and values of one form may come from one read
+        for form, made in zip(once, self.real(x, once, ["codes"] * len(once), amax, reduce_amax), strict=True):
             self.operands.append(
                 {
                     "role": form.role,
