@@ -21,8 +21,11 @@ SEEDS = (1, 2, 3)
 def measured(tmp_path_factory):
     """What each seed found: other weights, other order of data and other stochastic rounding; printed."""
 
+    # made here: two threads that both ask for the first folder of a session disagree on where folders are
+    folders = {seed: tmp_path_factory.mktemp(f"granularity-{seed}") for seed in SEEDS}
+
     def one_seed(seed):
-        return run_ranks(measure, 1, tmp_path_factory.mktemp(f"granularity-{seed}"), seed, seconds=400.0)[0]
+        return run_ranks(measure, 1, folders[seed], seed, seconds=400.0)[0]
 
     with ThreadPoolExecutor(2) as pool:  # one thread each: torch's threads wait badly where cores are shared
         found = list(pool.map(one_seed, SEEDS))
