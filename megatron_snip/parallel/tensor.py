@@ -5,7 +5,8 @@
     sequence parallel: outside these layers activations [B, S/tp, H] are split along the sequence
 
 `Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
-dtype, as Megatron's do.  Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
+dtype, as Megatron's do, but for those of a float32 run's probe (`Region.wide`).
+Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
 """
 
@@ -24,7 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_snip.mesh import Axis
-from megatron_snip.quant import Casts, LinearObserver, LinearPrecision, RoundingKey, name_stream, quantized_linear
+from megatron_snip.quant import (
+    Casts,
+    LinearCall,
+    LinearObserver,
+    LinearPrecision,
+    RoundingKey,
+    name_stream,
+    quantized_linear,
+    wide_linear,
+)
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -67,15 +77,21 @@ class _Collective(torch.autograd.Function):
         return grad, None, None, None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Region:
-    """The stretch of a block whose activations are split over tensor parallel processes."""
+    """The stretch of a block whose activations are split over tensor parallel processes.
+
+    With `wide`, which a probe sets for its time, sums that tp splits are carried in float64 and rounded to float32
+    once, so that they do not depend on the split.
+    """
 
     axis: Axis
     sequence_parallel: bool
+    wide: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
         """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
+        x = x.double() if self.wide else x
         if self.axis.size == 1:
             return x
         if self.sequence_parallel:
@@ -84,11 +100,12 @@ class Region:
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums [B, S, H] -> their sum, [B, S/tp or S, H]."""
-        if self.axis.size == 1:
-            return x
-        if self.sequence_parallel:
-            return _Collective.apply(x, self.axis, _reduce_scatter_sequence, _all_gather_sequence)
-        return _Collective.apply(x, self.axis, _all_reduce, None)
+        if self.axis.size > 1:
+            forward, backward = (
+                (_reduce_scatter_sequence, _all_gather_sequence) if self.sequence_parallel else (_all_reduce, None)
+            )
+            x = _Collective.apply(x, self.axis, forward, backward)
+        return x.float() if self.wide else x
 
 
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
@@ -144,20 +161,18 @@ class _ParallelLinear(nn.Module):
         return amax
 
     def _local_linear(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
-        """x [B, S, K_local] -> [B, S, N_local]."""
-        y = quantized_linear(
-            x.flatten(0, 1),
-            local(self.weight),
-            self.precision,
-            key=dataclasses.replace(key, stream=self._stream),
-            impl=self.impl,
-            input_col0=self._input_col0,
-            output_col0=self._output_col0,
-            observer=self.observer,
-            input_casts=input_casts,
-            weight_casts=self.weight_casts,
-            reduce_amax=self._reduce_amax,
-        )
+        """x [B, S, K_local] -> [B, S, N_local]; in a wide region float64 where tp sums it."""
+        key = dataclasses.replace(key, stream=self._stream)
+        where = {"input_col0": self._input_col0, "output_col0": self._output_col0}
+        common: dict[str, Any] = {**where, "observer": self.observer, "reduce_amax": self._reduce_amax}
+        common["input_casts"] = input_casts
+        flat, w = x.flatten(0, 1), local(self.weight)
+        if self.region.wide:
+            dtype = torch.float64 if isinstance(self, RowParallelLinear) else torch.float32
+            y = wide_linear(flat, w, LinearCall(self.precision, key, **common), dtype)
+        else:
+            common |= {"impl": self.impl, "weight_casts": self.weight_casts}
+            y = quantized_linear(flat, w, self.precision, key=key, **common)
         return y.unflatten(0, x.shape[:2])
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from megatron_snip.quant.linear import (
 from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, name_stream
+from megatron_snip.quant.wide import wide_linear
 
 __all__ = [
     "GEMMS",
@@ -31,4 +32,5 @@ __all__ = [
     "quantize",
     "quantized_linear",
     "register_linear",
+    "wide_linear",
 ]

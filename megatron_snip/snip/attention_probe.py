@@ -1,11 +1,10 @@
-"""What errors of q and k do to the loss, seen at the attention's output.
+"""What errors of q, k and v do to the loss, seen at the attention's output.
 
-    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      one number a query token; for k alike
+    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      one number a query token; for k and v alike
 
-A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q and k themselves it would not
-do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one key
-is felt by the losses of many queries, which are independent of each other.  O is linear in v, whose own output will
-do.  Source: docs/numerics.md.
+A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q, k and v themselves it would
+not do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one
+key or value is felt by the losses of many queries, which are independent of each other.  Source: docs/numerics.md.
 T tokens, A query and G key/value heads of this process, D channels of a head.
 """
 
@@ -17,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: By the end of their names: linears whose outputs the attention reads, those of them that are judged behind it, and
-#: the one that reads the attention's output.
-READ, JUDGED, READER = ("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), "o_proj"
+#: By the end of their names: linears whose outputs the attention reads, and the one that reads the attention's output.
+READ, READER = ("q_proj", "k_proj", "v_proj"), "o_proj"
 
 #: q [T, A D], k [T, G D] and v [T, G D] of whole sequences -> [T, A D]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,7 +62,10 @@ class AttentionProbe:
         (before, grad), plain = self._read.pop(row0), [shown[kind].output for kind in READ]
         for place, kind in enumerate(READ):
             for fmt, error in shown[kind].errors.items():
-                change = self.attend(*_replaced(plain, place, plain[place] + error)).sub_(before)
+                if kind == "v_proj":  # in which the attention is linear: no difference of nearly equal numbers
+                    change = self.attend(*_replaced(plain, place, error))
+                else:
+                    change = self.attend(*_replaced(plain, place, plain[place] + error)).sub_(before)
                 # products are rounded to the compute dtype, which a sum over thousands of them does not show
                 shown[kind].token_sums[fmt].append(change.mul_(grad).sum(dim=1, dtype=torch.float32))
 

@@ -3,7 +3,7 @@
 Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
 
     fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
-           (q and k: what dY does to the attention's output, see attention_probe.py)
+           (q, k, v: what dY does to the attention's output, see attention_probe.py)
     wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
     dgrad  E_d = Q(G) Q(W) - G W                           [T,K], in the residual stream's size where a norm was
 
@@ -25,7 +25,7 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, Operands
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.operands import REDUCTION_DIM
-from megatron_snip.snip.attention_probe import JUDGED, READ, READER, AttentionProbe
+from megatron_snip.snip.attention_probe import READ, READER, AttentionProbe
 from megatron_snip.snip.residual import ResidualProbe
 
 #: Names of the six quantised operands, as statistics name them: "fprop/input", ...
@@ -136,8 +136,7 @@ class LinearProbe:
             self._add_norms(x, w, g)
             self._add_dgrad("signal", dx, operands)
         output = x @ w.T if attention is not None and self.kind in READ else None
-        judged = output if self.kind in JUDGED else None
-        errors = {fmt: self._add_token_errors(fmt, operands, dx, judged) for fmt in self.formats}
+        errors = {fmt: self._add_token_errors(fmt, operands, dx, output) for fmt in self.formats}
         if attention is not None and self.formats:
             assert operands.call.key is not None, "the key tells the microbatch"
             row0 = operands.call.key.row0
@@ -145,7 +144,7 @@ class LinearProbe:
                 attention.reader(row0, x, dx)
             elif output is not None:
                 attention.output(row0, self.kind, output, _known(errors), self.token_sums)
-            del output, judged, errors
+            del output, errors
         if not self.loss_only:
             del dx
             # only now: casts of W are as large, and gone
@@ -155,34 +154,41 @@ class LinearProbe:
         self._seen = True
 
     def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor | None:
-        """fprop's error token by token, and the norm of dgrad's.
+        """The norm of dgrad's error, and fprop's error token by token.
 
         Of a linear that is judged behind the attention, fprop's error of its ``output`` [T,N] is returned instead.
         """
-        g = operands.grad_output
-        qx, e_x = self._cast(operands, "fprop", "input", fmt)
-        qw, e_w = self._cast(operands, "fprop", "weight", fmt)
-        error = None
-        if output is not None:
-            error = (qx @ qw.T).sub_(output)
-        else:  # products are rounded to the compute dtype, which a sum over thousands of them does not show
-            self.token_sums[fmt].append(_row_sums((g @ e_w).mul_(qx)).add_(_row_sums(e_x.mul_(dx))))
-        if self.loss_only:
-            return error
-        del qx, e_x, e_w
-        if _weight_is_shared(fmt):
+        shared = _weight_is_shared(fmt)
+        qw, w = self._cast(operands, "fprop", "weight", fmt) if shared or self.loss_only else (None, operands.w)
+        if not self.loss_only:
+            qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
+            self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
+            dgrad_qw = qw if qw is not None else self._cast(operands, "dgrad", "weight", fmt)[0]
+            self._add_dgrad(f"error/{fmt}", (qg @ dgrad_qw).sub_(dx), operands)
+            if qw is None:
+                self._add_error(f"{fmt}/dgrad/weight", dgrad_qw, w)
+            del qg, dgrad_qw
+        if qw is None:
+            qw, _ = self._cast(operands, "fprop", "weight", fmt)
+        qx, x = self._cast(operands, "fprop", "input", fmt)
+        error = (qx @ qw.T).sub_(output) if output is not None else None
+        # in the cast's own place: a weight's copies are what a probe's memory is made of
+        e_w = self._add_error(f"{fmt}/fprop/weight", qw, w, in_place=True)
+        e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
+        if error is None:  # products are rounded to the compute dtype, which a sum over thousands of them does not show
+            of_weight, of_input = (operands.grad_output @ e_w).mul_(qx), e_x.mul_(dx)
+            self.token_sums[fmt].append(_row_sums(of_weight).add_(_row_sums(of_input)))
+        if shared and not self.loss_only:
             for kind in ("error", "nonzero", "underflow", "saturated"):
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
-        else:
-            qw, _ = self._cast(operands, "dgrad", "weight", fmt)
-        qg, _ = self._cast(operands, "dgrad", "grad_output", fmt)
-        self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
         return error
 
     def _add_weight_error(self, fmt: str, operands: Operands, grad_w: Tensor) -> None:
         """wgrad's error, summed over microbatches."""
-        qg, _ = self._cast(operands, "wgrad", "grad_output", fmt)
-        qx, _ = self._cast(operands, "wgrad", "input", fmt)
+        qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
+        self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
+        qx, x = self._cast(operands, "wgrad", "input", fmt)
+        self._add_error(f"{fmt}/wgrad/input", qx, x)
         # scattered at once, so that what stays until the end is in the optimiser's sharding
         error = self.place.scatter((qg.T @ qx).float().sub_(grad_w))
         if fmt in self.weight_error:
@@ -199,8 +205,12 @@ class LinearProbe:
             self.sums.add("norm/W", square(w), self._share["weight"])
             self._nonzero["weight"] = _count_nonzero(w)
 
+    def _counts(self, operand: str) -> bool:
+        """Whether an operand's scalars are to be summed now: a weight's once."""
+        return not (self.loss_only or (operand.endswith("/weight") and self._seen))
+
     def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """An operand in a format and its error; counts the error, and the elements lost at both ends."""
+        """An operand in a format and as it was; counts the elements lost at both ends."""
         q, saturated = operands.quantized_with_count(gemm, role, fmt)
         form = operands.call.form(gemm, role, fmt)
         exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
@@ -208,16 +218,21 @@ class LinearProbe:
         if form is not None and form.transformed:
             exact = hadamard(exact)
             nonzero = _count_nonzero(exact)
-        error = q - exact
-        if not (self.loss_only or (role == "weight" and self._seen)):
-            share, operand = self._share[role], f"{fmt}/{gemm}/{role}"
-            self.sums.add(f"error/{operand}", square(error), share)
+        if self._counts(operand := f"{fmt}/{gemm}/{role}"):
             assert nonzero is not None
+            share = self._share[role]
             self.sums.add(f"nonzero/{operand}", nonzero, share)
             # what is not zero was not zero before
             self.sums.add(f"underflow/{operand}", nonzero - _count_nonzero(q), share)
             self.sums.add(f"saturated/{operand}", saturated, share)
-        return q, error
+        return q, exact
+
+    def _add_error(self, operand: str, q: Tensor, exact: Tensor, *, in_place: bool = False) -> Tensor:
+        """Counts and gives the error of what `_cast` gave."""
+        error = q.sub_(exact) if in_place else q - exact
+        if self._counts(operand):
+            self.sums.add(f"error/{operand}", square(error), self._share[operand.rpartition("/")[2]])
+        return error
 
     def _add_dgrad(self, name: str, dx: Tensor, operands: Operands) -> None:
         """|dX|_F^2, of a linear behind a norm in the residual stream's size: dx [T,K], partial if column-parallel."""

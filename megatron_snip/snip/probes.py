@@ -104,6 +104,7 @@ class StatisticsProbe:
         region: Region,
         tokens: int,
         device: torch.device,
+        wide: bool,
         noise_draws: int = 1,
     ) -> None:
         self.linears, self.blocks, self.attends, self.updates = linears, blocks, attends, updates
@@ -111,7 +112,7 @@ class StatisticsProbe:
         self.names = list(self.shapes)
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
-        self.noise_draws = noise_draws
+        self.wide, self.noise_draws = wide, noise_draws  # wide: with Region.wide, where the compute is float32
 
     def run(
         self,
@@ -145,15 +146,17 @@ class StatisticsProbe:
     def _measuring(
         self, norms: Mapping[int, tuple[ResidualProbe, ResidualProbe]], zero_grad: Callable[[], None]
     ) -> Iterator[None]:
-        """Inside, linears run in BF16 and blocks are observed; afterwards nothing is left."""
+        """Inside, linears run in BF16 format and blocks are observed; afterwards nothing is left."""
         before = {name: (linear.precision, linear.impl) for name, linear in self.linears.items()}
         try:
             for linear in self.linears.values():
                 linear.precision = LinearPrecision.uniform("bf16")
             for index, block in self.blocks.items():
                 block.observers = norms[index]
+            self.region.wide = self.wide
             yield
         finally:
+            self.region.wide = False
             for name, linear in self.linears.items():
                 (linear.precision, linear.impl), linear.observer = before[name], None
             for block in self.blocks.values():

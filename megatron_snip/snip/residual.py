@@ -28,7 +28,7 @@ class ResidualProbe:
             return  # activation checkpointing runs the forward again: it has been seen
         with torch.no_grad():
             rms = (x.float().square().mean(dim=-1, keepdim=True) + epsilon).sqrt()
-            rms = self.region.enter(rms)  # under sequence parallelism a process holds a part of the tokens
+            rms = self.region.enter(rms).float()  # under sequence parallelism a process holds a part of the tokens
             self._norms[row0] = rms.flatten(0, 1), weight.detach().float().clone()
         if x.requires_grad:
             x.register_hook(lambda grad: self._squares.append(grad.float().square().sum()))

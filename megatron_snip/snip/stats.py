@@ -43,7 +43,7 @@ class LinearStats:
 
     Dicts are by format name f, or by "f/gemm/role" for a quantised operand A of a GEMM.
 
-    token_square_sum[f] = sum_t (sum_n G[t,n] dY_f[t,n])^2 with dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q and k with
+    token_square_sum[f] = sum_t (sum_n G[t,n] dY_f[t,n])^2 with dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k, v with
     the attention's output, its gradient and what dY_f does to it;
     update_norm_sq = |u(g)|_F^2, the optimiser's update without noise;
     own_sq[f] = |u(g + E_w) - u(g)|_F^2 with E_w = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error;

@@ -234,9 +234,10 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         formats=choices.formats,
         updates=Updates(parts.optimizer, AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)),
         mesh=parts.mesh,
-        region=Region(parts.mesh.tp, config.parallel.sequence_parallel),
+        region=next(iter(parts.stages.values())).build.region,
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
+        wide=not t.bf16,
         noise_draws=config.snip.snip_noise_draws,
     )
     return Coordinator(

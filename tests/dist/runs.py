@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.parallel import tensor as tensor_parallel
-from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
-from megatron_snip.quant import LinearPrecision, Operands
-from megatron_snip.quant.operands import LinearCall
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.setup import Parts, build, check
@@ -105,56 +101,8 @@ def save_after(options: dict[str, Any], folder: Path, iterations: int) -> None:
     save_checkpoint(folder, iterations, parts.tensors(), {"steps": parts.optimizer.steps}, parts.mesh)
 
 
-class _WideLinear(torch.autograd.Function):
-    """A linear with float32 operands, cast as its precision says, and float64 products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K] float64, w [N,K] float32 -> [T,N] float64."""
-        ctx.save_for_backward(x, w)
-        ctx.call = call
-        seen = Operands(x.float(), w, w, call)  # there is no gradient yet
-        qx, qw = (seen.quantized("fprop", role, call.precision.fprop).double() for role in ("input", "weight"))
-        return qx @ qw.T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """grad [T,N] float64 -> [T,K] float64 and [N,K] float32."""
-        (x, w), call = ctx.saved_tensors, ctx.call
-        seen = Operands(x.float(), w, grads[0].float(), call)
-        if call.observer is not None:
-            call.observer.backward(seen)
-        qg, qw = (seen.quantized("dgrad", role, call.precision.dgrad).double() for role in ("grad_output", "weight"))
-        grad_x = qg @ qw
-        qg, qx = (seen.quantized("wgrad", role, call.precision.wgrad).double() for role in ("grad_output", "input"))
-        return grad_x, (qg.T @ qx).float(), None
-
-
-def widen_sums() -> None:
-    """From here on this process carries every sum that tp splits in float64 and rounds it to float32 once.
-
-    In float32 the sum of two parts is not, to the last bit, the sum of the whole, and an element that stands near a
-    tie then rounds to another code.  With this, all layouts see the same float32 operands.
-    """
-    enter, leave, column_parallel = Region.enter, Region.leave, ColumnParallelLinear.forward
-
-    def linear(x: Tensor, w: Tensor, precision: LinearPrecision, *, key: Any, **options: Any) -> Tensor:
-        names = ("input_col0", "output_col0", "observer", "reduce_amax")
-        return _WideLinear.apply(x, w, LinearCall(precision, key, **{name: options[name] for name in names}))
-
-    tensor_parallel.quantized_linear = linear
-    Region.enter = lambda self, x: enter(self, x.double())
-    Region.leave = lambda self, x: leave(self, x).float()
-    ColumnParallelLinear.forward = lambda self, *args: column_parallel(self, *args).float()
-
-
-def plan_from(options: dict[str, Any], folder: Path, iterations: int, wide: bool = False) -> dict[str, Any]:
-    """Load a checkpoint, probe, solve: the statistics, the plan's hash, and the precision it set.
-
-    wide: with `widen_sums`.
-    """
-    if wide:
-        widen_sums()
+def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[str, Any]:
+    """Load a checkpoint, probe, solve: the statistics, the plan's hash, and the precision it set."""
     config, parts = make({**options, "precision": "snip", "snip_start": iterations + 1, "snip_apply_lag": 0})
     assert parts.coordinator is not None
     load_tensors(folder, iterations, parts.tensors())

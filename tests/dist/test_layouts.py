@@ -13,11 +13,6 @@ from tests.dist.harness import run_ranks
 from tests.dist.runs import LAYOUTS, losses, mixed_plan, nudged_losses, plan_from, save_after, world_of
 
 CHECKPOINT_ITERATIONS = 6
-#: Statistics that count a few elements of many, and those that no cast of an operand goes into.
-SHARES = {"underflow", "saturated"}
-UNCAST = {
-    "loss", "noise_sq", "update_norm_sq", "dgrad_signal_sq", "norm_sq", "noise_update_sq", "residual_noise_sq"
-}  # fmt: skip
 
 
 def run(layout: str, options: dict, function=losses, *args):
@@ -117,19 +112,9 @@ def distances_by_name(got: ProbeStats, expected: ProbeStats) -> dict[str, float]
     return {name: abs(a - b) / abs(b) if b else abs(a) for name, (a, b) in pairs.items()}
 
 
-def is_of(name: str, fields: set[str]) -> bool:
-    """Whether a name of `distances_by_name` is of one of the fields."""
-    return not fields.isdisjoint(name.split())
-
-
 def farther(distances: dict[str, float], bound: float) -> dict[str, float]:
     """Those that are not within the bound, NaN among them."""
     return {name: d for name, d in distances.items() if not d < bound}
-
-
-def statistics_distances(got: ProbeStats, expected: ProbeStats) -> list[float]:
-    """Relative distances of all statistics but the shares of lost elements."""
-    return [d for name, d in distances_by_name(got, expected).items() if not is_of(name, SHARES)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,25 +125,6 @@ def test_one_checkpoint_gives_one_plan(layout, checkpoint, plan_alone):
         assert result["hash"] == plan_alone["hash"]
         assert result["precision"].items() <= plan_alone["precision"].items()
         assert result["stats"].loss == pytest.approx(plan_alone["stats"].loss, rel=1e-6)
-        by_name = distances_by_name(result["stats"], plan_alone["stats"])
-        if "tp2" not in layout:  # the same operands: but for the order in which finished sums are added
-            assert not farther(by_name, 1e-5)
-        # tensor parallel sums products in another order: an operand moves by an ulp, a code at a tie by a step
-        assert not farther({name: d for name, d in by_name.items() if is_of(name, UNCAST)}, 1e-4)
-        distances = statistics_distances(result["stats"], plan_alone["stats"])
-        assert np.median(distances) < 1e-4 and max(distances) < 5e-3
+        distances = distances_by_name(result["stats"], plan_alone["stats"])
+        assert not farther(distances, 1e-4 if "tp2" in layout else 1e-5)
     assert {n for result in results for n in result["precision"]} == plan_alone["precision"].keys()
-
-
-@pytest.fixture(scope="module")
-def plan_alone_wide(checkpoint):
-    return run_ranks(plan_from, 1, {}, checkpoint, CHECKPOINT_ITERATIONS, True)[0]
-
-
-@pytest.mark.parametrize("layout", ["tp2", "tp2 without sequence parallel", "pp2", "dp2", "tp2 x pp2 interleaved"])
-def test_same_operands_give_the_same_statistics(layout, checkpoint, plan_alone, plan_alone_wide):
-    """Every one within 1e-4, shares too: in the test above nothing differs but codes that a last bit moved."""
-    assert plan_alone_wide["hash"] == plan_alone["hash"]
-    for result in run(layout, {}, plan_from, checkpoint, CHECKPOINT_ITERATIONS, True):
-        assert result["hash"] == plan_alone["hash"]
-        assert not farther(distances_by_name(result["stats"], plan_alone_wide["stats"]), 1e-4)

@@ -140,7 +140,7 @@ def test_the_probe_sees_every_linear(parts, probed):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_token_square_sum_is_its_definition(fmt, probed, seen):
     for name, linear in probed[0].linears.items():
-        if name.endswith(("q_proj", "k_proj")):
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
             continue  # test_attention_probe.py
         expected = direct_token_square_sum(seen[name], fmt)
         assert expected > 0 and linear.token_square_sum[fmt] == pytest.approx(expected, rel=1e-3), name
