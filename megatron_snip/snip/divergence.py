@@ -136,10 +136,10 @@ def residual_gain(stats: ProbeStats, name: str) -> float:
     place = place_of(name)
     changes = [other.noise_update_sq or 0.0 for key, other in stats.linears.items() if place_of(key) < place]
     before = sum(change for change in changes if np.isfinite(change))
-    gain = before / linear.residual_noise_sq if linear.residual_noise_sq > 0 else 0.0
+    gain = _ratio(before, linear.residual_noise_sq)
     if between := _linears_between(stats, name):
         signal = sum(other.dgrad_signal_sq for other in between if np.isfinite(other.dgrad_signal_sq))
-        gain *= signal / linear.dgrad_signal_sq if linear.dgrad_signal_sq > 0 else 0.0
+        gain *= _ratio(signal, linear.dgrad_signal_sq)
     return gain
 
 
@@ -147,19 +147,33 @@ def near_change(stats: ProbeStats, name: str, fmt: str) -> float:
     """near^2: squared change of q's, k's and v's (gate's and up's) updates by o_proj's (down_proj's) dgrad in ``fmt``.
 
     The error, relative to its signal, is the relative error of their output gradients; what errors of that kind do
-    to an update is known from their own wgrad, whose operands have relative errors too.  0 for other linears.
+    to an update is known from their own wgrad, whose operands have relative errors too.  Those are random from token to
+    token.  The part of down_proj's that its weight's error makes is not: the tokens' products add up as the gradient's
+    own do.  (o_proj's has to pass the attention, which mixes tokens.)  0 for other linears.
     """
     linear, total = stats.linears[name], 0.0
-    relative = linear.dgrad_error_sq[fmt] / linear.dgrad_signal_sq if linear.dgrad_signal_sq > 0 else 0.0
+    relative = _ratio(linear.dgrad_error_sq[fmt], linear.dgrad_signal_sq)
+    systematic = 0.0
+    if name.endswith("down_proj"):
+        of_weight, of_grad = (
+            _ratio(linear.error_sq[f"{fmt}/dgrad/{role}"], linear.norm_sq[tensor])
+            for role, tensor in (("weight", "W"), ("grad_output", "G"))
+        )
+        systematic = _ratio(of_weight, of_weight + of_grad)
     for other in _linears_between(stats, name):
-        operands = (("grad_output", "G"), ("input", "X"))
         errors = [
-            other.error_sq[f"{fmt}/wgrad/{role}"] / other.norm_sq[tensor] if other.norm_sq[tensor] > 0 else 0.0
-            for role, tensor in operands
+            _ratio(other.error_sq[f"{fmt}/wgrad/{role}"], other.norm_sq[tensor])
+            for role, tensor in (("grad_output", "G"), ("input", "X"))
         ]
         if other.is_finite and sum(errors) > 0:
-            total += other.own_sq[fmt] * relative / sum(errors)
+            # 1 if the tokens' products in G^T X had random signs
+            coherence = _ratio(other.norm_sq["dW"] * stats.tokens, other.norm_sq["G"] * other.norm_sq["X"])
+            total += other.own_sq[fmt] * relative / sum(errors) * (1.0 + systematic * (coherence - 1.0))
     return total
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 0.0
 
 
 def _linears_between(stats: ProbeStats, name: str) -> list[LinearStats]:

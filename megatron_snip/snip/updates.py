@@ -45,8 +45,9 @@ def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSetting
     step counts from 1: the update that is about to be made.
     """
     bias1, bias2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
-    size = (v * adam.beta2).addcmul_(grad, grad, value=1.0 - adam.beta2).div_(bias2).sqrt_().add_(adam.eps)
-    return torch.lerp(m, grad, 1.0 - adam.beta1).div_(bias1).div_(size)
+    scale = bias1 * bias1 / bias2  # both corrections at once, which saves two passes over memory
+    size = (v * (adam.beta2 * scale)).addcmul_(grad, grad, value=(1.0 - adam.beta2) * scale)
+    return torch.lerp(m, grad, 1.0 - adam.beta1).div_(size.sqrt_().add_(adam.eps * bias1))
 
 
 #: Elements that updates are computed for at a time: a few of them fit a CPU's cache.
@@ -74,9 +75,10 @@ class Updates:
         """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [...] of a gradient [...], before clipping."""
         step, squares = self.optimizer.steps + 1, torch.zeros(1 + len(errors), dtype=torch.float64, device=grad.device)
         for g, m, v, *noise in _slices([grad, *self.optimizer.moments(f"{name}.weight"), *errors]):
-            g = g.float()
-            update = adam_update(g * clip, m, v, step, self.adam)
+            g = g.float() * clip
+            update = adam_update(g, m, v, step, self.adam)
             squares[0] += square(update)
             for i, e in enumerate(noise):
-                squares[1 + i] += square(adam_update((g + e).mul_(clip), m, v, step, self.adam).sub_(update))
+                noisy = adam_update(torch.add(g, e, alpha=clip), m, v, step, self.adam)
+                squares[1 + i] += square(noisy.sub_(update))
         return squares.tolist()
