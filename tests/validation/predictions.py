@@ -22,7 +22,7 @@ from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objec
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of, make_parts, plant, train
-from tests.validation.truth import Updates, batches, even_truth, loss_of, losses_of, precisions
+from tests.validation.truth import Updates, batches, even_truth, loss_of, losses_of, precisions, tiles_along_channels
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
@@ -66,10 +66,13 @@ def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[An
     """Loss increase in nats of each objective's plan on each batch [B], by "objective target"; also of the oracle's
     and of all FP4."""
     base, found = losses_of(parts, over), {}
+    known: dict[tuple[str, ...], np.ndarray] = {}  # by plan: objectives often agree
 
     def increase(plan: dict[str, LinearPrecision]) -> np.ndarray:
-        with precisions(parts, plan):
-            return losses_of(parts, over) - base
+        if (key := tuple(map(str, plan.values()))) not in known:
+            with precisions(parts, plan):
+                known[key] = losses_of(parts, over) - base
+        return known[key]
 
     oracle = np.stack([np.zeros_like(truth), truth], axis=1)
     shapes = shapes_of(parts)
@@ -109,6 +112,12 @@ def gains_in_bf16(folder: Path, parts: Parts, iteration: int, stats: ProbeStats)
     return np.sqrt([a / b for a, b in both if b > 0])
 
 
+def rho_without_fwd(stats: ProbeStats) -> np.ndarray:
+    """sqrt(own^2 + prop^2) of each linear in FP4: [L]."""
+    names = list(stats.linears)
+    return np.sqrt((own_divergence(stats, names, [FP4]) + prop_divergence(stats, names, [FP4]))[:, 0])
+
+
 def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
     """Predictions and truth before an iteration, with outliers planted for the time."""
     size = parts_batch(parts)
@@ -122,7 +131,7 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
     truth = even_truth(parts, others, "fp4", names)
     predicted = loss_divergence(stats, names, [FP4])[:, 0]
     true_change = updates.change(FP4)
-    without = own_divergence(stats, names, [FP4]) + prop_divergence(stats, names, [FP4])
+    without = rho_without_fwd(stats)
     found = {
         "names": names,
         "losses": (plain, loss_of(parts, others)),
@@ -136,7 +145,8 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
             updates.change(LinearPrecision("bf16", "fp4", "bf16")),
         ),
         "rho": (np.sqrt(weight_divergence(stats, names, [FP4])[:, 0]), true_change),
-        "rho without fwd": (np.sqrt(without[:, 0]), true_change),
+        "rho without fwd": (without, true_change),
+        "rho without fwd, of dgrad and wgrad": (without, updates.change(LinearPrecision("bf16", "fp4", "fp4"))),
         "regret": regret(predicted, truth, parts, 0.75),
         "end to end": end_to_end(parts, stats, truth, batches(parts, iteration * size, EVALUATED, EACH)),
         "stats": stats,
@@ -146,6 +156,11 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
             one = probe(parts, iteration, (fmt,))
             precision = [LinearPrecision.uniform(fmt)]
             found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
+        with tiles_along_channels():
+            found["rho without fwd, tiles along channels"] = (
+                rho_without_fwd(probe(parts, iteration)),
+                updates.change(FP4),
+            )
     with torch.no_grad():
         for name, tensor in parts.tensors().items():
             tensor.copy_(before[name])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, fake_quantize
+from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.snip.updates import adam_update
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of
@@ -65,6 +66,21 @@ def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[
     finally:
         for name, linear in linears_of(parts).items():
             linear.precision = before[name]
+
+
+@contextmanager
+def tiles_along_channels() -> Iterator[None]:
+    """Inside, wgrad's operands are tiled along channels, as those of the prototype that set the required figures.
+
+    No tensor core could multiply these, whose scales differ within the sum over tokens; emulation can.
+    """
+    dims = REDUCTION_DIM["wgrad"]
+    before = dict(dims)
+    dims.update(grad_output=1, input=1)
+    try:
+        yield
+    finally:
+        dims.update(before)
 
 
 @contextmanager
