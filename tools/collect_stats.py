@@ -1,6 +1,6 @@
 r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
-    python tools/collect_stats.py --load runs/my/checkpoints --output stats.json
+    python tools/collect_stats.py --load runs/my/checkpoints
     torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --objectives snip,paper --snip-options fp8,fp4,nvfp4
 
@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", required=True, type=Path, help="the statistics, for tools/generate_plan.py")
+    parser.add_argument(
+        "--output", type=Path, default=Path("stats.json"), help="for tools/generate_plan.py (default: stats.json)"
+    )
     parser.add_argument("--objectives", default="snip", help="collect what these need, by comma (default: snip)")
     parser.add_argument("--batches", type=int, default=1, help="batches to take the mean over (default: 1)")
     own, rest = parser.parse_known_args(arguments)

@@ -26,6 +26,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.cost import LinearShape, achieved, by_stage
 from megatron_snip.snip.divergence import (
     fwd_divergence,
+    knows_fwd,
     loss_divergence,
     non_finite_linears,
     own_divergence,
@@ -98,7 +99,8 @@ class Coordinator:
         self.last_iteration = last_iteration  # no probe whose plan would hold only after it
         self.plan: Plan | None = None
         self.pending: Pending | None = None
-        self.history: list[dict[str, Any]] = []  # {iteration, hash, achieved} of every plan applied
+        # {iteration, hash, achieved, changed} of every plan applied; changed: the precisions that were not so before
+        self.history: list[dict[str, Any]] = []
         self.predictions: Predictions | None = None  # of the last statistics
         self._solver: BackgroundSolver | None = None
 
@@ -257,8 +259,11 @@ class Coordinator:
 
     def _apply(self, plan: Plan) -> Metrics:
         churn = self.plan.churn(plan) if self.plan else 1.0
+        before = self.plan.linears if self.plan else {}
+        changed = {name: str(precision) for name, precision in plan.linears.items() if before.get(name) != precision}
         self._set(plan)
-        self.history.append({"iteration": plan.iteration, "hash": plan.hash, "achieved": plan.achieved})
+        about = {"iteration": plan.iteration, "hash": plan.hash, "achieved": plan.achieved}
+        self.history.append({**about, "changed": changed})
         fp4 = achieved(self.shapes, plan.linears)
         LOGGER.info(
             f"iteration {plan.iteration}: plan {plan.hash} holds, {fp4:.1%} of linear FLOPs in FP4, "
@@ -317,9 +322,9 @@ class Coordinator:
         kinds = {"loss_divergence": loss_divergence, "own_divergence": own_divergence}
         if stats.has("backward_noise"):
             kinds["prop_divergence"] = prop_divergence
-        if stats.has("quantised_fprop"):
+        if knows_fwd(stats):
             kinds["fwd_divergence"] = fwd_divergence
-        if stats.has("backward_noise") and stats.has("quantised_fprop"):
+        if stats.has("backward_noise") and knows_fwd(stats):
             kinds["weight_divergence"] = weight_divergence
         for kind, function in kinds.items():
             values = function(stats, names, self.options).max(axis=1) if names else []

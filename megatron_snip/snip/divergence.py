@@ -94,6 +94,12 @@ def fwd_divergence(stats: ProbeStats, names: Sequence[str], options: Sequence[Li
     return _relative_to_update(update_change_by_nat(stats) * loss_divergence(stats, names, options), stats)
 
 
+def knows_fwd(stats: ProbeStats) -> bool:
+    """Whether the pass with quantised fprop was made, and not every update of it is NaN or infinite."""
+    changes = [change for linear in stats.linears.values() for change in (linear.fprop_update_sq or {}).values()]
+    return stats.has("quantised_fprop") and (not changes or any(map(np.isfinite, changes)))
+
+
 def update_change_by_nat(stats: ProbeStats) -> float:
     """kappa: squared change of all updates by a nat of loss divergence; 0 where there is no loss divergence.
 
@@ -111,13 +117,12 @@ def update_change_by_nat(stats: ProbeStats) -> float:
         changes += linear.fprop_update_sq.values()
         if linear.is_finite:
             nats += stats.tokens / 2 * sum(linear.token_square_sum[fmt] for fmt in linear.fprop_update_sq)
-    finite = [change for change in changes if np.isfinite(change)]
-    if changes and not finite:
+    if not knows_fwd(stats):
         raise ValueError(
             f"statistics of iteration {stats.iteration}: every update with quantised fprop is NaN or infinite; plan by "
             "--snip-objective snip_loss"
         )
-    return sum(finite) / nats if nats > 0 else 0.0
+    return _ratio(sum(change for change in changes if np.isfinite(change)), nats)
 
 
 def residual_gain(stats: ProbeStats, name: str) -> float:

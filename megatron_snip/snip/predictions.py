@@ -18,6 +18,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.divergence import (
     Floats,
     fwd_divergence,
+    knows_fwd,
     loss_divergence,
     non_finite_linears,
     own_divergence,
@@ -32,7 +33,7 @@ ByFormat = Mapping[str, Mapping[str, float]]
 class Predictions:
     """dL, own^2, prop^2 and fwd^2 of every linear with finite statistics: linear -> format -> value.
 
-    prop is empty where no backward noise was measured, fwd where no fprop was quantised.
+    prop is empty where no backward noise was measured, fwd where no fprop was quantised or only NaN came of it.
     """
 
     loss: ByFormat
@@ -57,7 +58,7 @@ class Predictions:
             table(loss_divergence(stats, names, options)),
             table(own_divergence(stats, names, options)),
             table(prop_divergence(stats, names, options)) if stats.has("backward_noise") else {},
-            table(fwd_divergence(stats, names, options)) if stats.has("quantised_fprop") else {},
+            table(fwd_divergence(stats, names, options)) if knows_fwd(stats) else {},
         )
 
     def loss_divergence(self, name: str, precision: LinearPrecision) -> float | None:

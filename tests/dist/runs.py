@@ -11,8 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.probes import PASSES, PassRunner
+from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.setup import Parts, build, check
 
@@ -101,27 +104,53 @@ def save_after(options: dict[str, Any], folder: Path, iterations: int) -> None:
     save_checkpoint(folder, iterations, parts.tensors(), {"steps": parts.optimizer.steps}, parts.mesh)
 
 
-def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[str, Any]:
-    """Load a checkpoint, probe, solve: the statistics, the plan's hash, and the precision it set."""
+def _before_probe(options: dict[str, Any], folder: Path, iterations: int) -> tuple[Parts, PassRunner]:
+    """A run that loads a checkpoint and may probe before the next iteration, and what its passes run with."""
     config, parts = make({**options, "precision": "snip", "snip_start": iterations + 1, "snip_apply_lag": 0})
-    assert parts.coordinator is not None
     load_tensors(folder, iterations, parts.tensors())
     parts.optimizer.set_steps(iterations)
     batch = parts.train_loader.batch(iterations * config.training.global_batch_size)
+    parts.train_loader.close()
+    return parts, parts.stepper.pass_runner(batch, iterations + 1)
+
+
+def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[str, Any]:
+    """Load a checkpoint, probe, solve: the statistics, the plan's hash, and the precision it set."""
+    parts, run_pass = _before_probe(options, folder, iterations)
+    assert parts.coordinator is not None
     seen = []
     run = parts.coordinator.probe.run
     parts.coordinator.probe.run = lambda *args: seen.append(run(*args)) or seen[-1]
-    metrics = parts.coordinator.before_step(
-        iterations + 1,
-        parts.stepper.pass_runner(batch, iterations + 1),
-        parts.optimizer.zero_grad,
-    )
-    parts.train_loader.close()
+    metrics = parts.coordinator.before_step(iterations + 1, run_pass, parts.optimizer.zero_grad)
     return {
         "stats": seen[0],
         "hash": metrics["snip/plan_hash"],
         "precision": {name: str(linear.precision) for name, linear in parts.linears.items()},
     }
+
+
+def statistics_of_all_passes(options: dict[str, Any], folder: Path, iterations: int) -> ProbeStats:
+    """Load a checkpoint and probe with every pass there is."""
+    parts, run_pass = _before_probe(options, folder, iterations)
+    assert parts.coordinator is not None
+    return parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iterations + 1, PASSES)
+
+
+def trace(options: dict[str, Any], iterations: int, probed: set[int]) -> dict[str, Any]:
+    """Train in mixed precision with probes of all passes before some iterations: what was told, and what is left."""
+    config, parts = make({**options, "precision": "snip"})
+    assert parts.coordinator is not None
+    for i, linear in enumerate(parts.linears.values()):
+        linear.precision = LinearPrecision.parse(["fp4", "fp8/fp4/bf16"][i % 2])
+    told = []
+    for i in range(1, iterations + 1):
+        batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
+        if i in probed:
+            parts.coordinator.probe.run(parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad, i, PASSES)
+        result = parts.stepper.step(batch, i)
+        told.append((result.loss, result.grad_norm, result.skipped))
+    parts.train_loader.close()
+    return {"told": told, "tensors": {name: local_of(tensor) for name, tensor in parts.tensors().items()}}
 
 
 def memory_and_timeouts(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,16 @@ import torch
 
 from megatron_snip.snip.stats import ProbeStats
 from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, losses, mixed_plan, nudged_losses, plan_from, save_after, world_of
+from tests.dist.runs import (
+    LAYOUTS,
+    losses,
+    mixed_plan,
+    nudged_losses,
+    plan_from,
+    save_after,
+    statistics_of_all_passes,
+    world_of,
+)
 
 CHECKPOINT_ITERATIONS = 6
 
@@ -128,3 +137,17 @@ def test_one_checkpoint_gives_one_plan(layout, checkpoint, plan_alone):
         distances = distances_by_name(result["stats"], plan_alone["stats"])
         assert not farther(distances, 1e-4 if "tp2" in layout else 1e-5)
     assert {n for result in results for n in result["precision"]} == plan_alone["precision"].keys()
+
+
+@pytest.fixture(scope="module")
+def all_passes_alone(checkpoint):
+    return run_ranks(statistics_of_all_passes, 1, {}, checkpoint, CHECKPOINT_ITERATIONS)[0]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2 x pp2 interleaved"])
+def test_statistics_of_all_passes_agree_under_recompute(layout, checkpoint, all_passes_alone):
+    recompute = {"recompute_granularity": "full"}
+    for got in run(layout, recompute, statistics_of_all_passes, checkpoint, CHECKPOINT_ITERATIONS):
+        distances = distances_by_name(got, all_passes_alone)
+        assert {"noise_sq forward_noise", "layers.0.mlp.up_proj sampled_square_sum fp4"} <= distances.keys()
+        assert not farther(distances, 1e-4)

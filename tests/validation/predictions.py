@@ -26,7 +26,7 @@ from tests.validation.truth import Updates, batches, even_truth, loss_of, losses
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
-EARLY, LATE = 150, 300
+ITERATIONS = {"early": 75, "mid": 150, "late": 300}
 TARGETS = (0.75, 0.80)
 RANDOM_PLANS = 5
 #: Batches of two sequences that gave no statistics.
@@ -118,8 +118,23 @@ def rho_without_fwd(stats: ProbeStats) -> np.ndarray:
     return np.sqrt((own_divergence(stats, names, [FP4]) + prop_divergence(stats, names, [FP4]))[:, 0])
 
 
-def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
-    """Predictions and truth before an iteration, with outliers planted for the time."""
+def scaled_with_sigma(parts: Parts, iteration: int) -> np.ndarray:
+    """|D(2 sigma)|_F / |D(sigma)|_F of each linear's gradients by backward noise: [L]."""
+    run_pass = parts.stepper.pass_runner(parts.train_loader.make((iteration - 1) * parts_batch(parts)), iteration)
+    norms = []
+    for sigma in (1e-4, 2e-4):
+        run_pass("backward_noise", sigma)
+        names = [f"{name}.weight" for name in linears_of(parts)]
+        norms.append([float(torch.linalg.vector_norm(parts.optimizer.gradient(name))) for name in names])
+        parts.optimizer.zero_grad()
+    return np.divide(norms[1], norms[0])
+
+
+def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[str, ...]) -> dict[str, Any]:
+    """Predictions and truth before an iteration, with outliers planted for the time.
+
+    plans: also whole plans from end to end.  formats: others than FP4, and tiles along channels with them.
+    """
     size = parts_batch(parts)
     others = batches(parts, iteration * size, 8, size)
     before = {name: tensor.clone() for name, tensor in parts.tensors().items()}
@@ -148,14 +163,17 @@ def at_checkpoint(parts: Parts, iteration: int) -> dict[str, Any]:
         "rho without fwd": (without, true_change),
         "rho without fwd, of dgrad and wgrad": (without, updates.change(LinearPrecision("bf16", "fp4", "fp4"))),
         "regret": regret(predicted, truth, parts, 0.75),
-        "end to end": end_to_end(parts, stats, truth, batches(parts, iteration * size, EVALUATED, EACH)),
+        "noise by sigma": scaled_with_sigma(parts, iteration),
         "stats": stats,
     }
-    if iteration == LATE:
-        for fmt in ("nvfp4", "mxfp4"):
-            one = probe(parts, iteration, (fmt,))
-            precision = [LinearPrecision.uniform(fmt)]
-            found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
+    if plans:
+        over = batches(parts, iteration * size, EVALUATED, EACH)
+        found["end to end"] = end_to_end(parts, stats, truth, over)
+    for fmt in formats:
+        one = probe(parts, iteration, (fmt,))
+        precision = [LinearPrecision.uniform(fmt)]
+        found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
+    if formats:
         with tiles_along_channels():
             found["rho without fwd, tiles along channels"] = (
                 rho_without_fwd(probe(parts, iteration)),
@@ -174,11 +192,11 @@ def measure(folder: Path) -> dict[str, Any]:
     start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
     found: dict[str, Any] = {}
     done = 0
-    for name, iteration in (("early", EARLY), ("late", LATE)):
+    for name, iteration in ITERATIONS.items():
         trained = train(config, parts, done + 1, iteration - 1)
-        found[name], done = at_checkpoint(parts, iteration), iteration - 1
-        found[name]["training"] = (start, trained)
-        if name == "early":
-            found["bf16 gain"] = gains_in_bf16(folder, parts, iteration, probe(parts, iteration))
+        formats = ("nvfp4", "mxfp4") if name == "late" else ()
+        found[name] = at_checkpoint(parts, iteration, plans=name != "early", formats=formats)
+        found[name]["training"], done = (start, trained), iteration - 1
+        found[name]["bf16 gain"] = gains_in_bf16(folder, parts, iteration, probe(parts, iteration))
     parts.train_loader.close()
     return found

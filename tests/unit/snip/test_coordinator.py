@@ -15,7 +15,7 @@ import torch
 from megatron_snip.config import SnipConfig
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip import coordinator as module
-from megatron_snip.snip.coordinator import Coordinator, check_snip
+from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.options import read_choices
 from megatron_snip.snip.plan import Plan
@@ -32,14 +32,19 @@ class FakeProbe:
 
     device = torch.device("cpu")
 
-    def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0) -> None:
-        self.worth, self.loss, self.asked = worth, loss, []
+    def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0, fprop: float = 0.0) -> None:
+        self.worth, self.loss, self.fprop, self.asked = worth, loss, {"fp4": fprop}, []
 
     def run(self, run_pass, zero_grad, iteration: int, passes, draws) -> ProbeStats:
         self.asked.append(iteration)
         linears = {
-            name: linear_stats({"fp4": value, "fp8": value / 100}, 1.0, {"fp4": value / 10, "fp8": value / 1000})
-            for name, value in zip(NAMES, self.worth, strict=True)
+            name: linear_stats(
+                {"fp4": worth, "fp8": worth / 100},
+                1.0,
+                {"fp4": worth / 10, "fp8": worth / 1000},
+                fprop_update_sq=self.fprop,
+            )
+            for name, worth in zip(NAMES, self.worth, strict=True)
         }
         return probe_stats(iteration, self.loss, 8, linears)
 
@@ -104,14 +109,18 @@ def test_probe_then_solve_then_swap(make, tmp_path):
     assert plan.iteration == 8 and plan.hash == seen[8]["snip/plan_hash"] and plan.linears == one.plan.linears
     assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == [f"iter_{i:07d}.json" for i in (3, 7, 11)]
     assert ProbeStats.load(tmp_path / "stats/iter_0000003.json").linears.keys() == set(NAMES)
+    assert one.history[0]["changed"] == {name: str(precision) for name, precision in plan.linears.items()}
+    assert [made["changed"] for made in one.history[1:]] == [{}, {}], "the same statistics, the same plan"
 
 
 def test_what_metrics_tell(make):
     seen = run(make(), range(1, 9))
     begun, applied, again = seen[3], seen[4], seen[8]
-    assert {f"snip/{kind}_divergence/{name}" for kind in ("loss", "weight") for name in NAMES} <= begun.keys()
+    kinds = ("loss", "weight", "own", "prop", "fwd")
+    assert {f"snip/{kind}_divergence/{name}" for kind in kinds for name in NAMES} <= begun.keys()
     assert begun[f"snip/loss_divergence/{NAMES[0]}"] == 8 / 2 * 4.0
-    assert begun[f"snip/weight_divergence/{NAMES[1]}"] == pytest.approx(0.3 / 4.0)
+    for kind in ("weight", "own"):
+        assert begun[f"snip/{kind}_divergence/{NAMES[1]}"] == pytest.approx(0.3 / 4.0)
     assert begun["snip/non_finite_linears"] == 0 and begun["snip/probe_seconds"] >= 0
     assert applied["snip/achieved"] == applied["snip/target"] == 0.5 and applied["snip/solve_failed"] == 0
     assert (applied["snip/churn"], applied["snip/plans_made"]) == (1.0, 1)
@@ -206,6 +215,15 @@ def test_an_objective_that_cannot_be_computed(make, caplog):
     assert_kept(one, run(one, [3])[3], "the objective cannot be computed", "loss of the probe", "nan")
     assert run(one, [4])[4].keys() == {"snip/plan_hash"}
     assert "iteration 3: no new plan" in caplog.messages[0]
+
+
+def test_updates_that_are_not_finite_with_quantised_fprop(make):
+    one = with_plan_in_force(make(FakeProbe(fprop=math.nan)))
+    metrics = run(one, [3])[3]
+    assert_kept(one, metrics, "every update with quantised fprop is NaN", "--snip-objective snip_loss")
+    assert f"snip/loss_divergence/{NAMES[0]}" in metrics and f"snip/fwd_divergence/{NAMES[0]}" not in metrics
+    other = make(FakeProbe(fprop=math.nan), snip_objective="snip_loss")
+    assert run(other, [3, 4])[4]["snip/solve_failed"] == 0
 
 
 def test_after_a_failure_the_next_plan_is_made(make, monkeypatch):
@@ -380,12 +398,3 @@ def test_closing_ends_the_solver(make, monkeypatch):
     one.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_options_of_snip_are_checked():
-    shapes = [LinearShape(name, 128, 128) for name in NAMES]
-    assert [str(option) for option in check_snip(SnipConfig(), shapes).options] == ["fp8", "fp4"]
-    check_snip(SnipConfig(snip_target=1.0), shapes)
-    check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6), shapes)
-    with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
-        check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7), shapes)

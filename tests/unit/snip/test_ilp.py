@@ -31,6 +31,8 @@ def test_equals_exhaustive_search(seeds):
         assert found.bound <= best + 1e-9 * scale, f"seed {seed}"
         assert found.gap < 1e-6 and found.status in ("greedy", "optimal"), f"seed {seed}: {found}"
         assert found.makespan == (None if makespan is None else pytest.approx(makespan, rel=1e-9)), f"seed {seed}"
+        legal = {name: value for name, value in keywords.items() if name not in ("current", "churn")}
+        assert within_constraints(found.choice, saved, target, makespan=found.makespan, **legal), f"seed {seed}"
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.coordinator import check_snip
 from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.gemm_times import GemmTimes
 from megatron_snip.snip.options import (
@@ -199,3 +200,11 @@ def test_a_table_of_times_is_counted_with(tmp_path):
     with pytest.raises(ValueError, match="by the GEMM times of a card no format is faster than bf16"):
         check_choices(slow, SHAPES)
     check_choices(SnipConfig(gemm_times=table(tmp_path / "w.json", fp8=1.5, fp4=1.6)), SHAPES)
+
+
+def test_what_snip_can_save_is_checked():
+    assert [str(option) for option in check_snip(SnipConfig(), SHAPES).options] == ["fp8", "fp4"]
+    check_snip(SnipConfig(snip_target=1.0), SHAPES)
+    check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6), SHAPES)
+    with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
+        check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7), SHAPES)

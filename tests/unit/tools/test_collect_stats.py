@@ -46,6 +46,13 @@ def test_it_is_what_the_run_itself_measured(collect, finished_run, capsys, tmp_p
     assert contents(finished_run) == before and [p.name for p in (tmp_path / "new").iterdir()] == ["stats.json"]
 
 
+def test_a_checkpoint_is_all_it_needs(finished_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "stop", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    main(["--load", str(finished_run / "checkpoints")])
+    assert len(ProbeStats.load(tmp_path / "stats.json").linears) == 14
+
+
 def test_a_run_that_has_ended_is_probed_too(collect):
     """Its latest checkpoint, on the batch after its last; options of the command line win."""
     stats = collect("--snip-options", "fp8,mxfp4", "--objectives", "abs_err,rel_err")

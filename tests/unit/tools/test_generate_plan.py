@@ -115,6 +115,30 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
 
 
+def test_nan_updates_leave_plans_by_the_loss(generate, finished_run, tmp_path):
+    stats = ProbeStats.load(finished_run / "stats/iter_0000003.json")
+    linears = {name: replace(linear, fprop_update_sq={"fp4": math.nan}) for name, linear in stats.linears.items()}
+    replace(stats, linears=linears).save(tmp_path / "nan.json")
+    model = "--load", str(finished_run / "checkpoints")
+    with pytest.raises(ValueError, match="every update with quantised fprop is NaN.*--snip-objective snip_loss"):
+        generate(*model, stats=tmp_path / "nan.json")
+    said = generate(*model, "--snip-objective", "snip_loss", stats=tmp_path / "nan.json")
+    assert [re.split(r"  +", row)[3] for row in said.splitlines()[1:-1]] == ["-"] * len(NAMES), "no weight divergence"
+
+
+def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--efficiency-saving", "0.75", "--num-random", "5", "--random-seed", "0"]
+    assert main(["--stats", str(finished_run / "stats/iter_0000003.json"), *words]) == 0
+    plans = {*NAMES, "random_2", "random_3", "random_4"}
+    assert {p.name for p in (tmp_path / "plans").iterdir()} == {
+        *(f"{n}.json" for n in plans),
+        "pareto.json",
+        "pareto.png",
+    }
+    assert "best" in capsys.readouterr().out
+
+
 def test_seeds_are_consecutive(generate, tmp_path):
     generate("--random-seed", "3")
     third = Plan.load(tmp_path / "plans/random_1.json")
