@@ -22,6 +22,7 @@ from megatron_snip.snip.objectives import get_objective
 from megatron_snip.train.setup import Parts, build, check
 
 FORMATS = 2  # fp8 and fp4
+MOST_ITERATIONS = 6  # that a whole probe with two formats may take
 
 
 def make_parts(args: argparse.Namespace) -> tuple[Config, Parts]:
@@ -74,8 +75,11 @@ def main() -> None:
     allowed = FORMATS * 4 * weights + tokens * 2 * (4 * m.hidden_size + 3 * m.ffn_hidden_size)
     base = seconds["iteration"]
     rows = [[name, f"{taken * 1e3:.0f}", f"{taken / base:.2f}"] for name, taken in seconds.items()]
-    rows.append(["at an interval of 1000", "", f"{seconds['snip'] / base / 10:.2f}% of the run"])
+    whole = seconds["snip"] / base
+    rows.append(["at an interval of 1000", "", f"{whole / 10:.2f}% of the run"])
     rows.append(["memory added (MiB)", f"{added / 2**20:.0f}", f"{added / allowed:.2f} of the allowed"])
+    reached = whole <= MOST_ITERATIONS and added <= allowed
+    rows.append([f"{MOST_ITERATIONS} iterations, memory as allowed", "", "reached" if reached else "NOT reached"])
     about = machine(args.device)
     about["model"] = f"{m.num_layers} blocks, hidden {m.hidden_size}, {args.microbatches} x {tokens} tokens"
     print(report("Probe with fp8 and fp4", ("", "ms", "in iterations"), rows, about))
