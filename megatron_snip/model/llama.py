@@ -30,7 +30,7 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import Casts, RoundingKey
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, wide_linear
 from megatron_snip.runtime import seed_of
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -291,8 +291,11 @@ class LlamaStage(nn.Module):
         assert self.norm is not None, "only the last stage has logits"
         head = self.lm_head if self.lm_head is not None else self.embed_tokens
         assert head is not None
-        x = self.build.region.enter(self.norm(x))
-        return F.linear(x, local(head.weight).to(x.dtype))
+        x, weight = self.build.region.enter(self.norm(x)), local(head.weight)
+        if self.build.region.wide:
+            call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
+            return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
+        return F.linear(x, weight.to(x.dtype))
 
     def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
@@ -310,7 +313,8 @@ class LlamaStage(nn.Module):
     def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor:
         """This microbatch's share [1] of the loss: logits [B, S, V/tp], labels [B, S]."""
         assert labels is not None, "the last stage needs labels"
-        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), self.build.region.axis)
+        region = self.build.region
+        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
 
     def _perturbed(self, x: Tensor, sample_index: Tensor, labels: Tensor | None, how: Perturbation) -> Tensor:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from megatron_snip.mesh import Axis
 
+_PART = 1024  # of the vocabulary, at a time
+
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, wide: bool) -> Tensor:
         rows = logits.shape[-1]
         top = logits.amax(dim=-1).float()
         if axis.size > 1:
@@ -27,23 +29,30 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         column = column.masked_fill(elsewhere, 0)
         at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         exp = z.exp_()
-        sums = torch.stack([exp.sum(dim=-1), at_label])
+        total = exp.sum(dim=-1)
+        if wide:  # by parts, since the whole would be copied to float64
+            total = torch.stack([part.sum(dim=-1, dtype=torch.float64) for part in exp.split(_PART, dim=-1)]).sum(dim=0)
+        sums = torch.stack([total, at_label.to(total.dtype)])
         if axis.size > 1:
             dist.all_reduce(sums, group=axis.group)
+        sums = sums.float()
         ctx.save_for_backward(exp.div_(sums[0].unsqueeze(-1)), column, elsewhere)
         ctx.dtype = logits.dtype
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, column, elsewhere = ctx.saved_tensors
         scale = grads[0].unsqueeze(-1)
         grad = softmax * scale
         grad.scatter_add_(-1, column.unsqueeze(-1), -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-        return grad.to(ctx.dtype), None, None
+        return grad.to(ctx.dtype), None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
-    """Loss of each token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every process."""
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis)
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
+    """Loss of each token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every process.
+
+    wide: with the sum over the vocabulary in float64, rounded once, so that it does not depend on tp.
+    """
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis, wide)
     return loss

@@ -137,6 +137,7 @@ class _ParallelLinear(nn.Module):
 
     split_dim: int
     sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
+    wide_dtype: torch.dtype  # of the output in a wide region
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -163,16 +164,26 @@ class _ParallelLinear(nn.Module):
     def _local_linear(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
         """x [B, S, K_local] -> [B, S, N_local]; in a wide region float64 where tp sums it."""
         key = dataclasses.replace(key, stream=self._stream)
-        where = {"input_col0": self._input_col0, "output_col0": self._output_col0}
-        common: dict[str, Any] = {**where, "observer": self.observer, "reduce_amax": self._reduce_amax}
-        common["input_casts"] = input_casts
         flat, w = x.flatten(0, 1), local(self.weight)
         if self.region.wide:
-            dtype = torch.float64 if isinstance(self, RowParallelLinear) else torch.float32
-            y = wide_linear(flat, w, LinearCall(self.precision, key, **common), dtype)
-        else:
-            common |= {"impl": self.impl, "weight_casts": self.weight_casts}
-            y = quantized_linear(flat, w, self.precision, key=key, **common)
+            call = LinearCall(
+                self.precision, key, self._input_col0, self._output_col0, self.observer, input_casts,
+                reduce_amax=self._reduce_amax,
+            )  # fmt: skip
+            return wide_linear(flat, w, call, self.wide_dtype).unflatten(0, x.shape[:2])
+        y = quantized_linear(
+            flat,
+            w,
+            self.precision,
+            key=key,
+            impl=self.impl,
+            input_col0=self._input_col0,
+            output_col0=self._output_col0,
+            observer=self.observer,
+            input_casts=input_casts,
+            weight_casts=self.weight_casts,
+            reduce_amax=self._reduce_amax,
+        )
         return y.unflatten(0, x.shape[:2])
 
     def extra_repr(self) -> str:
@@ -184,6 +195,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """Output channels split over tp.  The caller has entered the region, once for all linears that share x."""
 
     split_dim = 0
+    wide_dtype = torch.float32
     sharded_roles = frozenset({"weight", "grad_output"})
 
     def forward(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
@@ -198,6 +210,7 @@ class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
     split_dim = 1
+    wide_dtype = torch.float64  # tp sums it
     sharded_roles = frozenset({"input", "weight"})
 
     def forward(self, x: Tensor, key: RoundingKey) -> Tensor:

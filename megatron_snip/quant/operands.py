@@ -35,7 +35,7 @@ class LinearObserver(Protocol):
     """Sees a linear's unquantised operands."""
 
     def backward(self, operands: Operands) -> None:
-        """Called once per backward, before its GEMMs, recomputed or not."""
+        """Called once per backward, after dgrad's GEMM and before wgrad's, recomputed or not."""
 
 
 @dataclass(frozen=True)

@@ -29,24 +29,29 @@ def wide_linear(x: Tensor, w: Tensor, call: LinearCall, dtype: torch.dtype) -> T
     return y
 
 
-#: Channels of a product made at a time, so that float64 copies of weights stay small.
+#: Output channels taken at a time, so that float64 copies of weights, and of logits, stay small.
 _CHUNK = 128
 
 
 def _product(operands: Operands, gemm: str, dtype: torch.dtype) -> Tensor:
     """A GEMM of operands cast in float32, summed in float64, rounded to ``dtype``."""
     a, b = (operands.quantized(gemm, role, getattr(operands.call.precision, gemm)) for role in REDUCTION_DIM[gemm])
-    kept, cut = (b, a.T) if gemm == "wgrad" else (a, b if gemm == "fprop" else b.T)
-    kept = kept.double()
-    rows, columns = (len(cut), kept.shape[1]) if gemm == "wgrad" else (len(kept), len(cut))
-    out = kept.new_empty((rows, columns), dtype=dtype)
-    for start in range(0, len(cut), _CHUNK):
-        part, here = cut[start : start + _CHUNK].double(), slice(start, start + _CHUNK)
-        if gemm == "wgrad":
-            out[here] = part @ kept
-        else:
-            out[:, here] = kept @ part.T
-    return out
+    n = operands.w.shape[0]
+    cuts = [slice(start, start + _CHUNK) for start in range(0, n, _CHUNK)]
+    if gemm == "dgrad":
+        total = a.new_zeros((len(a), b.shape[1]), dtype=torch.float64)
+        for cut in cuts:
+            total.addmm_(a[:, cut].double(), b[cut].double())
+        return total.to(dtype)
+    if gemm == "fprop":
+        x, y = a.double(), a.new_empty((len(a), n), dtype=dtype)
+        for cut in cuts:
+            y[:, cut] = x @ b[cut].double().T
+        return y
+    x, grad_w = b.double(), a.new_empty((n, b.shape[1]), dtype=dtype)
+    for cut in cuts:
+        grad_w[cut] = a[:, cut].double().T @ x
+    return grad_w
 
 
 class _WideLinear(torch.autograd.Function):

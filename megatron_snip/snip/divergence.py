@@ -1,7 +1,7 @@
 """Divergences [L, O] from statistics: pure functions.
 
     loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2           f = o.fprop    nats
-                                     (q, k: at the attention's output)
+                                     (q, k, v: at the attention's output)
     weight divergence  rho^2(l, o) = own^2 + prop^2 + fwd^2                                         1
         own^2(l, o)    = |u(g + E_w,f) - u(g)|_F^2 / U^2                              f = o.wgrad
         prop^2(l, o)   = (eps^2(l, f) Gamma^2(l) + near^2(l, f)) / U^2                f = o.dgrad

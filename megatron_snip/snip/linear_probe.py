@@ -95,8 +95,8 @@ def _count_nonzero(x: Tensor) -> Tensor:
 
 
 def square(x: Tensor) -> Tensor:
-    """Squared Frobenius norm of x [...], float64 scalar."""
-    return torch.linalg.vector_norm(x, dtype=torch.float32).double().square()
+    """Squared Frobenius norm of x [...], float64 scalar; rows in float32, of which a CPU adds up no more well."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
 
 
 class LinearProbe:
@@ -136,7 +136,7 @@ class LinearProbe:
             self._add_norms(x, w, g)
             self._add_dgrad("signal", dx, operands)
         output = x @ w.T if attention is not None and self.kind in READ else None
-        errors = {fmt: self._add_token_errors(fmt, operands, dx, output) for fmt in self.formats}
+        errors = {fmt: self._add_errors(fmt, operands, dx, output) for fmt in self.formats}
         if attention is not None and self.formats:
             assert operands.call.key is not None, "the key tells the microbatch"
             row0 = operands.call.key.row0
@@ -153,35 +153,39 @@ class LinearProbe:
                 self._add_weight_error(fmt, operands, grad_w)
         self._seen = True
 
-    def _add_token_errors(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor | None:
+    def _add_errors(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor | None:
         """The norm of dgrad's error, and fprop's error token by token.
 
         Of a linear that is judged behind the attention, fprop's error of its ``output`` [T,N] is returned instead.
         """
         shared = _weight_is_shared(fmt)
-        qw, w = self._cast(operands, "fprop", "weight", fmt) if shared or self.loss_only else (None, operands.w)
-        if not self.loss_only:
-            qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
-            self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
-            dgrad_qw = qw if qw is not None else self._cast(operands, "dgrad", "weight", fmt)[0]
-            self._add_dgrad(f"error/{fmt}", (qg @ dgrad_qw).sub_(dx), operands)
-            if qw is None:
-                self._add_error(f"{fmt}/dgrad/weight", dgrad_qw, w)
-            del qg, dgrad_qw
-        if qw is None:
-            qw, _ = self._cast(operands, "fprop", "weight", fmt)
+        if not (shared or self.loss_only):
+            qw, w = self._cast(operands, "dgrad", "weight", fmt)
+            self._add_dgrad_error(fmt, operands, dx, qw)
+            self._add_error(f"{fmt}/dgrad/weight", qw, w, in_place=True)
+            del qw
+        qw, w = self._cast(operands, "fprop", "weight", fmt)
+        if shared and not self.loss_only:
+            self._add_dgrad_error(fmt, operands, dx, qw)
         qx, x = self._cast(operands, "fprop", "input", fmt)
         error = (qx @ qw.T).sub_(output) if output is not None else None
-        # in the cast's own place: a weight's copies are what a probe's memory is made of
-        e_w = self._add_error(f"{fmt}/fprop/weight", qw, w, in_place=True)
-        e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
-        if error is None:  # products are rounded to the compute dtype, which a sum over thousands of them does not show
-            of_weight, of_input = (operands.grad_output @ e_w).mul_(qx), e_x.mul_(dx)
-            self.token_sums[fmt].append(_row_sums(of_weight).add_(_row_sums(of_input)))
+        if not (self.loss_only and output is not None):
+            # in the cast's own place: a weight's copies are what a probe's memory is made of
+            e_w = self._add_error(f"{fmt}/fprop/weight", qw, w, in_place=True)
+            e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
+            if output is None:  # products are rounded to the compute dtype, which does not show in a long sum of them
+                of_weight, of_input = (operands.grad_output @ e_w).mul_(qx), e_x.mul_(dx)
+                self.token_sums[fmt].append(_row_sums(of_weight).add_(_row_sums(of_input)))
         if shared and not self.loss_only:
             for kind in ("error", "nonzero", "underflow", "saturated"):
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
         return error
+
+    def _add_dgrad_error(self, fmt: str, operands: Operands, dx: Tensor, qw: Tensor) -> None:
+        """The norm of dgrad's error with its weight in a format, ``qw`` [N,K]."""
+        qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
+        self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
+        self._add_dgrad(f"error/{fmt}", (qg @ qw).sub_(dx), operands)
 
     def _add_weight_error(self, fmt: str, operands: Operands, grad_w: Tensor) -> None:
         """wgrad's error, summed over microbatches."""

@@ -119,10 +119,10 @@ def rho_without_fwd(stats: ProbeStats) -> np.ndarray:
 
 
 def scaled_with_sigma(parts: Parts, iteration: int) -> np.ndarray:
-    """|D(2 sigma)|_F / |D(sigma)|_F of each linear's gradients by backward noise: [L]."""
+    """|D(3 sigma)|_F / |D(sigma)|_F of each linear's gradients by backward noise: [L]."""
     run_pass = parts.stepper.pass_runner(parts.train_loader.make((iteration - 1) * parts_batch(parts)), iteration)
     norms = []
-    for sigma in (1e-4, 2e-4):
+    for sigma in (1e-4, 3e-4):  # no power of two, which would change no bit
         run_pass("backward_noise", sigma)
         names = [f"{name}.weight" for name in linears_of(parts)]
         norms.append([float(torch.linalg.vector_norm(parts.optimizer.gradient(name))) for name in names])

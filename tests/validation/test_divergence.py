@@ -126,13 +126,16 @@ def test_weight_divergence_without_fwd_as_the_prototype_tiled(measured, figures)
 @CHECKPOINTS
 def test_backward_noise(measured, figures, checkpoint):
     """[gradients scale with sigma, to 1%; gain in BF16 by that in float32 0.85 to 1.15]"""
-    found = {"gain in BF16": measured[checkpoint]["bf16 gain"], "twice sigma": measured[checkpoint]["noise by sigma"]}
+    found = {
+        "gain in BF16": measured[checkpoint]["bf16 gain"],
+        "three times sigma": measured[checkpoint]["noise by sigma"],
+    }
     for what, ratios in found.items():
         figures |= {f"{checkpoint}: {what}, least": ratios.min(), f"{checkpoint}: {what}, most": ratios.max()}
         print(f"\n{checkpoint}, backward noise, {what}: {ratios.min():.4f} to {ratios.max():.4f}")
-    gains, doubled = found.values()
+    gains, scaled = found.values()
     assert gains.min() >= 0.85 and gains.max() <= 1.15
-    assert doubled.min() >= 1.98 and doubled.max() <= 2.02
+    assert scaled.min() >= 3 * 0.99 and scaled.max() <= 3 * 1.01
 
 
 @pytest.mark.parametrize("checkpoint", ["mid", "late"])

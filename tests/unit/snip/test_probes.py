@@ -190,7 +190,9 @@ def state(parts) -> dict[str, object]:
     tensors = {name: tensor.clone() for name, tensor in parts.tensors().items()}
     plain = {name: (linear.precision, linear.impl, linear.observer) for name, linear in parts.linears.items()}
     grads = [name for name, p in parts.optimizer.parameters.items() if p.grad is not None]
-    return {**tensors, "linears": plain, "steps": parts.optimizer.steps, "grads": grads, "rng": torch.get_rng_state()}
+    wide = parts.coordinator.probe.region.wide
+    others = {"linears": plain, "steps": parts.optimizer.steps, "grads": grads, "rng": torch.get_rng_state()}
+    return {**tensors, **others, "wide": wide}
 
 
 def assert_same(one: dict[str, object], other: dict[str, object]) -> None:
