@@ -1,4 +1,7 @@
-"""A probe holds at most a block's activations once more and one gradient copy a format, by the allocator's count."""
+"""What a float32 run's probe holds at most, by the allocator's count.
+
+A block's activations once more and one gradient copy a format.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import torch
 
 from megatron_snip.snip.objectives import get_objective
 
-#: Weights larger than activations, and the other way round.
+#: Weights larger than activations, the other way round, and logits larger than either.
 SHAPES = {
     "weights": {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8},
     "activations": {"micro_batch_size": 2},
+    "vocabulary": {"vocab_size": 8192, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
 }
 
 
