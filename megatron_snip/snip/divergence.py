@@ -154,7 +154,8 @@ def near_change(stats: ProbeStats, name: str, fmt: str) -> float:
     The error, relative to its signal, is the relative error of their output gradients; what errors of that kind do
     to an update is known from their own wgrad, whose operands have relative errors too.  Those are random from token to
     token.  The part of down_proj's that its weight's error makes is not: the tokens' products add up as the gradient's
-    own do.  (o_proj's has to pass the attention, which mixes tokens.)  0 for other linears.
+    own do.  o_proj's passes the attention, whose sums over queries average it against the gradient as wgrad's sum over
+    tokens does.  0 for other linears.
     """
     linear, total = stats.linears[name], 0.0
     relative = _ratio(linear.dgrad_error_sq[fmt], linear.dgrad_signal_sq)
@@ -173,7 +174,8 @@ def near_change(stats: ProbeStats, name: str, fmt: str) -> float:
         if other.is_finite and sum(errors) > 0:
             # 1 if the tokens' products in G^T X had random signs
             coherence = _ratio(other.norm_sq["dW"] * stats.tokens, other.norm_sq["G"] * other.norm_sq["X"])
-            total += other.own_sq[fmt] * relative / sum(errors) * (1.0 + systematic * (coherence - 1.0))
+            factor = 1.0 + systematic * (coherence - 1.0) if name.endswith("down_proj") else _ratio(1.0, coherence)
+            total += other.own_sq[fmt] * relative / sum(errors) * factor
     return total
 
 

@@ -6,7 +6,6 @@ A tiny plain model hardly notices FP4.  Outliers are planted without changing th
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ PLANTED_CHANNELS = 4
 PLANTED = ((0, 2), (1, 0), (2, 1), (3, 0))
 
 
-def write_bytes_of_stdlib(prefix: Path, limit: int) -> None:
-    """CPython's own sources, one byte a token, as an indexed dataset."""
+def write_bytes_of_torch(prefix: Path, limit: int) -> None:
+    """PyTorch's own sources, one byte a token, as an indexed dataset: the same text under every Python."""
     with IndexedDatasetBuilder(prefix, np.uint8) as builder:
         total = 0
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for path in sorted((Path(torch.__file__).parent / "distributed").rglob("*.py")):
             data = path.read_bytes()[: 1 << 16]
             builder.add_document(np.frombuffer(data, np.uint8))
             total += len(data)
@@ -43,10 +42,10 @@ def write_bytes_of_stdlib(prefix: Path, limit: int) -> None:
 
 
 def make_parts(folder: Path, **options: Any) -> tuple[Config, Parts]:
-    """A run over the bytes of the standard library, in this process."""
+    """A run over bytes of PyTorch's sources, in this process."""
     prefix = folder / "bytes"
     if not prefix.with_suffix(".idx").is_file():
-        write_bytes_of_stdlib(prefix, 3_000_000)
+        write_bytes_of_torch(prefix, 3_000_000)
     config, plan = check(Config().replace(**{**OPTIONS, "data_path": (str(prefix),), **options}), 1)
     return config, build(config, runtime.start("gloo", 1.0), plan)
 

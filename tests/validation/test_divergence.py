@@ -156,5 +156,6 @@ def test_plans_end_to_end(measured, figures, checkpoint, target):
     others = ("abs_err", "rel_err", "paper", *random)
     assert means["snip_loss"] < min(means[other] for other in others)
     assert means["snip_loss"] <= 0.25 * np.mean([means[seed] for seed in random])
-    assert means["snip_loss"] <= 1.5 * means["oracle"]
-    assert means["snip"] <= 1.3 * means["snip_loss"]
+    # written so that a plan which happens to improve the loss is held to it too
+    assert means["snip_loss"] - means["oracle"] <= 0.5 * abs(means["oracle"])
+    assert means["snip"] - means["snip_loss"] <= 0.3 * abs(means["snip_loss"])

@@ -132,8 +132,10 @@ def test_prop_by_hand():
     up, down, q, o = ("layers.1.mlp.up_proj", "layers.1.mlp.down_proj", "layers.0.self_attn.q_proj",
                       "layers.0.self_attn.o_proj")  # fmt: skip
     numbers = {
-        q: {"noise_update_sq": 3.0, "residual_noise_sq": 7.0},
-        o: {"noise_update_sq": 5.0, "residual_noise_sq": 7.0},
+        q: {"noise_update_sq": 3.0, "residual_noise_sq": 7.0,
+            "error_sq": {"fp4/wgrad/grad_output": 0.4, "fp4/wgrad/input": 0.2},
+            "norm_sq": {"G": 2.0, "X": 4.0, "dW": 3.0}},
+        o: {"noise_update_sq": 5.0, "residual_noise_sq": 7.0, "dgrad_signal_sq": 4.0},
         up: {"noise_update_sq": 11.0, "residual_noise_sq": 2.0, "dgrad_signal_sq": 20.0,
              "error_sq": {"fp4/wgrad/grad_output": 0.5, "fp4/wgrad/input": 0.9},
              "norm_sq": {"G": 10.0, "X": 3.0, "dW": 9.0}},
@@ -145,12 +147,14 @@ def test_prop_by_hand():
         name: linear_stats({"fp4": 0.0}, 2.5, {"fp4": 0.6}, dgrad_error_sq={"fp4": 0.8}, **fields)
         for name, fields in numbers.items()
     }
-    found = prop_divergence(probe_stats(1, 1.0, 8, linears), [q, up, down], [FP4, BF16])
+    found = prop_divergence(probe_stats(1, 1.0, 8, linears), [q, o, up, down], [FP4, BF16])
     before = (3.0 + 5.0) / 2.0  # per squared noise in the residual stream
     near = 0.6 * (0.8 / 4.0) / (0.5 / 10.0 + 0.9 / 3.0)
     # a quarter of the error is the weight's, and 8 tokens' products add up to 2.4 times what random signs would give
     near *= 0.75 + 0.25 * 9.0 * 8 / (10.0 * 3.0)
-    expected = [0.0, 0.8 * before, 0.8 * 20.0 / 4.0 * before + near]
+    # nothing is before the first attention; 8 tokens' products in q add up to 3 times what random signs would give
+    of_o = 0.6 * (0.8 / 4.0) / (0.4 / 2.0 + 0.2 / 4.0) / (3.0 * 8 / (2.0 * 4.0))
+    expected = [0.0, of_o, 0.8 * before, 0.8 * 20.0 / 4.0 * before + near]
     assert np.allclose(found[:, 0], np.array(expected) / (4 * 2.5), rtol=1e-12, atol=0)
     assert np.all(found[:, 1] == 0)
 
