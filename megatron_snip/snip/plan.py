@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.cost import LinearShape, achieved
+from megatron_snip.snip.cost import LinearShape, achieved, saving
 from megatron_snip.snip.ilp import Solution
 from megatron_snip.snip.jsonfile import (
     JsonFileError,
@@ -37,6 +37,8 @@ from megatron_snip.snip.jsonfile import (
 
 VERSION = 1
 _WAY_OUT = "use a file that Plan.save wrote, or make a new plan (--precision snip)"
+#: Sums of shares may differ by their order, and people round.
+_SHARE_TOLERANCE = 1e-4
 _FIELDS = {
     "version": is_count,
     "iteration": is_count,
@@ -92,14 +94,23 @@ class Plan:
         precision: LinearPrecision | str,
         *,
         iteration: int = 0,
-        shapes: Sequence[LinearShape] | None = None,
     ) -> Plan:
-        """Every linear in one precision, given as such or as an option string.  achieved needs the shapes."""
+        """Every linear in one precision, given as such or as an option string."""
         if isinstance(precision, str):
             precision = LinearPrecision.parse(precision)
-        linears = dict.fromkeys(names, precision)
-        saved = achieved(shapes, linears) if shapes is not None else 0.0
-        return cls(iteration, linears, target=saved, achieved=saved)
+        saved = saving(precision)
+        return cls(iteration, dict.fromkeys(names, precision), target=saved, achieved=saved)
+
+    @classmethod
+    def by_hand(
+        cls, linears: Mapping[str, LinearPrecision], shapes: Sequence[LinearShape], *, iteration: int = 0
+    ) -> Plan:
+        """Precisions that nobody solved for, of the linears of ``shapes``; target and achieved are what they save.
+
+        Raises ValueError if the names do not match.
+        """
+        saved = cls(iteration, linears).fp4_share(shapes)
+        return cls(iteration, linears, "by hand", saved, saved)
 
     @property
     def hash(self) -> str:
@@ -170,6 +181,14 @@ class Plan:
         else:
             return
         raise ValueError(f"{where}{said}; give a plan of this model, or this plan's model")
+
+    def check_achieved(self, shapes: Sequence[LinearShape], source: str) -> None:
+        """Raises ValueError, naming ``source``, field and way out, unless achieved is what the linears save."""
+        if abs(self.achieved - (share := self.fp4_share(shapes))) > _SHARE_TOLERANCE:
+            raise ValueError(
+                f"{source}: field achieved is {self.achieved!r}, but in a model of these sizes the plan's linears have "
+                f"{share!r} of the FLOPs in FP4; {_WAY_OUT}, or correct the field"
+            )
 
     def churn(self, other: Plan) -> float:
         """Share of linears, 0..1, whose precision differs between the plans; a linear of one only differs."""

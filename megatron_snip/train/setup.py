@@ -70,6 +70,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     if p.precision == "plan":
         plan = Plan.load(str(p.precision_plan))
         plan.check_names(linear_names(m.num_layers), str(p.precision_plan))
+        plan.check_achieved(snip_shapes(config), str(p.precision_plan))
     elif p.precision == "snip":
         check_snip(config.snip, snip_shapes(config))
     else:

@@ -17,7 +17,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.probes import PASSES, PassRunner
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
-from megatron_snip.train.setup import Parts, build, check
+from megatron_snip.train.setup import Parts, build, check, snip_shapes
 
 TINY = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
@@ -58,11 +58,9 @@ def make(options: dict[str, Any]) -> tuple[Config, Parts]:
 
 def mixed_plan(path: Path) -> Path:
     """A plan file with FP4 and FP8 side by side, GEMM by GEMM too."""
-    from megatron_snip.model.llama import linear_names
-
     cycle = ["fp4", "fp8", "fp4/fp8/fp4", "fp8/fp4/fp8", "fp4"]
-    names = linear_names(TINY["num_layers"])
-    Plan(0, {n: LinearPrecision.parse(cycle[i % 5]) for i, n in enumerate(names)}).save(path)
+    shapes = snip_shapes(Config().replace(**TINY))
+    Plan.by_hand({s.name: LinearPrecision.parse(cycle[i % 5]) for i, s in enumerate(shapes)}, shapes).save(path)
     return path
 
 

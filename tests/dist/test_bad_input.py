@@ -205,6 +205,7 @@ def test_one_line_and_nothing_touched(case, inputs, trained, tmp_path):
 
 PLAN = Plan.uniform(linear_names(1), "fp4")
 PLAN_EDITS = {name: (values, said) for kind in (edits, wrong_linears) for name, values, said in kind(PLAN)}
+PLAN_EDITS["another share"] = {**PLAN.to_dict(), "achieved": 0.75}, "field achieved is 0.75, but in a model of these"
 
 
 @pytest.mark.parametrize("edit", PLAN_EDITS)

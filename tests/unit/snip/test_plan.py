@@ -131,7 +131,9 @@ def test_uniform_churn_and_share():
     half = Plan(0, {"a": FP4, "b": MIXED})
     assert half.churn(fp4) == half.churn(fp8) / 2 == 0.5
     assert half.fp4_share(shapes) == pytest.approx((1 + 3 * 2 / 3) / 4)
-    assert Plan.uniform("ab", "fp4", shapes=shapes).achieved == 1.0
+    for option, share in (("fp4", 1), ("fp8", 0), ("bf16", 0), ("fp4/fp4/fp8", 2 / 3)):
+        one = Plan.uniform("ab", option)
+        assert one.target == one.achieved == pytest.approx(share) == pytest.approx(one.fp4_share(shapes))
     assert Plan.uniform("ab", "fp4/fp4/fp8").linears["b"] == MIXED
     with pytest.raises(ValueError, match="leaves out"):
         half.fp4_share([*shapes, LinearShape("c", 1, 1)])

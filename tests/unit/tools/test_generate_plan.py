@@ -216,27 +216,21 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)
 
 
-def test_the_best_plan_trains(generate, finished_run, tmp_path, monkeypatch):
-    """From the checkpoint that it was made for, two iterations."""
+def test_every_plan_trains(generate, finished_run, tmp_path, monkeypatch):
+    """From the checkpoint that they were made for, two iterations, with what each costs the loss."""
     generate("--efficiency-saving", "0.5")
     monkeypatch.setattr(runtime, "stop", lambda: None)
     monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir)
     monkeypatch.setattr(loop, "format_summary", lambda run_dir: "")
-    places = {
-        "load": str(finished_run / "checkpoints"),
-        "save": str(tmp_path / "saves"),
-        "run_dir": str(tmp_path / "r"),
-    }
-    for name in ("best", "random_1"):
-        plan = {"precision": "plan", "precision_plan": str(tmp_path / f"plans/{name}.json")}
+    common = {"train_iters": 6, "load": str(finished_run / "checkpoints"), "snip_bf16_eval_interval": 1}
+    for name in NAMES:
         options = {
-            **TINY,
-            "train_iters": 6,
-            **places,
-            "run_dir": f"{tmp_path}/{name}",
-            "save": f"{tmp_path}/{name}/saves",
+            "precision": "plan",
+            "precision_plan": str(tmp_path / f"plans/{name}.json"),
+            "run_dir": str(tmp_path / name),
+            "save": str(tmp_path / name / "saves"),
         }
-        loop.train(Config().replace(**options, **plan, snip_bf16_eval_interval=1))
+        loop.train(Config().replace(**{**TINY, **common, **options}))
         rows = read_metrics(tmp_path / name / "metrics.jsonl")
-        assert [row["iteration"] for row in rows] == [5, 6]
-        assert all(row["snip/measured_loss_divergence"] != 0 for row in rows)
+        assert [row["iteration"] for row in rows] == [5, 6], name
+        assert all(row["snip/measured_loss_divergence"] != 0 for row in rows), name

@@ -139,7 +139,8 @@ def test_a_precision_is_every_linears(precision, config, lone_mesh):
 
 def test_a_plan_is_its_linears_and_snip_begins_with_its_warm_up(config, lone_mesh, tmp_path):
     names = linear_names(1)
-    plan = Plan(0, {name: LinearPrecision.parse(["fp4", "fp8/fp4/bf16"][i % 2]) for i, name in enumerate(names)})
+    linears = {name: LinearPrecision.parse(["fp4", "fp8/fp4/bf16"][i % 2]) for i, name in enumerate(names)}
+    plan = Plan.by_hand(linears, setup.snip_shapes(config))
     plan.save(tmp_path / "plan.json")
     parts = parts_of(config.replace(precision="plan", precision_plan=str(tmp_path / "plan.json")))
     assert {name: linear.precision for name, linear in parts.linears.items()} == plan.linears
