@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def scaled_with_sigma(parts: Parts, iteration: int) -> np.ndarray:
 def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[str, ...]) -> dict[str, Any]:
     """Predictions and truth before an iteration, with outliers planted for the time.
 
-    plans: also whole plans from end to end.  formats: others than FP4, and tiles along channels with them.
+    plans: also whole plans from end to end, and tiles along channels.  formats: others than FP4.
     """
     size = parts_batch(parts)
     others = batches(parts, iteration * size, 8, size)
@@ -170,30 +171,29 @@ def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[s
     if plans:
         over = batches(parts, iteration * size, EVALUATED, EACH)
         found["end to end"] = end_to_end(parts, stats, truth, over)
-    for fmt in formats:
-        one = probe(parts, iteration, (fmt,))
-        precision = [LinearPrecision.uniform(fmt)]
-        found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
-    if formats:
         with tiles_along_channels():
             found["rho without fwd, tiles along channels"] = (
                 rho_without_fwd(probe(parts, iteration)),
                 updates.change(FP4),
             )
+    for fmt in formats:
+        one = probe(parts, iteration, (fmt,))
+        precision = [LinearPrecision.uniform(fmt)]
+        found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
     with torch.no_grad():
         for name, tensor in parts.tensors().items():
             tensor.copy_(before[name])
     return found
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """Everything the tests look at, from one run in float32 compute."""
-    torch.set_num_threads(2)  # the only test that runs meanwhile
+def measure(folder: Path, checkpoints: Sequence[str]) -> dict[str, Any]:
+    """Everything the tests look at, by checkpoint, from a run in float32 compute."""
     config, parts = make_parts(folder, precision="snip", snip_start=10**6)
     start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
     found: dict[str, Any] = {}
     done = 0
-    for name, iteration in ITERATIONS.items():
+    for name in checkpoints:
+        iteration = ITERATIONS[name]
         trained = train(config, parts, done + 1, iteration - 1)
         formats = ("nvfp4", "mxfp4") if name == "late" else ()
         found[name] = at_checkpoint(parts, iteration, plans=name != "early", formats=formats)
