@@ -21,6 +21,8 @@ from tests.dist.harness import run_ranks
 from tests.validation.predictions import ITERATIONS, RANDOM_PLANS, TARGETS, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+#: Training loss before the late checkpoint of the model in docs/numerics.md's tables; other CPUs round to other models.
+LOSS_OF_THE_TABLES = 1.8234379
 CHECKPOINTS = pytest.mark.parametrize("checkpoint", list(ITERATIONS))
 
 
@@ -130,12 +132,15 @@ def test_weight_divergence_without_fwd_is_that_of_dgrad_and_wgrad(measured, figu
 def test_weight_divergence_without_fwd_as_the_prototype_tiled(measured, figures):
     """[Spearman >= 0.75 against all three GEMMs in FP4, with wgrad's tiles along channels]
 
-    At the mid checkpoint 0.78 to 0.80 on four models; at the late one 0.66 to 0.80 (docs/numerics.md).
+    At the mid checkpoint 0.78 to 0.80 on four models; at the late one 0.66 to 0.80, so there it is asked of the
+    tables' own model alone (docs/numerics.md).
     """
     found = {
         name: compared(measured, figures, name, "rho without fwd, tiles along channels")[0] for name in ("mid", "late")
     }
     assert found["mid"] >= 0.75
+    if measured["late"]["training"][1] == pytest.approx(LOSS_OF_THE_TABLES, abs=1e-6):
+        assert found["late"] >= 0.75
 
 
 @CHECKPOINTS
