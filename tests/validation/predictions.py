@@ -155,7 +155,7 @@ def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[s
         "dL": (predicted, truth),
         "own": (
             np.sqrt(own_divergence(stats, names, [FP4])[:, 0]),
-            updates.change(LinearPrecision("bf16", "bf16", "fp4")),
+            updates.change_of_wgrad("fp4"),
         ),
         "prop": (
             np.sqrt(prop_divergence(stats, names, [FP4])[:, 0]),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, fake_quantize
 from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.snip.cost import block_of
 from megatron_snip.snip.updates import adam_update
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of
@@ -102,13 +103,48 @@ def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
         del linear._local_linear
 
 
+@contextmanager
+def streams_kept(parts: Parts, streams: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Inside, the residual stream that each block reads is kept, one entry an evaluated batch."""
+    (stage,) = parts.stages.values()
+
+    def keep(index: int) -> Any:
+        return lambda block, args: streams.setdefault(index, []).append(args[0])
+
+    hooks = [block.register_forward_pre_hook(keep(index)) for index, block in stage.blocks().items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def begun_at(parts: Parts, index: int, streams: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
+    """Inside, blocks before ``index`` do nothing, and it reads what was kept: the same bits, in less time."""
+    (stage,) = parts.stages.values()
+    coming, earlier = iter(streams[index]), [block for i, block in stage.blocks().items() if i < index]
+    hook = stage.blocks()[index].register_forward_pre_hook(lambda block, args: (next(coming), *args[1:]))
+    for block in earlier:
+        block.forward = lambda x, *rest: x
+    try:
+        yield
+    finally:
+        hook.remove()
+        for block in earlier:
+            del block.forward
+
+
 def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]) -> np.ndarray:
     """[L(+dY) + L(-dY)]/2 - L0 of each linear, nats, over batches that gave no statistics: [L]."""
-    base, truth = loss_of(parts, over), []
+    streams: dict[int, list[Tensor]] = {}
+    with streams_kept(parts, streams):
+        base = loss_of(parts, over)
+    truth = []
     for name in names:
         both = []
         for sign in (1.0, -1.0):
-            with shifted(linears_of(parts)[name], fmt, sign):
+            with begun_at(parts, block_of(name) or 0, streams), shifted(linears_of(parts)[name], fmt, sign):
                 both.append(loss_of(parts, over))
         truth.append(sum(both) / 2 - base)
     return np.array(truth)
@@ -135,6 +171,15 @@ class Updates:
             out[name] = adam_update(grad, m, v, parts.optimizer.steps + 1, adam)
         parts.optimizer.zero_grad()
         return out
+
+    def change_of_wgrad(self, fmt: str) -> np.ndarray:
+        """|u - u0|_F / U of each linear with wgrad alone in a format: [L].  All at once: its error reaches no other."""
+        with precisions(self.parts, dict.fromkeys(self.names, LinearPrecision("bf16", "bf16", fmt))):
+            updates = self._updates()
+        return (
+            np.array([float((updates[n] - self.base[n]).double().square().sum().sqrt()) for n in self.names])
+            / self.whole
+        )
 
     def change(self, precision: LinearPrecision) -> np.ndarray:
         """|u - u0|_F / U over all linears when one of them alone runs in a precision: [L]."""
