@@ -30,11 +30,8 @@ def make_data(folder: Path) -> Path:
 
 
 def validation_losses(data: Path, run_dir: Path, precision: str, seed: int) -> list[float]:
-    """Validation loss before training and at its end: the quickstart's own options but for the layout."""
-    lone = [
-        "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--no-sequence-parallel",
-        "--micro-batch-size", "8",  # the whole batch: no pipeline to fill
-    ]  # fmt: skip
+    """Validation loss before training and at its end: the quickstart's own options, in one process."""
+    lone = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--no-sequence-parallel"]
     paths = [
         "--train-data-path", str(data / "train_text_document"),
         "--valid-data-path", str(data / "valid_text_document"),

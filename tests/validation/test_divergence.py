@@ -21,8 +21,6 @@ from tests.dist.harness import run_ranks
 from tests.validation.predictions import ITERATIONS, RANDOM_PLANS, TARGETS, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-#: Training loss before the late checkpoint of the model in docs/numerics.md's tables; other CPUs round to other models.
-LOSS_OF_THE_TABLES = 1.8234379
 CHECKPOINTS = pytest.mark.parametrize("checkpoint", list(ITERATIONS))
 
 
@@ -132,15 +130,13 @@ def test_weight_divergence_without_fwd_is_that_of_dgrad_and_wgrad(measured, figu
 def test_weight_divergence_without_fwd_as_the_prototype_tiled(measured, figures):
     """[Spearman >= 0.75 against all three GEMMs in FP4, with wgrad's tiles along channels]
 
-    At the mid checkpoint 0.78 to 0.80 on four models; at the late one 0.66 to 0.80, so there it is asked of the
-    tables' own model alone (docs/numerics.md).
+    At the mid checkpoint 0.78 to 0.80 on four models.  At the late one 0.66 to 0.80: a CPU that rounds to another model
+    than that of docs/numerics.md's tables may miss it there.
     """
     found = {
         name: compared(measured, figures, name, "rho without fwd, tiles along channels")[0] for name in ("mid", "late")
     }
-    assert found["mid"] >= 0.75
-    if measured["late"]["training"][1] == pytest.approx(LOSS_OF_THE_TABLES, abs=1e-6):
-        assert found["late"] >= 0.75
+    assert min(found.values()) >= 0.75
 
 
 @CHECKPOINTS
@@ -176,6 +172,5 @@ def test_plans_end_to_end(measured, figures, checkpoint, target):
     others = ("abs_err", "rel_err", "paper", *random)
     assert means["snip_loss"] < min(means[other] for other in others)
     assert means["snip_loss"] <= 0.25 * np.mean([means[seed] for seed in random])
-    # written so that a plan which happens to improve the loss is held to it too
-    assert means["snip_loss"] - means["oracle"] <= 0.5 * abs(means["oracle"])
-    assert means["snip"] - means["snip_loss"] <= 0.3 * abs(means["snip_loss"])
+    assert means["snip_loss"] <= 1.5 * means["oracle"]
+    assert means["snip"] <= 1.3 * means["snip_loss"]
