@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.config import Config, parse
-from megatron_snip.model.llama import linear_names
-from megatron_snip.snip.cost import LinearShape, achieved, block_of
+from megatron_snip.model.llama import linear_names, linear_place
+from megatron_snip.quant import LinearShape
+from megatron_snip.snip.cost import achieved
 from megatron_snip.snip.divergence import non_finite_linears
 from megatron_snip.snip.gemm_times import GemmTimes
 from megatron_snip.snip.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
@@ -125,12 +126,14 @@ def make_planner(config: Config, path: Path) -> Planner:
     """Read the statistics and check the options against them; ValueError names what does not fit."""
     stats = ProbeStats.load(path)
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in stats.linears.items()}
+    known = None
     if config.model.num_layers < 1:
-        blocks = [block_of(name) for name in sizes]
-        known = linear_names(1 + max((block for block in blocks if block is not None), default=0))
-        if odd := sorted(set(known) ^ sizes.keys()) + [name for name, size in sizes.items() if min(size) < 1]:
+        places = {name: linear_place(name) for name in sizes}
+        names = linear_names(1 + max((place[0] for place in places.values() if place), default=0))
+        if odd := sorted(set(names) ^ sizes.keys()) + [name for name, size in sizes.items() if min(size) < 1]:
             raise ValueError(f"{path}: no statistics of a Llama's linears, see {odd[0]}; collect them anew")
-    shapes = snip_shapes(config, sizes if config.model.num_layers < 1 else None)
+        known = [LinearShape(name, *sizes[name], *place) for name in names if (place := places[name])]
+    shapes = snip_shapes(config, known)
     told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
     if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
         raise ValueError(

@@ -27,12 +27,11 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.config import Config, parse
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.gemm_times import GemmTimes
 
 _KEY = RoundingKey(seed=1, iteration=2, stream=3)
-_ROW_PARALLEL = ("o_proj", "down_proj")  # tp cuts their input features, the others' output features
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
 #: (format, gemm) -> seconds.
 Seconds = dict[tuple[str, str], float]
@@ -62,10 +61,10 @@ def shards(config: Config) -> list[Shard]:
             raise ValueError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
     tp = config.parallel.tensor_model_parallel_size
     counts: dict[tuple[int, int, int, int], int] = {}
-    for name, (n, k) in linear_shapes(config.model).items():
-        by_row = name.endswith(_ROW_PARALLEL)
+    for shape in linear_shapes(config.model):
+        n, k, by_row = shape.out_features, shape.in_features, shape.kind in ROW_PARALLEL
         if (k if by_row else n) % tp:
-            raise ValueError(f"--tensor-model-parallel-size {tp} does not divide {name} {n}x{k}; change it")
+            raise ValueError(f"--tensor-model-parallel-size {tp} does not divide {shape.name} {n}x{k}; change it")
         key = (n, k, n, k // tp) if by_row else (n, k, n // tp, k)
         counts[key] = counts.get(key, 0) + 1
     return [Shard(*key, count) for key, count in counts.items()]

@@ -18,29 +18,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.config import parse
-from megatron_snip.snip.cost import block_of, by_stage, saving
+from megatron_snip.model.llama import linear_place
+from megatron_snip.quant import KINDS
+from megatron_snip.snip.cost import by_stage, saving
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.run_folder import with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
-KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 def table(plan: Plan, other: Plan | None = None) -> str:
     """A line per block and a column per kind of linear; linears outside blocks follow, one a line."""
-    found = dict.fromkeys(name.rpartition(".")[2] for name in plan.linears if block_of(name) is not None)
-    kinds = [kind for kind in KINDS if kind in found] + [kind for kind in found if kind not in KINDS]
+    places = {name: linear_place(name) for name in plan.linears}
+    kinds = [kind for kind in KINDS if any(place and place[1] == kind for place in places.values())]
     rows: dict[int, dict[str, str]] = {}
     rest = []
     for name, precision in plan.linears.items():
         changed = other is not None and other.linears.get(name) != precision
         cell = f"{precision}{'*' if changed else ''}"
-        block = block_of(name)
-        if block is None:
-            rest.append(f"{name}  {cell}")
+        if place := places[name]:
+            rows.setdefault(place[0], {})[place[1]] = cell
         else:
-            rows.setdefault(block, {})[name.rpartition(".")[2]] = cell
-    heads = ["block", *(kind.removesuffix("_proj") for kind in kinds)]
+            rest.append(f"{name}  {cell}")
+    heads = ["block", *kinds]
     lines = [[str(block), *(row.get(kind, "-") for kind in kinds)] for block, row in sorted(rows.items())]
     widths = [max(map(len, column)) for column in zip(heads, *lines)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)) for line in [heads, *lines]]

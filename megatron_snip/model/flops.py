@@ -12,12 +12,12 @@ from megatron_snip.model.llama import linear_shapes
 
 def linear_flops_per_token(m: ModelConfig) -> int:
     """FLOPs of one GEMM each of all quantisable linears, per token."""
-    return sum(2 * n * k for n, k in linear_shapes(m).values())
+    return sum(shape.gemm_flops for shape in linear_shapes(m))
 
 
 def parameters(m: ModelConfig, *, tied: bool) -> int:
     """Parameters of the whole model, padding of the vocabulary included."""
-    linears = sum(n * k for n, k in linear_shapes(m).values())
+    linears = sum(shape.out_features * shape.in_features for shape in linear_shapes(m))
     norms = (2 * m.num_layers + 1) * m.hidden_size
     return linears + norms + m.padded_vocab_size * m.hidden_size * (1 if tied else 2)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,32 +31,50 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, wide_linear
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, LinearShape, RoundingKey, wide_linear
 from megatron_snip.runtime import seed_of
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+#: Linears of these kinds leave the tensor parallel region: tp cuts their input channels, the others' output channels.
+ROW_PARALLEL = ("o", "down")
+
+
+#: Module of a linear in its block -> (kind, what it reads).
+_PLACES = {
+    **{f"self_attn.{kind}_proj": (kind, "attention norm") for kind in "qkv"},
+    "self_attn.o_proj": ("o", "attention"),
+    **{f"mlp.{kind}_proj": (kind, "mlp norm") for kind in ("gate", "up")},
+    "mlp.down_proj": ("down", "activation"),
+}
 
 
 def linear_names(num_layers: int) -> list[str]:
     """Names of all quantisable linears, in order."""
-    return [
-        f"layers.{i}.{part}.{name}"
-        for i in range(num_layers)
-        for part, names in (("self_attn", ATTENTION_LINEARS), ("mlp", MLP_LINEARS))
-        for name in names
-    ]
+    return [f"layers.{block}.{module}" for block in range(num_layers) for module in _PLACES]
 
 
-def linear_shapes(m: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out_features, in_features) of every quantisable linear, whole, by name."""
+def linear_place(name: str) -> tuple[int, str, str] | None:
+    """(block, kind, what it reads) of a quantisable linear by its name; None for other names."""
+    layers, block, module = [*name.split(".", 2), "", ""][:3]
+    if layers != "layers" or not block.isdecimal() or module not in _PLACES:
+        return None
+    kind, reads = _PLACES[module]
+    return int(block), kind, f"{block}: {reads}"
+
+
+def linear_shapes(m: ModelConfig) -> list[LinearShape]:
+    """Every quantisable linear of the whole model, in order, all on stage 0."""
     q, kv = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
     h, f = m.hidden_size, m.ffn_hidden_size
-    shapes = {
-        "q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q),
-        "gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f),
-    }  # fmt: skip
-    return {name: shapes[name.rsplit(".", 1)[1]] for name in linear_names(m.num_layers)}
+    sizes = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q), "gate": (f, h), "up": (f, h), "down": (h, f)}
+    shapes = []
+    for name in linear_names(m.num_layers):
+        place = linear_place(name)
+        assert place is not None
+        block, kind, reads = place
+        shapes.append(LinearShape(name, *sizes[kind], block=block, kind=kind, reads=reads))
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,11 @@ class Build:
     dtype: torch.dtype  # of the compute, not of the parameters
     device: torch.device
 
+    @cached_property
+    def shapes(self) -> dict[str, LinearShape]:
+        """The quantisable linears of the whole model by name."""
+        return {shape.name: shape for shape in linear_shapes(self.model)}
+
     def normal(self, name: str, shape: tuple[int, int], std: float) -> Tensor:
         """Initial weight [rows, columns] on the CPU: a function of seed and name, whatever the layout."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, name))
@@ -76,12 +100,12 @@ class Build:
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name, freshly initialised."""
-        kind = name.rsplit(".", 1)[1]
-        leaves = kind in ("o_proj", "down_proj")
+        shape = self.shapes[name]
+        leaves = shape.kind in ROW_PARALLEL
         std = self.model.init_method_std
         if leaves:  # Megatron's scaled initialisation: the residual stream keeps its variance with depth
             std /= math.sqrt(2 * self.model.num_layers)
-        weight = self.normal(name, linear_shapes(self.model)[name], std)
+        weight = self.normal(name, (shape.out_features, shape.in_features), std)
         module = RowParallelLinear if leaves else ColumnParallelLinear
         return module(name, weight, self.region, self.mesh.device_mesh)
 

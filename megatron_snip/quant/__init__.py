@@ -13,14 +13,17 @@ from megatron_snip.quant.linear import (
 from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, name_stream
+from megatron_snip.quant.shape import KINDS, LinearShape
 from megatron_snip.quant.wide import wide_linear
 
 __all__ = [
     "GEMMS",
+    "KINDS",
     "Casts",
     "LinearCall",
     "LinearObserver",
     "LinearPrecision",
+    "LinearShape",
     "Operands",
     "Quantized",
     "RoundingKey",

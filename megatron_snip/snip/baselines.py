@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, block_of, efficiency
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.cost import efficiency
 
 Floats = NDArray[np.float64]
 
 #: From the first to leave its precision to the last.  A rule of thumb, not a measurement: down_proj's input
 #: (SwiGLU's product) has the widest outliers, and o_proj and v_proj reach the residual stream unscaled.
-KINDS = ("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
+KINDS = ("gate", "up", "q", "k", "v", "o", "down")
 
 
 def protect(ranks: Floats, shapes: Sequence[LinearShape], options: Sequence[LinearPrecision]) -> Floats:
@@ -29,34 +29,25 @@ def protect(ranks: Floats, shapes: Sequence[LinearShape], options: Sequence[Line
     return ranks[:, None] * efficiency(shapes, options, "time")
 
 
-def random_ranks(names: Sequence[str], seed: int) -> Floats:
+def random_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
     """[L] uniform in (0, 1]; depends on the seed and the name, not on the other linears."""
-    draws = [np.random.default_rng([seed, zlib.crc32(name.encode())]).random() for name in names]
+    draws = [np.random.default_rng([seed, zlib.crc32(shape.name.encode())]).random() for shape in shapes]
     return 1.0 - np.array(draws)
 
 
-def layer_id_ranks(names: Sequence[str], seed: int) -> Floats:
+def layer_id_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
     """[L] distance of the linear's block from the middle of the model: the first and the last rank highest.
 
-    The later of two blocks at one distance ranks higher.  Linears outside blocks rank 1.  Ignores the seed.
+    The later of two blocks at one distance ranks higher.  Ignores the seed.
     """
-    blocks = [block_of(name) for name in names]
-    last = max((block for block in blocks if block is not None), default=0)
-    count = last + 1
-    ranks = [1.0 if b is None else (abs(2 * b - last) + (0.5 if 2 * b > last else 0.0) + 1) for b in blocks]
-    scale = [1.0 if b is None else count + 1 for b in blocks]
-    return np.array(ranks) / np.array(scale)
+    blocks = np.array([shape.block for shape in shapes])
+    last = int(blocks.max())
+    ranks: Floats = (abs(2 * blocks - last) + np.where(2 * blocks > last, 0.5, 0.0) + 1) / (last + 2)
+    return ranks
 
 
-def layer_type_ranks(names: Sequence[str], seed: int) -> Floats:
-    """[L] place of the linear's kind in KINDS; within a kind later blocks rank higher.  Ignores the seed.
-
-    Unknown kinds rank 1.
-    """
-    count = 1 + max((block_of(name) or 0 for name in names), default=0)
-    ranks = []
-    for name in names:
-        kind = name.rpartition(".")[2]
-        place = KINDS.index(kind) if kind in KINDS else len(KINDS) - 1
-        ranks.append((place + ((block_of(name) or 0) + 1) / count) / len(KINDS))
-    return np.array(ranks)
+def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
+    """[L] place of the linear's kind in KINDS; within a kind later blocks rank higher.  Ignores the seed."""
+    count = 1 + max(shape.block for shape in shapes)
+    places = [KINDS.index(shape.kind) + (shape.block + 1) / count for shape in shapes]
+    return np.array(places) / len(KINDS)

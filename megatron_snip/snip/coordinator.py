@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, achieved, by_stage
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.cost import achieved, by_stage
 from megatron_snip.snip.divergence import (
     fwd_divergence,
     knows_fwd,

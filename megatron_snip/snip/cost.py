@@ -9,8 +9,8 @@ Times are those of gemm_times.py, nominal unless a table is given; what casts an
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
 
 Floats = NDArray[np.float64]
@@ -28,21 +28,6 @@ GRANULARITIES = ("linear", "gemm", "fused")
 MEASURES = ("fp4", "time")
 #: Linears that kernels run as one GEMM, by the end of their names.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """A linear of the whole model: weight [out_features, in_features], on this pipeline stage."""
-
-    name: str
-    out_features: int
-    in_features: int
-    stage: int = 0
-
-    @property
-    def gemm_flops(self) -> int:
-        """FLOPs per token of each of its three GEMMs."""
-        return 2 * self.out_features * self.in_features
 
 
 def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[LinearPrecision]:
@@ -63,15 +48,11 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
     return [LinearPrecision(*triple) for triple in product(names, repeat=len(GEMMS))]
 
 
-def fused_ties(names: Sequence[str]) -> NDArray[np.int64]:
-    """``ties`` of ilp.solve for granularity "fused", [L]: q, k, v of a block share an id, gate and up too."""
-    keys = []
-    for name in names:
-        block, _, kind = name.rpartition(".")
-        group = next((g for g, kinds in enumerate(FUSED_GROUPS) if kind in kinds), None)
-        keys.append(None if group is None else (block, group))
-    ids = {key: number for number, key in enumerate(dict.fromkeys(k for k in keys if k is not None))}
-    return np.array([-1 if key is None else ids[key] for key in keys], dtype=np.int64)
+def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+    """``ties`` of ilp.solve for granularity "fused", [L]: linears that read the same input share an id."""
+    readers = Counter(shape.reads for shape in shapes if shape.reads)
+    ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
+    return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
 def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:

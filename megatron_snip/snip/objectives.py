@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.snip import baselines
-from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.divergence import (
     loss_divergence,
     non_finite_linears,
@@ -236,9 +235,9 @@ def _gain(stats: ProbeStats, kind: str) -> float:
     return float(np.sqrt(sum(change or 0.0 for change in changes) / noise)) if noise > 0 else 0.0
 
 
-def _rule(rank: Callable[[Sequence[str], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
+def _rule(rank: Callable[[Sequence[LinearShape], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
     def compute(inputs: ObjectiveInputs) -> Floats:
-        return baselines.protect(rank(inputs.names, inputs.seed), inputs.shapes, inputs.options)
+        return baselines.protect(rank(inputs.shapes, inputs.seed), inputs.shapes, inputs.options)
 
     return compute
 

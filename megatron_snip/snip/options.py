@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.cost import LinearShape, efficiency, fused_ties, linear_options, modelled_time, stages
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
+from megatron_snip.snip.cost import efficiency, fused_ties, linear_options, modelled_time, stages
 from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
 from megatron_snip.snip.ilp import InfeasibleTarget, check_target
 from megatron_snip.snip.solver import SolveRequest
@@ -61,16 +61,17 @@ def measure_of(options: Sequence[LinearPrecision]) -> str:
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
-def read_choices(snip: SnipConfig, names: Sequence[str]) -> Choices:
-    """--snip-options, --snip-granularity and --snip-fix for linears of these names.
+def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
+    """--snip-options, --snip-granularity and --snip-fix for these linears.
 
     Raises ValueError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
     granularity ties.
     """
     free = linear_options([text.strip() for text in snip.snip_options.split(",")], snip.snip_granularity)
+    names = [shape.name for shape in shapes]
     fixes = read_fixes(snip.snip_fix, names)
     options = tuple(dict.fromkeys([*free, *fixes.values()]))
-    ties = fused_ties(names) if snip.snip_granularity == "fused" else None
+    ties = fused_ties(shapes) if snip.snip_granularity == "fused" else None
     fixed = np.array([options.index(fixes[name]) if name in fixes else -1 for name in names], np.int64)
     if ties is not None:
         fixed = _fix_whole_ties(ties, fixed, names, options)
@@ -125,7 +126,7 @@ def read_times(snip: SnipConfig) -> GemmTimes:
 
 def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     """``read_choices``, and ValueError too for a table without their formats or a target beyond them."""
-    choices = read_choices(snip, [shape.name for shape in shapes])
+    choices = read_choices(snip, shapes)
     times = read_times(snip)
     times.check(choices.formats)
     saved = efficiency(shapes, choices.options, choices.measure, times)

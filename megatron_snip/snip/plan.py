@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.cost import LinearShape, achieved, saving
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
+from megatron_snip.snip.cost import achieved, saving
 from megatron_snip.snip.ilp import Solution
 from megatron_snip.snip.jsonfile import (
     JsonFileError,

@@ -20,15 +20,13 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant import GEMMS
-from megatron_snip.snip.cost import block_of
+from megatron_snip.model.llama import linear_place
+from megatron_snip.quant import GEMMS, KINDS
 from megatron_snip.snip.plan import Plan
 
 Axes = Any  # matplotlib is not checked by mypy
 Curve = tuple[Sequence[int], Sequence[float]]
 
-#: Rows of a heatmap from the top, where the model has them; other kinds follow.
-KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _INK, _FAINT, _EMPTY = "#1c2430", "#8792a2", "#e9ecf0"
 _TRAINING, _SMOOTH, _VALIDATION, _MARK = "#a9c0dd", "#4c7db3", "#123f7a", "#c8641b"
 _COLOURS = {"bf16": "#dfe5ec", "fp8": "#5b8fbf", "fp4": "#e8893c"}
@@ -100,7 +98,8 @@ def pareto(
 
 def _plans_figure(all_plans: Sequence[Plan]) -> Figure:
     names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
-    kinds, blocks = _kinds(names), _blocks(names)
+    grid = _Grid(names)
+    kinds, blocks = grid.kinds, grid.blocks
     columns = 1 if blocks > 40 else 2 if blocks > 16 else 3
     most = _MOST_PLANS if columns > 1 else _MOST_PLANS // 2
     picked = sorted(set(np.linspace(0, len(all_plans) - 1, min(len(all_plans), most)).round().astype(int)))
@@ -108,15 +107,15 @@ def _plans_figure(all_plans: Sequence[Plan]) -> Figure:
     lines = -(-len(picked) // columns)
     width = min(15.0, max(6.0, columns * (1.3 + 0.22 * max(blocks, 10))))
     figure = _figure(width, 0.7 + lines * (0.75 + 0.24 * max(len(kinds), 5)))
-    grid = figure.subplots(lines, columns, squeeze=False)
+    places = figure.subplots(lines, columns, squeeze=False)
     formats = _formats_of(all_plans)
-    for place, axes in enumerate(grid.flat):
+    for place, axes in enumerate(places.flat):
         if place >= len(picked):
             axes.set_visible(False)
             continue
         index = picked[place]
         before = all_plans[picked[place - 1]] if place else None
-        _draw_plan(axes, all_plans[index], before, kinds, blocks, formats)
+        _draw_plan(axes, all_plans[index], before, grid, formats)
         if place % columns:
             axes.tick_params(labelleft=False)
         if place + columns < len(picked):
@@ -132,7 +131,8 @@ def _plans_figure(all_plans: Sequence[Plan]) -> Figure:
 def divergences(path: Path, values: Mapping[str, Mapping[str, float]]) -> Path:
     """One heatmap per kind of divergence, log colour.  values: kind -> linear -> value; <= 0 stays grey."""
     names = list(dict.fromkeys(name for linears in values.values() for name in linears))
-    kinds, blocks = _kinds(names), _blocks(names)
+    grid = _Grid(names)
+    kinds, blocks = grid.kinds, grid.blocks
     columns = 1 if blocks > 24 else len(values)
     lines = -(-len(values) // columns)
     width = min(15.0, max(6.0, columns * (2.4 + 0.26 * max(blocks, 10))))
@@ -141,8 +141,8 @@ def divergences(path: Path, values: Mapping[str, Mapping[str, float]]) -> Path:
         axes = figure.add_subplot(lines, columns, place + 1)
         table = np.full((len(kinds), blocks), np.nan)
         for name, value in linears.items():
-            if value > 0:
-                table[_row(kinds, name), block_of(name) or 0] = value
+            if value > 0 and name in grid.cells:
+                table[grid.cells[name]] = value
         axes.set_title(kind.replace("_", " "), loc="left", fontsize=11, color=_INK)
         if np.isfinite(table).any():
             low, high = float(np.nanmin(table)), float(np.nanmax(table))
@@ -215,17 +215,14 @@ def _mark_plans(axes: Axes, marks: Sequence[tuple[int, float]]) -> None:
             label.set_in_layout(False)  # a plan beyond the last recorded iteration must not squeeze the picture
 
 
-def _kinds(names: Iterable[str]) -> list[str]:
-    found = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    return [kind for kind in KINDS if kind in found] + [kind for kind in found if kind not in KINDS]
+class _Grid:
+    """Where linears of a Llama stand in a heatmap: rows are kinds, columns blocks.  Other names have no cell."""
 
-
-def _blocks(names: Iterable[str]) -> int:
-    return 1 + max((block_of(name) or 0 for name in names), default=0)
-
-
-def _row(kinds: Sequence[str], name: str) -> int:
-    return kinds.index(name.rpartition(".")[2])
+    def __init__(self, names: Iterable[str]) -> None:
+        places = {name: place for name in names if (place := linear_place(name)) is not None}
+        self.kinds = [kind for kind in KINDS if kind in {kind for _, kind, _ in places.values()}]
+        self.blocks = 1 + max((block for block, _, _ in places.values()), default=0)
+        self.cells = {name: (self.kinds.index(kind), block) for name, (block, kind, _) in places.items()}
 
 
 def _formats_of(all_plans: Sequence[Plan]) -> dict[str, str]:
@@ -239,32 +236,29 @@ def _formats_of(all_plans: Sequence[Plan]) -> dict[str, str]:
 def _heatmap_axes(axes: Axes, kinds: Sequence[str], blocks: int, bands: int) -> None:
     """Rows of ``bands`` pixels with the kinds' short names, columns of blocks, white lines between cells."""
     centres = [row * bands + (bands - 1) / 2 for row in range(len(kinds))]
-    axes.set_yticks(centres, [kind.removesuffix("_proj") for kind in kinds], fontsize=9)
+    axes.set_yticks(centres, list(kinds), fontsize=9)
     step = 1 if blocks <= 12 else 2 if blocks <= 24 else 5 if blocks <= 48 else 10
     axes.set_xticks(range(0, blocks, step), [str(block) for block in range(0, blocks, step)], fontsize=8)
     axes.tick_params(length=0, colors=_INK)
     axes.spines[:].set_visible(False)
     axes.set_facecolor(_EMPTY)
     axes.set_xlim(-0.5, blocks - 0.5)
-    axes.set_ylim(len(kinds) * bands - 0.5, -0.5)
+    axes.set_ylim(max(1, len(kinds) * bands) - 0.5, -0.5)
     line = {"color": "white", "zorder": 3}
     axes.vlines(np.arange(1, blocks) - 0.5, -0.5, len(kinds) * bands - 0.5, linewidth=0.8, **line)
     axes.hlines(np.arange(1, len(kinds)) * bands - 0.5, -0.5, blocks - 0.5, linewidth=1.6, **line)
     axes.set_xlabel("block", fontsize=9, color=_INK)
 
 
-def _draw_plan(
-    axes: Axes, plan: Plan, before: Plan | None, kinds: Sequence[str], blocks: int, formats: Mapping[str, str]
-) -> None:
-    table = np.full((len(kinds) * len(GEMMS), blocks), np.nan)
-    for name, precision in plan.linears.items():
-        for band, gemm in enumerate(GEMMS):
-            row = _row(kinds, name) * len(GEMMS) + band
-            table[row, block_of(name) or 0] = list(formats).index(getattr(precision, gemm))
+def _draw_plan(axes: Axes, plan: Plan, before: Plan | None, grid: _Grid, formats: Mapping[str, str]) -> None:
+    table = np.full((len(grid.kinds) * len(GEMMS), grid.blocks), np.nan)
+    for name, (row, block) in grid.cells.items():
+        for band, gemm in enumerate(GEMMS) if name in plan.linears else ():
+            table[row * len(GEMMS) + band, block] = list(formats).index(getattr(plan.linears[name], gemm))
     limits = {"vmin": -0.5, "vmax": len(formats) - 0.5}
     colours = ListedColormap(list(formats.values()))
     axes.imshow(table, cmap=colours, aspect="auto", interpolation="nearest", **limits)
-    _heatmap_axes(axes, kinds, blocks, bands=len(GEMMS))
+    _heatmap_axes(axes, grid.kinds, grid.blocks, bands=len(GEMMS))
     title = f"iteration {plan.iteration}: {plan.achieved:.1%} FP4"
     if before is not None:
         title += f", {plan.churn(before):.0%} changed"

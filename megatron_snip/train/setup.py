@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,9 @@ from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_na
 from megatron_snip.parallel.data import shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
+from megatron_snip.quant import LinearPrecision, LinearShape, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
-from megatron_snip.snip.cost import LinearShape, block_of
 from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.probes import StatisticsProbe
@@ -89,7 +88,7 @@ def _check_linears(config: Config, plan: Plan | None) -> None:
     if plan is not None:
         precisions = set(plan.linears.values())
     elif kind == "snip":
-        choices = read_choices(config.snip, linear_names(config.model.num_layers))
+        choices = read_choices(config.snip, snip_shapes(config))
         precisions = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
     else:
         precisions = {LinearPrecision.parse(kind)}
@@ -194,39 +193,29 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
     return loader(train, True), loader(valid, False) if valid is not None else None
 
 
-def _stage_of_layer(config: Config, name: str) -> int:
-    """Pipeline process (not chunk) that holds a linear, for per-stage targets."""
-    num_stages = _stages_of(config)
-    layer = int(name.split(".")[1])
-    return layer // (config.model.num_layers // num_stages) % config.parallel.pipeline_model_parallel_size
+def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:
+    """The linears that a plan covers, in the order of its matrices, each on its pipeline stage.
 
-
-def snip_shapes(config: Config, sizes: Mapping[str, tuple[int, int]] | None = None) -> list[LinearShape]:
-    """The linears that a plan covers, in the order of its matrices.
-
-    sizes: (out_features, in_features) by name where something else than the options tells them.
+    known: the model's linears where something else than the options tells them.
     ValueError if the options, which tools give without the rest of a run, do not tell the model's shape.
     """
-    if sizes is not None:
-        config = config.replace(num_layers=1 + max(block_of(name) or 0 for name in sizes))
-    for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if sizes is None else ():
+    for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if known is None else ():
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
-    layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    shapes = linear_shapes(config.model) if known is None else known
+    layers, pp = 1 + max(shape.block for shape in shapes), config.parallel.pipeline_model_parallel_size
     if pp < 1 or layers % pp:
         raise ValueError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
-    return [
-        LinearShape(name, n, k, stage=_stage_of_layer(config, name))
-        for name, (n, k) in (sizes or linear_shapes(config.model)).items()
-    ]
+    each = layers // _stages_of(config.replace(num_layers=layers))
+    return [dataclasses.replace(shape, stage=shape.block // each % pp) for shape in shapes]
 
 
 def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
     """SNIP's coordinator over this process's linears."""
     t = config.training
     shapes = snip_shapes(config)
-    choices = read_choices(config.snip, [shape.name for shape in shapes])
+    choices = read_choices(config.snip, shapes)
     probe = StatisticsProbe(
         parts.linears,
         {index: block for stage in parts.stages.values() for index, block in stage.blocks().items()},

@@ -47,7 +47,7 @@ def plan_of(config: Config, stats: ProbeStats, granularity: str, target: float) 
     """The plan that a run with these options would take."""
     snip = config.replace(snip_granularity=granularity, snip_target=target, snip_objective=OBJECTIVE).snip
     shapes = snip_shapes(config)
-    choices = read_choices(snip, [shape.name for shape in shapes])
+    choices = read_choices(snip, shapes)
     inputs = ObjectiveInputs(shapes, choices.options, stats, update_weight=snip.snip_weight)
     quality, held, _ = finite_or_held(OBJECTIVE, inputs)
     chosen = solve_request(snip, shapes, choices, quality, held=held).solve().choice

@@ -21,7 +21,7 @@ from megatron_snip.model.llama import (
     rotate,
 )
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import KINDS, LinearPrecision
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, seq_length=128,
@@ -56,10 +56,19 @@ def test_names_and_shapes():
     ]
     m = dataclasses.replace(MODEL, kv_channels=48)
     shapes = linear_shapes(m)
-    assert list(shapes) == linear_names(4)
-    assert [shapes[name] for name in linear_names(1)] == [
+    assert [shape.name for shape in shapes] == linear_names(4)
+    assert [(shape.out_features, shape.in_features) for shape in shapes[:7]] == [
         (192, 128), (96, 128), (96, 128), (128, 192), (256, 128), (256, 128), (128, 256),
     ]  # fmt: skip
+    assert [shape.kind for shape in shapes[:7]] == list(KINDS)
+    assert [shape.block for shape in shapes[::7]] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    first = [shape.reads for shape in shapes[:7]]
+    assert first[0] == first[1] == first[2] and first[4] == first[5] and len({shape.reads for shape in shapes}) == 16
 
 
 def test_parameters_are_named_as_hugging_faces_whatever_the_cut(make):

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.coordinator import Coordinator
-from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.options import read_choices
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.solver import BackgroundSolver, SolverFailed
@@ -24,6 +23,7 @@ from megatron_snip.snip.stats import ProbeStats
 from tests.unit.snip.made_up import linear_stats, probe_stats
 
 NAMES = [f"layers.{i}.mlp.{kind}_proj" for i in range(2) for kind in ("gate", "down")]
+SHAPES = [LinearShape(name, 128, 128) for name in NAMES]
 OLD = Plan.uniform(NAMES, "fp8", iteration=1)
 
 
@@ -61,8 +61,8 @@ def make(lone_mesh, tmp_path):
         made.append(
             Coordinator(
                 config,
-                [LinearShape(name, 128, 128) for name in NAMES],
-                read_choices(config, NAMES),
+                SHAPES,
+                read_choices(config, SHAPES),
                 probe or FakeProbe(),
                 linears,
                 lone_mesh,

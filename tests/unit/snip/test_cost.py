@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.config import Config
+from megatron_snip.model.llama import linear_shapes
+from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.cost import (
-    LinearShape,
     achieved,
-    block_of,
     by_stage,
     efficiency,
     fused_ties,
@@ -104,9 +104,6 @@ def test_options_by_granularity():
 
 
 def test_fused_ties_and_stages():
-    block = [f"layers.{{}}.self_attn.{p}_proj" for p in "qkvo"]
-    block += [f"layers.{{}}.mlp.{p}_proj" for p in ("gate", "up", "down")]
-    names = [name.format(i) for i in range(2) for name in block]
-    assert fused_ties(names).tolist() == [0, 0, 0, -1, 1, 1, -1, 2, 2, 2, -1, 3, 3, -1]
+    shapes = linear_shapes(Config().replace(num_layers=2, hidden_size=128, num_attention_heads=1).model)
+    assert fused_ties(shapes).tolist() == [0, 0, 0, -1, 1, 1, -1, 2, 2, 2, -1, 3, 3, -1]
     assert stages(SHAPES).tolist() == [0, 1]
-    assert [block_of(n) for n in ("layers.12.mlp.up_proj", "lm_head", "layers.x.y")] == [12, None, None]

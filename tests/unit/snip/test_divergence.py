@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape
+from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.divergence import (
     NonFiniteStatistics,
     fwd_divergence,
@@ -30,7 +29,7 @@ from tests.unit.snip.made_up import linear_stats, probe_stats
 
 BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
 NAMES = ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
-SHAPES = [LinearShape(NAMES[0], 8, 4), LinearShape(NAMES[1], 4, 4)]
+SHAPES = [LinearShape(NAMES[0], 8, 4, 0, "up"), LinearShape(NAMES[1], 4, 4, 1, "up")]
 
 
 def stats(**linear) -> ProbeStats:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import Config, SnipConfig
+from megatron_snip.model.llama import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
-from megatron_snip.snip.cost import LinearShape
 from megatron_snip.snip.gemm_times import GemmTimes
 from megatron_snip.snip.options import (
     changed_gemms,
@@ -22,9 +23,12 @@ from megatron_snip.snip.options import (
     solve_request,
 )
 
-KINDS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-NAMES = [f"layers.{i}.{kind}" for i in range(12) for kind in KINDS]
-SHAPES = [LinearShape(name, 128, 128, stage=int(name.split(".")[1]) // 6) for name in NAMES]
+#: Twelve blocks on two stages, every linear as large as any other.
+SHAPES = [
+    dataclasses.replace(shape, out_features=128, in_features=128, stage=shape.block // 6)
+    for shape in linear_shapes(Config().replace(num_layers=12, hidden_size=128, num_attention_heads=1).model)
+]
+NAMES = [shape.name for shape in SHAPES]
 BF16, FP8, FP4 = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4"))
 
 
@@ -39,12 +43,12 @@ def solved(snip: SnipConfig, quality=None, **more):
 
 
 def test_granularity_makes_options_and_ties():
-    linear = read_choices(SnipConfig(), NAMES)
+    linear = read_choices(SnipConfig(), SHAPES)
     assert linear.options == (FP8, FP4) and linear.ties is None and not linear.reserved.any()
     assert (linear.fixed == -1).all() and linear.formats == {"fp8", "fp4"} and linear.measure == "fp4"
-    gemm = read_choices(SnipConfig(snip_granularity="gemm", snip_options="bf16, fp8,fp4"), NAMES)
+    gemm = read_choices(SnipConfig(snip_granularity="gemm", snip_options="bf16, fp8,fp4"), SHAPES)
     assert len(gemm.options) == 27 and gemm.ties is None and gemm.measure == "time"
-    fused = read_choices(SnipConfig(snip_granularity="fused"), NAMES)
+    fused = read_choices(SnipConfig(snip_granularity="fused"), SHAPES)
     assert fused.options == (FP8, FP4) and fused.ties[:7].tolist() == [0, 0, 0, -1, 1, 1, -1]
     assert measure_of([FP8]) == "fp4" and measure_of([FP8, LinearPrecision.parse("bf16/fp8/fp8")]) == "time"
 
@@ -53,8 +57,8 @@ def test_fused_linears_get_one_precision_in_every_stage():
     for constraint in ("none", "each", "makespan"):
         plan = solved(SnipConfig(snip_granularity="fused", snip_target=0.4, snip_stage_constraint=constraint))
         for i in range(12):
-            for group in (KINDS[:3], KINDS[4:6]):
-                assert len({plan[f"layers.{i}.{kind}"] for kind in group}) == 1
+            for group in (slice(7 * i, 7 * i + 3), slice(7 * i + 4, 7 * i + 6)):
+                assert len({plan[name] for name in NAMES[group]}) == 1
         in_fp4 = [sum(plan[name] == FP4 for name in NAMES[half : half + 42]) / 42 for half in (0, 42)]
         assert sum(in_fp4) >= 0.8 and (constraint == "none" or min(in_fp4) >= 0.4), (constraint, in_fp4)
         assert constraint != "none" or min(in_fp4) < 0.4, "else the constraint shows nothing"
@@ -66,7 +70,7 @@ def test_fixes_by_name_and_glob():
     assert {precision for name, precision in fixes.items() if name.endswith("down_proj")} == {BF16}
     assert read_fixes("", NAMES) == {}
     one = read_fixes("layers.1.mlp.*=fp8", NAMES)
-    assert one == {f"layers.1.{kind}": FP8 for kind in KINDS[4:]}, "not layers.10 and layers.11"
+    assert one == dict.fromkeys(NAMES[11:14], FP8), "not layers.10 and layers.11"
     assert len(read_fixes("layers.1*.mlp.up_proj=fp8", NAMES)) == 3
     assert read_fixes("layers.0.mlp.up_proj=fp8,layers.0.*=fp8", NAMES).keys() == set(NAMES[:7])
 
@@ -91,14 +95,14 @@ def test_fixes_by_name_and_glob():
 )
 def test_fixes_that_cannot_be_kept(text, said):
     with pytest.raises(ValueError) as caught:
-        read_choices(SnipConfig(snip_fix=text), NAMES)
+        read_choices(SnipConfig(snip_fix=text), SHAPES)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_format_for_fixed_linears_alone():
     """bf16 costs nothing: were it open to the others, all would take it, and the target would count time."""
     snip = SnipConfig(snip_fix="layers.0.*=bf16,layers.11.*=fp8", snip_target=0.5)
-    choices = read_choices(snip, NAMES)
+    choices = read_choices(snip, SHAPES)
     assert choices.options == (FP8, FP4, BF16) and choices.reserved.tolist() == [False, False, True]
     assert choices.free == [FP8, FP4] and choices.measure == "fp4"
     plan = solved(snip)
@@ -113,23 +117,23 @@ def test_a_fix_holds_for_all_that_is_tied():
     assert [name for name, precision in plan.items() if precision == BF16] == NAMES[14:17]
     with pytest.raises(ValueError, match=r"fused ties .*q_proj=fp8, layers.2.self_attn.k_proj=fp4; fix them alike"):
         fix = "layers.2.*.q_proj=fp8,layers.2.*.k_proj=fp4"
-        read_choices(SnipConfig(snip_granularity="fused", snip_fix=fix), NAMES)
+        read_choices(SnipConfig(snip_granularity="fused", snip_fix=fix), SHAPES)
 
 
 def test_held_linears_yield_to_fixes_and_hold_their_ties():
     held = np.full(len(NAMES), -1)
     held[[0, 1, 8]] = 0
     fix = SnipConfig(snip_fix="layers.0.self_attn.q_proj=bf16", snip_target=0.5)
-    choices = read_choices(fix, NAMES)
+    choices = read_choices(fix, SHAPES)
     quality = np.zeros((len(NAMES), 3))
     assert solve_request(fix, SHAPES, choices, quality, held=held).fixed[[0, 1, 8, 9]].tolist() == [2, 0, 0, -1]
     fused = SnipConfig(snip_granularity="fused", snip_target=0.5)
-    choices = read_choices(fused, NAMES)
+    choices = read_choices(fused, SHAPES)
     request = solve_request(fused, SHAPES, choices, quality[:, :2], held=held)
     assert request.fixed[:10].tolist() == [0, 0, 0, -1, -1, -1, -1, 0, 0, 0]
     request.solve()
     both = SnipConfig(snip_granularity="fused", snip_options="fp4,fp8", snip_fix="layers.0.*.k_proj=fp4", snip_target=0)
-    request = solve_request(both, SHAPES, read_choices(both, NAMES), quality[:, :2], held=np.where(held == 0, 1, -1))
+    request = solve_request(both, SHAPES, read_choices(both, SHAPES), quality[:, :2], held=np.where(held == 0, 1, -1))
     assert request.fixed[:10].tolist() == [0, 0, 0, -1, -1, -1, -1, 1, 1, 1], (
         "the fix of k goes before what q is held at"
     )
@@ -151,7 +155,7 @@ def test_a_target_that_fixes_put_out_of_reach():
 
 def test_stage_constraints_reach_the_solver():
     none, each, old, makespan = (
-        solve_request(snip, SHAPES, read_choices(snip, NAMES), np.zeros((len(NAMES), 2)))
+        solve_request(snip, SHAPES, read_choices(snip, SHAPES), np.zeros((len(NAMES), 2)))
         for snip in (
             SnipConfig(),
             SnipConfig(snip_stage_constraint="each"),
@@ -170,13 +174,13 @@ def test_churn_counts_gemms():
     assert changed_gemms(options) == pytest.approx(np.array([[0, 1, 3], [1, 0, 2], [3, 2, 0]]) / 3)
     snip = SnipConfig(snip_churn=0.5, snip_target=0.5)
     now = {name: BF16 if i == 0 else FP4 if i % 2 else FP8 for i, name in enumerate(NAMES)}
-    request = solve_request(snip, SHAPES, read_choices(snip, NAMES), np.zeros((len(NAMES), 2)), current=now)
+    request = solve_request(snip, SHAPES, read_choices(snip, SHAPES), np.zeros((len(NAMES), 2)), current=now)
     assert request.current[:4].tolist() == [-1, 1, 0, 1] and request.churn.tolist() == [[0, 0.5], [0.5, 0]]
     plan = solved(snip, quality=np.zeros((len(NAMES), 2)), current=now)
     assert all(plan[name] == now[name] for name in NAMES[1:])
     assert (
         solve_request(
-            SnipConfig(), SHAPES, read_choices(SnipConfig(), NAMES), request.quality_loss, current=now
+            SnipConfig(), SHAPES, read_choices(SnipConfig(), SHAPES), request.quality_loss, current=now
         ).current
         is None
     )

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape
+from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.plan import Plan, SolverRecord, build_plan
 from tests.unit.snip.plan_edits import edits, without, wrong_linears

@@ -13,7 +13,7 @@ import pytest
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.model.llama import linear_shapes
-from megatron_snip.snip.cost import LinearShape
+from megatron_snip.quant import LinearShape
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predictions import Predictions
 from megatron_snip.snip.stats import ProbeStats
@@ -42,7 +42,7 @@ def generate(finished_run, tmp_path, capsys):
 
 def shapes() -> list[LinearShape]:
     model = Config().replace(**TINY).model
-    return [LinearShape(name, *size) for name, size in linear_shapes(model).items()]
+    return linear_shapes(model)
 
 
 def test_plans_and_their_table(generate, tmp_path, finished_run):

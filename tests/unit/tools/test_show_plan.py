@@ -26,9 +26,10 @@ def plan(**changes) -> Plan:
 def test_table():
     lines = table(plan()).splitlines()
     assert [line.split() for line in lines] == [
-        ["block", "q", "down", "router"],
-        ["0", "fp4", "fp4/fp4/fp8", "-"],
-        ["10", "fp8", "-", "fp4"],
+        ["block", "q", "down"],
+        ["0", "fp4", "fp4/fp4/fp8"],
+        ["10", "fp8", "-"],
+        ["layers.10.mlp.router", "fp4"],
         ["lm_head", "fp8"],
     ]
     assert lines[1].index("fp4/") == lines[0].index("down")
@@ -58,8 +59,8 @@ def test_moves_between_plans(tmp_path, capsys):
 
 def test_stages(finished_run, tmp_path, capsys):
     """Of the run's model, here cut into two stages; a block's FLOPs are 3 x 128 x 256 and 2 x 128 x (128 + 64)."""
-    shapes = linear_shapes(Config().replace(**TINY).model)
-    linears = {name: FP4 if name in ("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj") else FP8 for name in shapes}
+    names = [shape.name for shape in linear_shapes(Config().replace(**TINY).model)]
+    linears = {name: FP4 if name in ("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj") else FP8 for name in names}
     Plan(3, linears).save(tmp_path / "p.json")
     load = ["--load", str(finished_run / "checkpoints")]
     assert main([str(tmp_path / "p.json"), *load, "--pipeline-model-parallel-size", "2"]) == 0

@@ -138,7 +138,7 @@ def test_partial_runs(tmp_path, lines, count):
 
 @pytest.mark.filterwarnings("error")
 def test_many_plans_of_a_wide_model(tmp_path):
-    names = [f"layers.{block}.mlp.{kind}_proj" for block in range(50) for kind in ("up", "down", "router")]
+    names = [f"layers.{block}.mlp.{kind}_proj" for block in range(50) for kind in ("up", "down", "gate")]
     plans = tuple(Plan(10 * i, dict.fromkeys(names, FP4 if i % 2 else FP8)) for i in range(15))
     write_report(write_run(tmp_path, [line(1)], plans))
     assert imread(tmp_path / "report_plans.png").shape[0] < 4000
