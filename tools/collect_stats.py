@@ -2,7 +2,7 @@ r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
     python tools/collect_stats.py --load runs/my/checkpoints
     torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
-        --tensor-model-parallel-size 4 --objectives snip,paper --snip-options fp8,fp4,nvfp4
+        --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
 --load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
 batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
@@ -17,15 +17,11 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.snip.divergence import non_finite_linears
-from megatron_snip.snip.objectives import OBJECTIVES, get_objective
-from megatron_snip.snip.stats import LinearStats, ProbeStats
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.checkpoint import load_tensors
 from megatron_snip.train.run_folder import Start, refuse_other_model, with_saved_options
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
@@ -45,43 +41,12 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
     )
 
 
-def passes_of(objectives: Sequence[str], draws: int = 1) -> tuple[set[str], int]:
-    """Passes that some objectives need beside the statistics, and draws of noise, at least `draws`; or ValueError."""
-    found = [get_objective(name) for name in objectives]
-    if not any(objective.needs_stats for objective in found):
-        known = ", ".join(name for name, objective in OBJECTIVES.items() if objective.needs_stats)
-        raise ValueError(f"--objectives {','.join(objectives)} need no statistics; those that do: {known}")
-    wanted = [objective.draws or 1 for objective in found]
-    return {name for objective in found for name in objective.passes or ()}, max(draws, *wanted)
-
-
-def mean_of(several: Sequence[ProbeStats]) -> ProbeStats:
-    """The mean of every number over several probes of one model; iteration and tokens are the first's."""
-
-    def mean(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], dict):
-            return {key: mean([value[key] for value in values]) for key in values[0]}
-        if isinstance(values[0], int):
-            return values[0]  # a shape
-        return None if values[0] is None else sum(values) / len(values)
-
-    linears = {
-        name: LinearStats(
-            **{f.name: mean([getattr(s.linears[name], f.name) for s in several]) for f in fields(LinearStats)}
-        )
-        for name in several[0].linears
-    }
-    loss, noise_sq = mean([s.loss for s in several]), mean([s.noise_sq for s in several])
-    return replace(several[0], loss=loss, noise_sq=noise_sq, linears=linears)
-
-
-def collect(config: Config, start: Start, objectives: Sequence[str], batches: int = 1) -> tuple[ProbeStats, bool]:
+def collect(config: Config, start: Start, batches: int = 1) -> tuple[Statistics, bool]:
     """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
 
     Every process calls it.  ValueError for bad input.
     """
     assert start.load is not None and start.state is not None
-    passes, draws = passes_of(objectives, config.snip.snip_noise_draws)
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
     refuse_other_model(config, start.state, finetune=False)
@@ -99,24 +64,23 @@ def collect(config: Config, start: Start, objectives: Sequence[str], batches: in
             runtime.seed_iteration(config.training.seed, iteration)
             batch = parts.train_loader.batch((iteration - 1) * config.training.global_batch_size)
             run_pass = parts.stepper.pass_runner(batch, iteration)
-            found.append(probe.run(run_pass, parts.optimizer.zero_grad, iteration, passes, draws))
+            found.append(probe.run(run_pass, parts.optimizer.zero_grad, iteration))
             LOGGER.info(
                 f"probed the batch of iteration {iteration}: loss {found[-1].loss:.4f}, "
                 f"{time.perf_counter() - begin:.1f} s"
             )
     finally:
         parts.train_loader.close()
-    return mean_of(found), parts.mesh.rank == 0
+    return Statistics.mean(found), parts.mesh.rank == 0
 
 
-def write(stats: ProbeStats, output: Path, load: Path) -> None:
+def write(stats: Statistics, output: Path, load: Path) -> None:
     """Save, and say what there is and what is next."""
-    if bad := non_finite_linears(stats, list(stats.linears)):
+    if bad := stats.not_finite:
         LOGGER.warning(f"statistics not finite, plans hold them at the base option: {', '.join(bad)}")
     stats.save(output)
-    formats = sorted(next(iter(stats.linears.values())).token_square_sum)
     print(
-        f"{output}: {len(stats.linears)} linears in {', '.join(formats)}, before iteration {stats.iteration}, "
+        f"{output}: {len(stats.shapes)} linears in {', '.join(stats.formats)}, before iteration {stats.iteration}, "
         f"loss {stats.loss:.4f}; next: python tools/generate_plan.py --stats {output} --load {load}",
         flush=True,
     )
@@ -130,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("stats.json"), help="for tools/generate_plan.py (default: stats.json)"
     )
-    parser.add_argument("--objectives", default="snip", help="collect what these need, by comma (default: snip)")
     parser.add_argument("--batches", type=int, default=1, help="batches to take the mean over (default: 1)")
     own, rest = parser.parse_known_args(arguments)
     if own.batches < 1:
@@ -141,9 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output {own.output}: its folder cannot be made ({error}); give another") from None
-    objectives = [name.strip() for name in own.objectives.split(",")]
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
-    stats, writes = collect(config, start, objectives, own.batches)
+    stats, writes = collect(config, start, own.batches)
     if writes:
         try:
             write(stats, own.output, Path(config.checkpoint.load or ""))

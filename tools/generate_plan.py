@@ -28,19 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.config import Config, parse
-from megatron_snip.model.llama import linear_names, linear_place
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.cost import achieved
-from megatron_snip.snip.divergence import non_finite_linears
 from megatron_snip.snip.gemm_times import GemmTimes
 from megatron_snip.snip.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
 from megatron_snip.snip.jsonfile import write_atomic
-from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.options import Choices, check_choices, read_times, solve_request
 from megatron_snip.snip.plan import Plan, build_plan
-from megatron_snip.snip.predictions import Predictions
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 from megatron_snip.snip.solver import SolveRequest
-from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
@@ -56,7 +54,7 @@ class Planner:
     """Statistics and what plans of them must keep."""
 
     config: Config
-    stats: ProbeStats
+    stats: Statistics
     shapes: Sequence[LinearShape]
     choices: Choices
     times: GemmTimes
@@ -65,7 +63,7 @@ class Planner:
         """What the solver is asked for an objective."""
         snip = self.config.snip
         inputs = ObjectiveInputs(self.shapes, self.choices.options, self.stats, snip.snip_weight, seed)
-        quality, held, _ = finite_or_held(objective, inputs)
+        quality, held = quality_loss(objective, inputs)
         return solve_request(snip, self.shapes, self.choices, quality, times=self.times, held=held)
 
     def plan(self, solution: Solution, objective: str, target: float) -> Plan:
@@ -124,16 +122,9 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
 
 def make_planner(config: Config, path: Path) -> Planner:
     """Read the statistics and check the options against them; ValueError names what does not fit."""
-    stats = ProbeStats.load(path)
-    sizes = {name: (linear.out_features, linear.in_features) for name, linear in stats.linears.items()}
-    known = None
-    if config.model.num_layers < 1:
-        places = {name: linear_place(name) for name in sizes}
-        names = linear_names(1 + max((place[0] for place in places.values() if place), default=0))
-        if odd := sorted(set(names) ^ sizes.keys()) + [name for name, size in sizes.items() if min(size) < 1]:
-            raise ValueError(f"{path}: no statistics of a Llama's linears, see {odd[0]}; collect them anew")
-        known = [LinearShape(name, *sizes[name], *place) for name in names if (place := places[name])]
-    shapes = snip_shapes(config, known)
+    stats = Statistics.load(path)
+    sizes = {shape.name: (shape.out_features, shape.in_features) for shape in stats.shapes}
+    shapes = snip_shapes(config, stats.shapes if config.model.num_layers < 1 else None)
     told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
     if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
         raise ValueError(
@@ -206,7 +197,7 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
         {name: (row["saved"], row["quality_loss"]) for name, row in rows.items()},
         "FP4's share of the linears' FLOPs" if about["measure"] == "fp4" else "share of modelled GEMM time saved",
     )
-    bad = non_finite_linears(planner.stats, list(planner.stats.linears))
+    bad = planner.stats.not_finite
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
     return table(rows, objective) + held
 

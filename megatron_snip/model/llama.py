@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
-from megatron_snip.model.perturbation import Draws, Perturbation
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -196,23 +194,11 @@ class MLP(nn.Module):
         return out
 
 
-class ResidualObserver(Protocol):
-    """Sees the residual stream where a norm reads it."""
-
-    def residual(self, x: Tensor, weight: Tensor, epsilon: float, row0: int) -> None:
-        """x [B, S/tp or S, H], the norm's weight [H], the global row of x's first token; called in forward."""
-        ...
-
-
 class Block(nn.Module):
-    """One Transformer block: attention and SwiGLU, each behind a norm and around a residual.
-
-    `observers` of the residual stream before attention and before the SwiGLU are set by probes.
-    """
+    """One Transformer block: attention and SwiGLU, each behind a norm and around a residual."""
 
     def __init__(self, build: Build, index: int) -> None:
         super().__init__()
-        self.observers: tuple[ResidualObserver, ResidualObserver] | None = None
         self.input_layernorm = RMSNorm(build)
         self.self_attn = Attention(build, f"layers.{index}.self_attn")
         self.post_attention_layernorm = RMSNorm(build)
@@ -220,15 +206,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        self._show(0, x, self.input_layernorm, key)
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
-        self._show(1, x, self.post_attention_layernorm, key)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), key)
         return out
-
-    def _show(self, place: int, x: Tensor, norm: RMSNorm, key: RoundingKey) -> None:
-        if self.observers is not None:
-            self.observers[place].residual(x, local(norm.weight), norm.epsilon, key.row0)
 
 
 class OutputLayer(nn.Module):
@@ -263,7 +243,6 @@ class LlamaStage(nn.Module):
         m = build.model
         self.build, self.recompute, self.iteration = build, recompute, 0
         self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
-        self.perturbation: Perturbation | None = None  # set by a probe for one pass
         vocab = (m.padded_vocab_size, m.hidden_size)
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.norm: RMSNorm | None = None
@@ -327,8 +306,6 @@ class LlamaStage(nn.Module):
         labels [B, S] are needed on the last stage; its loss is the sum over tokens divided by the number
         of tokens of the whole global batch, so gradients add up over microbatches and processes.
         """
-        if self.perturbation is not None and self.last:
-            return self._perturbed(x, sample_index, labels, self.perturbation)
         x = self.hidden(x, sample_index)
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
@@ -340,19 +317,6 @@ class LlamaStage(nn.Module):
         region = self.build.region
         losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
-
-    def _perturbed(self, x: Tensor, sample_index: Tensor, labels: Tensor | None, how: Perturbation) -> Tensor:
-        """`forward` of the last stage in a probe's pass: the share [1] of what that pass differentiates."""
-        region = self.build.region
-        draws = Draws(how, self.build.seed, self.iteration, sample_index)
-        if how.kind == "sampled_labels":
-            logits = self.logits(self.hidden(x, sample_index))
-            return self._loss(logits, draws.labels(logits, region))
-        x = self.hidden(x, sample_index)
-        noise = draws.noise(x, region)
-        if how.kind == "forward_noise":
-            return self._loss(self.logits(x + noise.to(x.dtype)), labels)
-        return (x.float() * noise).sum().reshape(1).clone()
 
 
 def build_stages(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,23 +25,14 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.cost import achieved, by_stage
-from megatron_snip.snip.divergence import (
-    fwd_divergence,
-    knows_fwd,
-    loss_divergence,
-    non_finite_linears,
-    own_divergence,
-    prop_divergence,
-    weight_divergence,
-)
 from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
-from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
+from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan import Plan, build_plan
-from megatron_snip.snip.predictions import Predictions
-from megatron_snip.snip.probes import PassRunner, ProbedLinear, StatisticsProbe
+from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
-from megatron_snip.snip.stats import ProbeStats
 
 LOGGER = logging.getLogger("megatron_snip")
 Metrics = dict[str, Any]
@@ -85,7 +77,7 @@ class Coordinator:
         snip: SnipConfig,
         shapes: Sequence[LinearShape],
         choices: Choices,
-        probe: StatisticsProbe,
+        probe: Probe,
         linears: Mapping[str, ProbedLinear],
         mesh: Mesh,
         run_dir: Path,
@@ -143,10 +135,12 @@ class Coordinator:
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
-        objective = get_objective(self.snip.snip_objective)
         start, stats = time.perf_counter(), None
-        if objective.passes is not None:
-            stats = self.probe.run(run_pass, zero_grad, iteration, objective.passes, objective.draws)
+        try:
+            if get_objective(self.snip.snip_objective).needs_stats:
+                stats = self.probe.run(run_pass, zero_grad, iteration)
+        except ProbeFailed as error:
+            return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
         if stats is not None:
             self.predictions = Predictions.of(stats)
@@ -154,19 +148,19 @@ class Coordinator:
             self._write(stats, "stats", iteration)
         inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
         try:
-            quality, fixed, held = finite_or_held(self.snip.snip_objective, inputs)
+            quality, held = quality_loss(self.snip.snip_objective, inputs)
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
-        is_fixed = {shape.name for shape, option in zip(self.shapes, self.choices.fixed) if option >= 0}
-        if held := tuple(name for name in held if name not in is_fixed):
-            LOGGER.warning(f"iteration {iteration}: held at the base option, statistics not finite: {', '.join(held)}")
+        columns = zip(self.shapes, held, self.choices.fixed)
+        if named := [shape.name for shape, option, fixed in columns if option >= 0 > fixed]:
+            LOGGER.warning(f"iteration {iteration}: held at the base option, statistics not finite: {', '.join(named)}")
         request = solve_request(
             self.snip,
             self.shapes,
             self.choices,
             quality,
             times=self.times,
-            held=fixed,
+            held=held,
             current=self.plan.linears if self.plan else None,
         )
         options = tuple(str(option) for option in self.options)
@@ -203,7 +197,7 @@ class Coordinator:
         self._write(plan, "plans", iteration)
         return self._apply(plan)
 
-    def _write(self, what: ProbeStats | Plan, kind: str, iteration: int) -> None:
+    def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
         """Rank 0 keeps a file for people; a full disk must not end the run."""
         if self.mesh.rank == 0:
             path = self.run_dir / kind / f"iter_{iteration:07d}.json"
@@ -314,19 +308,13 @@ class Coordinator:
         LOGGER.warning(f"iteration {iteration}: no new plan, the one in force stays: {why}")
         return {"snip/solve_failed": 1, "snip/solve_error": why}
 
-    def _divergence_metrics(self, stats: ProbeStats) -> Metrics:
-        """Loss and weight divergence of each linear at its costliest option."""
-        bad = set(non_finite_linears(stats, list(stats.linears)))
-        names = [name for name in stats.linears if name not in bad]
-        metrics: Metrics = {"snip/non_finite_linears": len(bad)}
-        kinds = {"loss_divergence": loss_divergence, "own_divergence": own_divergence}
-        if stats.has("backward_noise"):
-            kinds["prop_divergence"] = prop_divergence
-        if knows_fwd(stats):
-            kinds["fwd_divergence"] = fwd_divergence
-        if stats.has("backward_noise") and knows_fwd(stats):
-            kinds["weight_divergence"] = weight_divergence
-        for kind, function in kinds.items():
-            values = function(stats, names, self.options).max(axis=1) if names else []
-            metrics |= {f"snip/{kind}/{name}": float(value) for name, value in zip(names, values, strict=True)}
+    def _divergence_metrics(self, stats: Statistics) -> Metrics:
+        """Divergences of the costliest option, summed over each block and each kind of linear."""
+        metrics: Metrics = {"snip/non_finite_linears": len(stats.not_finite)}
+        for name, function in {"loss_divergence": loss_divergence, "weight_divergence": weight_divergence}.items():
+            values = np.nan_to_num(function(stats, self.options).max(axis=1))
+            for shape, value in zip(stats.shapes, values.tolist(), strict=True):
+                for group in (f"block_{shape.block:02d}", shape.kind):
+                    key = f"snip/{name}/{group}"
+                    metrics[key] = metrics.get(key, 0.0) + value
         return metrics

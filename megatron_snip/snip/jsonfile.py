@@ -1,4 +1,4 @@
-"""JSON files that are whole or absent, and errors that name the field.  Used by plan.py and stats.py."""
+"""JSON files that are whole or absent, and errors that name the field: plans, statistics, tables of GEMM times."""
 
 from __future__ import annotations
 
@@ -44,19 +44,9 @@ def is_share(value: Any) -> bool:
     return is_number(value) and -1e-9 <= value <= 1.0 + 1e-9
 
 
-def is_numbers(value: Any) -> bool:
-    """An object of numbers."""
-    return isinstance(value, dict) and all(is_number(number) for number in value.values())
-
-
-def is_number_or_null(value: Any) -> bool:
-    """Any number, or null."""
-    return value is None or is_number(value)
-
-
-def is_numbers_or_null(value: Any) -> bool:
-    """An object of numbers, or null."""
-    return value is None or is_numbers(value)
+def is_texts(value: Any) -> bool:
+    """A list of different strings."""
+    return isinstance(value, list) and all(map(is_text, value)) and len(set(value)) == len(value)
 
 
 #: What a check asks for, in an error's words.
@@ -67,9 +57,7 @@ EXPECTED: Mapping[Callable[[Any], bool], str] = {
     is_number: "a number",
     is_finite: "a finite number",
     is_share: "a share, 0 to 1",
-    is_numbers: "an object of numbers",
-    is_number_or_null: "a number or null",
-    is_numbers_or_null: "an object of numbers or null",
+    is_texts: "a list of different strings",
 }
 
 
@@ -86,9 +74,15 @@ def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
     return values
 
 
-def check_fields(values: Any, checks: Mapping[str, Callable[[Any], bool]], where: str) -> None:
+def check_fields(
+    values: Any,
+    checks: Mapping[str, Callable[[Any], bool]],
+    where: str,
+    expected: Mapping[Callable[[Any], bool], str] = EXPECTED,
+) -> None:
     """Every field of ``checks`` is there and passes, and no other is.  ``where`` goes before a field's name.
 
+    expected: what checks that EXPECTED does not name ask for.
     Raises JsonFileError naming the first field that is missing, then unknown, then of the wrong type.
     """
     if not isinstance(values, dict):
@@ -99,7 +93,9 @@ def check_fields(values: Any, checks: Mapping[str, Callable[[Any], bool]], where
         raise JsonFileError(f"field {where}{unknown[0]} is unknown; known: {', '.join(checks)}")
     for name, check in checks.items():
         if not check(values[name]):
-            raise JsonFileError(f"field {where}{name} is {values[name]!r}, but must be {EXPECTED[check]}")
+            raise JsonFileError(
+                f"field {where}{name} is {values[name]!r}, but must be {({**EXPECTED, **expected})[check]}"
+            )
 
 
 def check_version(values: Mapping[str, Any], known: int) -> None:

@@ -22,7 +22,7 @@ from megatron_snip.config import Config
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.predictions import Predictions
+from megatron_snip.snip.predict.divergence import Predictions
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Of a plan's table in wandb: divergences in nats and relative to the squared update.

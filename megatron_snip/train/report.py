@@ -3,7 +3,7 @@
     python -m megatron_snip.train.report RUN_DIR
 
 Reads metrics.jsonl (one JSON object per iteration) and plans/*.json, writes report.html (self-contained),
-report_loss.png and report_plans.png, and report_divergence.png where divergences were recorded.
+report_loss.png and report_plans.png, and report_divergence.png where there are statistics.
 Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be
 read are named in the report, and what was not recorded is left out.
 """
@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predict.divergence import Predictions
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px }
@@ -97,7 +99,7 @@ def write_report(run_dir: str | Path) -> Path:
         sections.append(("Plans", text, picture))
     if divergences := _divergences(run):
         file = run.path / "report_divergence.png"
-        text = "The last values recorded. Grey: none."
+        text = "By the last statistics, of the costliest format. Grey: none."
         sections.append(("Divergences", text, report_pictures.divergences(file, divergences)))
     path = run.path / "report.html"
     path.write_text(_html(run, sections), encoding="utf-8")
@@ -215,16 +217,16 @@ def _plan_marks(plans: Sequence[Plan]) -> list[tuple[int, float]]:
 
 
 def _divergences(run: Run) -> dict[str, dict[str, float]]:
-    """Kind -> linear -> the last value recorded, from metrics named snip/<kind>/<linear>."""
-    found: dict[str, dict[str, float]] = {}
-    for metric in run.metrics:
-        for key, value in metric.items():
-            prefix, _, rest = key.partition("/")
-            kind, _, linear = rest.partition("/")
-            if prefix == "snip" and linear and _is_finite(value):
-                found.setdefault(kind, {})[linear] = float(value)
-    wanted = ("loss_divergence", "weight_divergence")
-    return {kind: found[kind] for kind in wanted if kind in found}
+    """Kind -> linear -> value at the coarsest format, from the last statistics file that can be read."""
+    for path in sorted(run.path.glob("stats/iter_*.json"), reverse=True):
+        try:
+            found = Predictions.of(Statistics.load(path))
+        except ValueError as error:
+            run.notes.append(str(error))
+            continue
+        tables = {"loss_divergence": found.loss, "weight_divergence": found.weight}
+        return {kind: {name: max(row.values()) for name, row in table.items()} for kind, table in tables.items()}
+    return {}
 
 
 def _html(run: Run, sections: Sequence[tuple[str, str, Path]]) -> str:

@@ -27,10 +27,10 @@ from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearPrecision, LinearShape, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
+from megatron_snip.snip.measure.probe import Probe
+from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.probes import StatisticsProbe
-from megatron_snip.snip.updates import AdamSettings, Updates
 from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
@@ -216,9 +216,8 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     t = config.training
     shapes = snip_shapes(config)
     choices = read_choices(config.snip, shapes)
-    probe = StatisticsProbe(
+    probe = Probe(
         parts.linears,
-        {index: block for stage in parts.stages.values() for index, block in stage.blocks().items()},
         {index: partial(stage.attend, index) for stage in parts.stages.values() for index in stage.blocks()},
         shapes=shapes,
         formats=choices.formats,
@@ -228,7 +227,6 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
         wide=not t.bf16,
-        noise_draws=config.snip.snip_noise_draws,
     )
     return Coordinator(
         config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.llama import LlamaStage
-from megatron_snip.model.perturbation import Kind, Perturbation
 from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_norm_gradients_over_tp
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.probes import Pass, PassRunner
+from megatron_snip.snip.measure.probe import Pass, PassRunner
 from megatron_snip.train.optim import Optimizer, learning_rate
 
 
@@ -49,21 +48,12 @@ class Stepper:
         """The last stage's processes along tp hold the same loss: it is counted once."""
         return share if self.mesh.tp.is_first else 0.0
 
-    def gradients(
-        self, batch: BatchLike, iteration: int, *, stop: bool = False, perturbation: Perturbation | None = None
-    ) -> tuple[Pass, bool]:
-        """Leave the batch's gradients in place; returns the pass and whether any process has `stop`.
-
-        perturbation: what a probe's pass differentiates instead of the loss.
-        """
+    def gradients(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> tuple[Pass, bool]:
+        """Leave the batch's gradients in place; returns the pass and whether any process has `stop`."""
         stages = cast(Iterable[LlamaStage], self.pipeline.stages.values())
-        for stage in stages:
-            stage.perturbation = perturbation
         try:
             share = self.pipeline.forward_backward(batch, iteration)
         finally:
-            for stage in stages:
-                stage.perturbation = None
             # The update follows, or other precisions do.  FSDP has freed what it gathered, and whether its next buffer
             # has this one's address differs between processes, which must cast, and reduce over tp, alike.
             drop_weight_casts(stages)
@@ -76,13 +66,8 @@ class Stepper:
         return Pass(loss=loss, grad_norm=norm, clip=clip), stops > 0.0
 
     def pass_runner(self, batch: BatchLike, iteration: int) -> PassRunner:
-        """What a probe before this iteration runs its passes with."""
-
-        def run_pass(kind: str | None = None, scale: float = 0.0, draw: int = 0) -> Pass:
-            perturbation = None if kind is None else Perturbation(cast(Kind, kind), scale, draw)
-            return self.gradients(batch, iteration, perturbation=perturbation)[0]
-
-        return run_pass
+        """What a probe before this iteration runs its pass with."""
+        return lambda: self.gradients(batch, iteration)[0]
 
     def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
         """Gradients, and the update unless the loss or the gradient is not finite on any process."""

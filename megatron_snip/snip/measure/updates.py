@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_snip.snip.linear_probe import square
-
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -37,6 +35,11 @@ class OptimizerView(Protocol):
     def gradient(self, name: str) -> Tensor:
         """The gradient, [...]."""
         ...
+
+
+def square(x: Tensor) -> Tensor:
+    """Squared Frobenius norm of x [...], float64 scalar; rows in float32, of which a CPU adds up no more well."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
 
 
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSettings) -> Tensor:
@@ -65,20 +68,25 @@ def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates that an optimiser would make."""
+    """The updates that an optimiser would make of the gradients as they stand."""
 
     optimizer: OptimizerView
     adam: AdamSettings
 
     @torch.no_grad()
-    def changes(self, name: str, grad: Tensor, errors: Sequence[Tensor], clip: float) -> list[float]:
-        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [...] of a gradient [...], before clipping."""
-        step, squares = self.optimizer.steps + 1, torch.zeros(1 + len(errors), dtype=torch.float64, device=grad.device)
-        for g, m, v, *noise in _slices([grad, *self.optimizer.moments(f"{name}.weight"), *errors]):
+    def changes(self, name: str, errors: Sequence[Tensor], clip: float, rows: slice = slice(None)) -> list[Tensor]:
+        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [R, K], before clipping; float64 scalars.
+
+        rows: those of this process's part of the weight ``name`` [N, K] that are looked at, R of them.
+        """
+        step, weight = self.optimizer.steps + 1, f"{name}.weight"
+        tensors = [self.optimizer.gradient(weight), *self.optimizer.moments(weight)]
+        squares = [torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(1 + len(errors))]
+        for g, m, v, *noise in _slices([*(tensor[rows] for tensor in tensors), *errors]):
             g = g.float() * clip
             update = adam_update(g, m, v, step, self.adam)
             squares[0] += square(update)
-            for i, e in enumerate(noise):
+            for total, e in zip(squares[1:], noise, strict=True):
                 noisy = adam_update(torch.add(g, e, alpha=clip), m, v, step, self.adam)
-                squares[1 + i] += square(noisy.sub_(update))
-        return squares.tolist()
+                total += square(noisy.sub_(update))
+        return squares

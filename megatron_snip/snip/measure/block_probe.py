@@ -1,0 +1,170 @@
+"""What the linears of one block show together: token sums, reduced over tp and squared as each microbatch ends.
+
+    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      q's, one number a query token; for k and v alike
+
+A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q, k and v themselves it would
+not do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one
+key or value is felt by the losses of many queries, which are independent of each other.  Source: docs/numerics.md.
+T tokens, A query and G key/value heads of this process, D channels of a head, F formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import Operands
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
+
+#: q [T, A D], k [T, G D] and v [T, G D] of whole sequences -> [T, A D]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Failure:
+    """What went wrong first in this process's part of a probe; "" so far.
+
+    Text, not the exception: that would hold the memory of the frames it passed.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def note(self, error: BaseException | str) -> None:
+        """Keep the first."""
+        kind = f"{type(error).__name__}: " if isinstance(error, BaseException) else ""
+        self.text = self.text or f"{kind}{str(error).strip()}".splitlines()[0]
+
+
+class BlockProbe:
+    """Measures a block's linears; ``observer(name)`` is what a linear is given.
+
+    Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
+    """
+
+    def __init__(self, probes: Mapping[str, LinearProbe], attend: Attend, tp: Axis, failure: Failure) -> None:
+        self.probes, self.attend, self.tp, self.failure = dict(probes), attend, tp, failure
+        self.formats = next(iter(self.probes.values())).formats
+        # by the global row of a microbatch's first token: several may be in flight
+        self._shown: dict[int, dict[str, Shown | None]] = {}
+
+    def observer(self, name: str) -> _Observer:
+        """The observer of one linear."""
+        return _Observer(self, name)
+
+    def see(self, name: str, operands: Operands) -> None:
+        """One linear's backward over one microbatch; with a block's last, its token sums are squared and added."""
+        assert operands.call.key is not None, "the key tells the microbatch"
+        row0, counted = operands.call.key.row0, _Counted(operands, self.tp)
+        shown = self._shown.setdefault(row0, {})
+        shown[name] = None
+        if not self.failure.text:
+            try:
+                shown[name] = self.probes[name].measure(counted.operands)
+            except Exception as error:
+                self._give_up(error)
+        counted.make_up(self.probes[name])
+        if len(shown) == len(self.probes):
+            self._add(self._shown.pop(row0), len(operands.x))
+
+    def _give_up(self, error: Exception) -> None:
+        """Note it, and free what was measured: the pass itself may need the memory."""
+        self.failure.note(error)
+        for probe in self.probes.values():
+            probe.weight_error.clear()
+        for shown in self._shown.values():
+            shown.update(dict.fromkeys(shown))
+
+    def _add(self, shown: Mapping[str, Shown | None], tokens: int) -> None:
+        """Squares of the sums over tp of a microbatch's token sums [7 F, T]."""
+        if not self.formats:
+            return
+        device = next(iter(self.probes.values())).device
+        sums = None
+        if not self.failure.text:
+            try:
+                sums = self._token_sums(shown)
+            except Exception as error:
+                self._give_up(error)
+        if sums is None:
+            sums = torch.zeros(len(self.probes) * len(self.formats), tokens, device=device)
+        if self.tp.size > 1:
+            dist.all_reduce(sums, group=self.tp.group)
+        squares = sums.double().square().sum(dim=1).unflatten(0, (-1, len(self.formats)))
+        share = 1.0 if self.tp.is_first else 0.0  # equal on all of tp: counted once
+        for probe, row in zip(self.probes.values(), squares, strict=True):
+            for fmt, value in zip(self.formats, row, strict=True):
+                probe.sums.add(f"token/{fmt}", value, share)
+
+    def _token_sums(self, shown: Mapping[str, Shown | None]) -> Tensor:
+        """[7 F, T] of all linears and formats, partial along tp."""
+        known = {self.probes[name].shape.kind: one for name, one in shown.items() if one is not None}
+        behind = {kind: known[kind] for kind in ("q", "k", "v")}
+        plain, read = [one.output for one in behind.values()], known["o"]
+        rows = []
+        for probe in self.probes.values():
+            kind = probe.shape.kind
+            for fmt in self.formats:
+                if kind in behind:
+                    place = list(behind).index(kind)
+                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], read))
+                else:
+                    rows.append(known[kind].token_sums[fmt])
+        return torch.stack(rows)
+
+    def _behind_attention(
+        self, kind: str, plain: Sequence[Tensor | None], place: int, error: Tensor, read: Shown
+    ) -> Tensor:
+        """[T] of one error [T,N] of q, k or v, whose outputs are ``plain``."""
+        q_k_v = [output for output in plain if output is not None]
+        assert len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
+        if kind == "v":  # in which the attention is linear: no difference of nearly equal numbers
+            change = self.attend(*_replaced(q_k_v, place, error))
+        else:
+            change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error)).sub_(read.read)
+        # products are rounded to the compute dtype, which a sum over thousands of them does not show
+        return change.mul_(read.read_grad).sum(dim=1, dtype=torch.float32)
+
+
+class _Observer:
+    """A `LinearObserver` of one linear."""
+
+    def __init__(self, block: BlockProbe, name: str) -> None:
+        self.block, self.name = block, name
+
+    def backward(self, operands: Operands) -> None:
+        """Called once per backward."""
+        with torch.no_grad():
+            self.block.see(self.name, operands)
+
+
+class _Counted:
+    """Operands whose collectives over tp are counted, so that those a failure left out can be made up for."""
+
+    def __init__(self, operands: Operands, tp: Axis) -> None:
+        self.made = 0
+        reduce = {role: self._counted(whole) for role, whole in operands.call.reduce_amax.items()}
+        self.operands = dataclasses.replace(operands, call=dataclasses.replace(operands.call, reduce_amax=reduce))
+        self._plain, self._device = operands.call.reduce_amax, operands.x.device
+
+    def _counted(self, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def reduce(amax: Tensor) -> Tensor:
+            self.made += 1
+            return whole(amax)
+
+        return reduce
+
+    def make_up(self, probe: LinearProbe) -> None:
+        """Take part in the collectives that the others make for this linear; 0 is the largest of nothing."""
+        missing = probe.collectives(self._plain.keys()) - self.made
+        for whole in list(self._plain.values())[:1]:
+            for _ in range(missing):
+                whole(torch.zeros((), device=self._device))
+
+
+def _replaced(tensors: Sequence[Tensor], place: int, by: Tensor) -> list[Tensor]:
+    return [*tensors[:place], by, *tensors[place + 1 :]]

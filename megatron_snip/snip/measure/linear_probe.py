@@ -1,0 +1,248 @@
+"""The observer of one linear: what its backward passes show of every candidate format.
+
+Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
+
+    fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
+           (q, k, v: what dY does to the attention's output, see block_probe.py)
+    wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
+
+E_A = Q(A) - A.  The fprop form has no difference of nearly equal products, so GEMMs run in the compute dtype.
+Of a large weight's E_w every so many output channels are taken (``row_step``): what a probe holds beside an iteration
+is these.  T tokens, K input and N output channels.  Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import GEMMS, LinearShape, Operands
+from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.snip.measure.updates import Updates, square
+
+#: Names of the six quantised operands, as statistics name them: "fprop/input", ...
+OPERANDS = tuple(f"{gemm}/{role}" for gemm in GEMMS for role in REDUCTION_DIM[gemm])
+#: Output channels of a weight that are enough to measure wgrad's error by.
+ENOUGH_ROWS = 1024
+
+
+def row_step(out_features: int) -> int:
+    """Every how many output channels of a weight wgrad's error is measured; the same on every layout."""
+    return max(1, out_features // ENOUGH_ROWS)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a linear is cut: along tp, by output channels (column-parallel) or input channels; and over dp."""
+
+    tp: Axis
+    dp: Axis
+    column_parallel: bool
+
+
+class Sums:
+    """Named sums of one linear over microbatches, kept on the device until they are read once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor, share: float = 1.0) -> None:
+        """Add a scalar; share 0 where another process along tp counts it."""
+        value = value.double() * share
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def copy(self, name: str, to: str) -> None:
+        """Another name for a sum."""
+        self._sums[to] = self._sums[name]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all sums."""
+        return set(self._sums)
+
+    def read(self, names: Sequence[str]) -> Tensor:
+        """These sums, float64 [len(names)] on the device."""
+        return torch.stack([self._sums[name] for name in names])
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Sums over the channels of x [T,C]: float32 [T]."""
+    return x.sum(dim=1, dtype=torch.float32)
+
+
+def _weight_is_shared(fmt: str) -> bool:
+    """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
+    form = get_format(fmt)
+    return form.block_shape("weight", 0) == form.block_shape("weight", 1) and "weight" not in form.stochastic_roles
+
+
+def _count_nonzero(x: Tensor) -> Tensor:
+    """How many elements of x [...] are not zero: int64 scalar.  Of floats the bits are counted, which is faster."""
+    bits = x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
+    return torch.count_nonzero(bits + bits)  # without the sign: a negative zero is one
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a microbatch shows of fprop's error, by format: token sums [T], partial along tp.
+
+    Of q, k and v instead the output [T,N] and its errors [T,N], to be judged behind the attention; of o also what it
+    reads, the attention's output [T,K], and its gradient [T,K].
+    """
+
+    token_sums: dict[str, Tensor]
+    output: Tensor | None = None
+    errors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    read: Tensor | None = None
+    read_grad: Tensor | None = None
+
+
+class LinearProbe:
+    """Sums what one linear's backward passes show, in ``sums``; ``weight_error`` is E_w of each format's rows."""
+
+    def __init__(self, shape: LinearShape, formats: Sequence[str], place: Place, device: torch.device) -> None:
+        self.shape, self.formats, self.place, self.device = shape, list(formats), place, device
+        self.sums = Sums()
+        # along tp a tensor is either whole on every process, and counted once, or cut into shards
+        once = 1.0 if place.tp.is_first else 0.0
+        column = place.column_parallel
+        # and a weight is the same on all of dp and in every microbatch
+        self._share = {
+            "input": once if column else 1.0,
+            "weight": 1.0 / place.dp.size,
+            "grad_output": 1.0 if column else once,
+        }
+        self._seen = False
+        self._nonzero: dict[str, Tensor] = {}
+        n = shape.out_features // (place.tp.size if column else 1)
+        k = shape.in_features // (1 if column else place.tp.size)
+        self._step = row_step(shape.out_features)
+        first = -(place.tp.rank * n if column else 0) % self._step
+        self._rows = range(first, n, self._step)  # of this process's output channels
+        self._local_rows = n
+        # now, so that memory that is not there is missed before the pass begins
+        self.weight_error = {fmt: torch.zeros(len(self._rows), k, device=device) for fmt in self.formats}
+
+    @torch.no_grad()
+    def measure(self, operands: Operands) -> Shown:
+        """Add one microbatch."""
+        x, w, g = operands.x, operands.w, operands.grad_output
+        assert str(operands.call.precision) == "bf16", "products of the pass itself are the exact ones"
+        dx = g @ w if operands.grad_input is None else operands.grad_input
+        self._add_norms(x, w, g)
+        judged_behind = self.shape.kind in ("q", "k", "v")
+        output = x @ w.T if judged_behind and self.formats else None
+        found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
+        # only now: casts of W are as large, and gone
+        for fmt in self.formats:
+            self._add_weight_error(fmt, operands)
+        self._seen = True
+        if judged_behind:
+            return Shown({}, output, found)
+        if self.shape.kind == "o":
+            return Shown(found, read=x, read_grad=dx)
+        return Shown(found)
+
+    def collectives(self, cut: Collection[str]) -> int:
+        """How many largest magnitudes over tp a microbatch needs; ``cut``: roles of which a process has a part."""
+        tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
+        roles = [operand.rpartition("/")[2] for operand in OPERANDS]
+        shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut)
+        return len(tensors) * sum(role in cut for role in roles) - shared
+
+    def _fprop_error(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor:
+        """fprop's error token by token [T]; given the ``output`` [T,N], the error of that [T,N]."""
+        shared = _weight_is_shared(fmt)
+        if not shared:
+            qw, w = self._cast(operands, "dgrad", "weight", fmt)
+            self._add_error(f"{fmt}/dgrad/weight", qw, w)
+            del qw
+        qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
+        self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
+        del qg
+        qw, w = self._cast(operands, "fprop", "weight", fmt)
+        qx, x = self._cast(operands, "fprop", "input", fmt)
+        error = (qx @ qw.T).sub_(output) if output is not None else None
+        # in the weight cast's own place: a weight's copies are what a probe's memory is made of
+        e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
+        if error is None:  # products are rounded to the compute dtype, which does not show in a long sum of them
+            error = _row_sums((operands.grad_output @ e_w).mul_(qx))
+            e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
+            error.add_(_row_sums(e_x.mul_(dx)))
+        else:
+            self._add_error(f"{fmt}/fprop/input", qx, x)
+        if shared:
+            for kind in ("error", "nonzero", "underflow", "saturated"):
+                self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
+        return error
+
+    def _add_weight_error(self, fmt: str, operands: Operands) -> None:
+        """wgrad's error in some rows, summed over microbatches."""
+        qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
+        rows = slice(self._rows.start, None, self._step)
+        if self._step == 1 and operands.grad_weight is not None:
+            exact = operands.grad_weight()  # the pass's own
+        else:
+            exact = g[:, rows].T @ operands.x
+        qx, x = self._cast(operands, "wgrad", "input", fmt)
+        self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
+        self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
+        self._add_error(f"{fmt}/wgrad/input", qx, x)
+
+    def _add_norms(self, x: Tensor, w: Tensor, g: Tensor) -> None:
+        for name, role, tensor in (("X", "input", x), ("G", "grad_output", g)):
+            self.sums.add(f"norm/{name}", square(tensor), self._share[role])
+        self._nonzero = {"input": _count_nonzero(x), "grad_output": _count_nonzero(g)}
+        if not self._seen:
+            self.sums.add("norm/W", square(w), self._share["weight"])
+            self._nonzero["weight"] = _count_nonzero(w)
+
+    def _counts(self, operand: str) -> bool:
+        """Whether an operand's scalars are to be summed now: a weight's once."""
+        return not (operand.endswith("/weight") and self._seen)
+
+    def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
+        """An operand in a format and as it was; counts the elements lost at both ends."""
+        q, saturated = operands.quantized_with_count(gemm, role, fmt)
+        form = operands.call.form(gemm, role, fmt)
+        exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
+        nonzero = self._nonzero.get(role)
+        if form is not None and form.transformed:
+            exact = hadamard(exact)
+            nonzero = _count_nonzero(exact)
+        if self._counts(operand := f"{fmt}/{gemm}/{role}"):
+            assert nonzero is not None
+            share = self._share[role]
+            self.sums.add(f"nonzero/{operand}", nonzero, share)
+            # what is not zero was not zero before
+            self.sums.add(f"underflow/{operand}", nonzero - _count_nonzero(q), share)
+            self.sums.add(f"saturated/{operand}", saturated, share)
+        return q, exact
+
+    def _add_error(self, operand: str, q: Tensor, exact: Tensor) -> Tensor:
+        """Counts and gives the error of what `_cast` gave, in the cast's place."""
+        error = q.sub_(exact)
+        if self._counts(operand):
+            self.sums.add(f"error/{operand}", square(error), self._share[operand.rpartition("/")[2]])
+        return error
+
+    def add_updates(self, updates: Updates, clip: float) -> None:
+        """Add the update's size and its change by E_w, which by now is the sum over microbatches and dp."""
+        whole = updates.changes(self.shape.name, [], clip)[0]
+        self.sums.add("update", whole)
+        here = -(-self._local_rows // self.place.dp.size)  # FSDP2 deals out rows like torch.chunk
+        begin = self.place.dp.rank * here
+        inside = [i for i, row in enumerate(self._rows) if begin <= row < begin + here]
+        part = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
+        rows = slice(self._rows[inside[0]] - begin, None, self._step) if inside else slice(0, 0)
+        errors = [self.weight_error[fmt][part] for fmt in self.formats]
+        seen = len(range(0, self.shape.out_features, self._step))
+        for fmt, change in zip(self.formats, updates.changes(self.shape.name, errors, clip, rows)[1:], strict=True):
+            self.sums.add(f"own/{fmt}", change, self.shape.out_features / seen)

@@ -1,0 +1,182 @@
+"""The probe: one more forward and backward over the coming batch, in BF16 format, without an update.
+
+Each linear's LinearProbe sees X, W, G and every format's error.  Nothing of the training state is changed.  What fails
+on one process is agreed on by all, and ends the probe on all of them alike.  Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant import LinearObserver, LinearPrecision, LinearShape
+from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+from megatron_snip.snip.measure.statistics import Floats, Statistics
+from megatron_snip.snip.measure.updates import Updates
+
+
+class ProbeFailed(RuntimeError):
+    """A probe came to nothing on some process; every process raises it, with the same message."""
+
+
+class ProbedLinear(Protocol):
+    """What a probe needs of a parallel linear."""
+
+    precision: LinearPrecision
+    observer: LinearObserver | None
+    split_dim: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward over a batch gives on every process."""
+
+    loss: float  # nats, over the global batch
+    grad_norm: float  # of the whole model, before clipping
+    clip: float  # what gradients are multiplied by
+
+
+#: Runs a batch forward and backward and leaves its gradients.
+PassRunner = Callable[[], Pass]
+
+
+class Probe:
+    """Measures; every process makes one over the linears and blocks of its own stages and calls it alike."""
+
+    def __init__(
+        self,
+        linears: Mapping[str, ProbedLinear],
+        attends: Mapping[int, Attend],
+        *,
+        shapes: Sequence[LinearShape],
+        formats: Iterable[str],
+        updates: Updates,
+        mesh: Mesh,
+        region: Region,
+        tokens: int,
+        device: torch.device,
+        wide: bool,
+    ) -> None:
+        self.linears, self.attends, self.updates = linears, attends, updates
+        self.shapes = tuple(shapes)  # of the whole model
+        self.formats = sorted(set(formats) - {"bf16"})
+        self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
+        self.wide = wide  # with Region.wide, where the compute is float32
+
+    def run(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int) -> Statistics:
+        """Measure.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
+
+        Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
+        included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
+        """
+        failure = Failure()
+        with self._measuring(zero_grad):
+            probes = self._attempt(failure, self._make_probes)
+            assert probes is not None
+            with self._observed(probes, failure):
+                result = run_pass()
+            if not math.isfinite(result.loss):
+                failure.note(f"the loss is {result.loss}")
+            self._agree(failure)
+            self._sum_weight_errors(probes.values())
+            self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
+            return self._reduce(probes, result.loss, iteration)
+
+    def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
+        """What ``work``, which makes no collective, returns, if it went well on all processes."""
+        found = None
+        try:
+            found = work()
+        except Exception as error:
+            failure.note(error)
+        self._agree(failure)
+        return found
+
+    def _agree(self, failure: Failure) -> None:
+        """Raise ProbeFailed on every process if there is a failure on any; every process calls it."""
+        failed = torch.tensor([float(bool(failure.text))], device=self.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.mesh.world)
+        if not failed.item():
+            return
+        texts: list[str | None] = [None] * self.mesh.world_size
+        dist.all_gather_object(texts, failure.text, group=self.mesh.world)
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
+
+    @contextmanager
+    def _measuring(self, zero_grad: Callable[[], None]) -> Iterator[None]:
+        """Inside, linears run in BF16 format; afterwards nothing is left."""
+        before = {name: linear.precision for name, linear in self.linears.items()}
+        try:
+            for linear in self.linears.values():
+                linear.precision = LinearPrecision.uniform("bf16")
+            self.region.wide = self.wide
+            yield
+        finally:
+            self.region.wide = False
+            for name, linear in self.linears.items():
+                linear.precision = before[name]
+            zero_grad()
+
+    def _make_probes(self) -> dict[str, LinearProbe]:
+        shapes = {shape.name: shape for shape in self.shapes}
+        return {
+            name: LinearProbe(
+                shapes[name], self.formats, Place(self.mesh.tp, self.mesh.dp, linear.split_dim == 0), self.device
+            )
+            for name, linear in self.linears.items()
+        }
+
+    @contextmanager
+    def _observed(self, probes: Mapping[str, LinearProbe], failure: Failure) -> Iterator[None]:
+        """Inside, every linear shows its operands to its probe."""
+        for index, attend in self.attends.items():
+            mine = {name: probe for name, probe in probes.items() if probe.shape.block == index}
+            block = BlockProbe(mine, attend, self.mesh.tp, failure)
+            for name in mine:
+                self.linears[name].observer = block.observer(name)
+        try:
+            yield
+        finally:
+            for linear in self.linears.values():
+                linear.observer = None
+
+    def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
+        """Over dp, in place: u is not linear, so errors are summed over the whole batch first."""
+        for probe in probes if self.mesh.dp.size > 1 else ():
+            for error in probe.weight_error.values():
+                dist.all_reduce(error, group=self.mesh.dp.group)
+
+    def _add_updates(self, probes: Iterable[LinearProbe], clip: float) -> None:
+        for probe in probes:
+            probe.add_updates(self.updates, clip)
+            probe.weight_error.clear()
+
+    def _reduce(self, probes: Mapping[str, LinearProbe], loss: float, iteration: int) -> Statistics:
+        """One all-reduce over the world of a matrix indexed by global linear."""
+        names = sorted(set().union(*(probe.sums.names for probe in probes.values())))
+        table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
+        for row, shape in enumerate(self.shapes):
+            if shape.name in probes:
+                table[row] = probes[shape.name].sums.read(names)
+        dist.all_reduce(table, group=self.mesh.world)
+        sums = dict(zip(names, table.T.cpu().numpy()))
+        columns: dict[str, Floats] = {}
+        for name, values in sums.items():
+            kind, _, operand = name.partition("/")
+            if kind in ("underflow", "saturated"):
+                columns[name] = values / np.maximum(sums[f"nonzero/{operand}"], 1.0)
+            elif kind != "nonzero":
+                columns[name] = np.where(np.isfinite(values), values, np.nan)
+        matrix = np.stack(list(columns.values()), axis=1)
+        return Statistics(iteration, loss, self.tokens, self.shapes, tuple(columns), matrix)

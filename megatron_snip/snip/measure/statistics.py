@@ -1,0 +1,150 @@
+"""What a probe measured: a matrix with a row per linear and a named column per number, and its JSON file.
+
+    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k and v with the
+                      attention's output, its gradient and what dY_f does to it
+    update            |u(g)|_F^2, the optimiser's update without noise
+    own/f             |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
+    norm/A            |A|_F^2 of the operands X, W and G
+    error/f/gemm/role |Q_f(A) - A|_F^2 of an operand of a GEMM, such as error/fp4/wgrad/input
+    underflow/...     share of that operand's nonzero elements that became 0
+    saturated/...     share of them beyond the format's largest value
+
+Source: docs/numerics.md, "Loss divergence" and "Weight divergence".  T is the tokens of the global batch and
+G = dL/dY contains 1/T.  Values are sums over the batch, the data-parallel ranks and the tensor shards; formats that
+change nothing (bf16) have no column.  NaN is what was not finite: a finding, kept in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.quant import LinearShape
+from megatron_snip.snip.jsonfile import (
+    JsonFileError,
+    check_fields,
+    check_version,
+    is_count,
+    is_number,
+    is_object,
+    is_text,
+    is_texts,
+    read_json,
+    write_atomic,
+)
+
+Floats = NDArray[np.float64]
+
+VERSION = 4
+_WAY_OUT = "collect the statistics anew"
+_FIELDS = {
+    "version": is_count,
+    "iteration": is_count,
+    "loss": is_number,
+    "tokens": is_count,
+    "columns": is_texts,
+    "linears": is_object,
+}
+_SHAPE = {"out_features": is_count, "in_features": is_count, "block": is_count, "kind": is_text, "reads": is_text}
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Statistics of all linears from the probe before ``iteration``: loss in nats, tokens = T, values [L, columns].
+
+    ``shapes`` [L] name the rows.  Of several probes of one state, all numbers are means.
+    """
+
+    iteration: int
+    loss: float
+    tokens: int
+    shapes: tuple[LinearShape, ...]
+    columns: tuple[str, ...]
+    values: Floats
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the linears, in the order of the rows."""
+        return [shape.name for shape in self.shapes]
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats that were measured."""
+        return [column.removeprefix("token/") for column in self.columns if column.startswith("token/")]
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """[L]: whether every number of a linear is."""
+        return np.asarray(np.isfinite(self.values).all(axis=1))
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Names of the linears with a number that is NaN."""
+        return tuple(name for name, good in zip(self.names, self.finite) if not good)
+
+    def column(self, name: str) -> Floats:
+        """[L] of one column.  Raises ValueError if it was not measured."""
+        if name not in self.columns:
+            raise ValueError(
+                f"statistics of iteration {self.iteration} have no {name}; measured formats: "
+                f"{', '.join(self.formats) or 'none'}; probe with the options that you plan with"
+            )
+        return self.values[:, self.columns.index(name)]
+
+    @classmethod
+    def mean(cls, several: Sequence[Statistics]) -> Statistics:
+        """The mean of every number over several probes of one state; iteration and tokens are the first's."""
+        first = several[0]
+        assert all(one.shapes == first.shapes and one.columns == first.columns for one in several)
+        loss, values = (np.mean([getattr(one, name) for one in several], axis=0) for name in ("loss", "values"))
+        return cls(first.iteration, float(loss), first.tokens, first.shapes, first.columns, values)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, whole or not at all."""
+        linears = {
+            shape.name: {**{name: getattr(shape, name) for name in _SHAPE}, "values": row}
+            for shape, row in zip(self.shapes, self.values.tolist(), strict=True)
+        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)[:3]}
+        values = {"version": VERSION, **values, "columns": list(self.columns), "linears": linears}
+        write_atomic(path, json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Statistics:
+        """Read ``save``'s file.  Raises ValueError naming the file and the field for anything else."""
+        values = read_json(path, "statistics", _WAY_OUT)
+        try:
+            check_version(values, VERSION)
+            check_fields(values, _FIELDS, "")
+            rows = [_row(name, entry, len(values["columns"])) for name, entry in values["linears"].items()]
+        except JsonFileError as error:
+            raise ValueError(f"{path}: {error}; {_WAY_OUT}") from None
+        if not rows:
+            raise ValueError(f"{path}: field linears is empty; {_WAY_OUT}")
+        return cls(
+            values["iteration"],
+            float(values["loss"]),
+            values["tokens"],
+            tuple(shape for shape, _ in rows),
+            tuple(values["columns"]),
+            np.array([row for _, row in rows], np.float64),
+        )
+
+
+def _row(name: str, entry: Any, count: int) -> tuple[LinearShape, list[float]]:
+    where = f"linears[{name!r}]."
+
+    def is_row(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count and all(is_number(number) for number in value)
+
+    check_fields(entry, {**_SHAPE, "values": is_row}, where, {is_row: f"a list of {count} numbers"})
+    shape = {field: entry[field] for field in _SHAPE}
+    if min(shape["out_features"], shape["in_features"]) < 1:
+        raise JsonFileError(f"field {where}out_features or in_features is 0, but must be 1 or more")
+    return LinearShape(name, **shape), entry["values"]

@@ -1,0 +1,101 @@
+"""Divergences [L, O] from statistics, and what they predict for a plan: pure functions of numpy.
+
+    loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2           f = o.fprop    nats
+                                     (q, k, v: at the attention's output)
+    weight divergence  rho^2(l, o) = |u(g + E_f) - u(g)|_F^2 / U^2                    f = o.wgrad    1
+        U^2            = sum over all linears k of |u(g_k)|_F^2
+
+Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md.
+Convention: T tokens of the global batch; rows are the statistics' linears; bf16 costs nothing; what was not finite is
+NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.measure.statistics import Statistics
+
+Floats = NDArray[np.float64]
+
+
+def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
+    """dL [L, O] in nats: what each option's fprop adds to the loss.  ValueError if a format was not measured."""
+    return stats.tokens / 2 * _by_format(stats, "token", [option.fprop for option in options])
+
+
+def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
+    """rho^2 [L, O]: squared change of the linear's update by each option's wgrad, relative to the whole update.
+
+    Raises ValueError if a format was not measured.
+    """
+    total = float(stats.column("update")[stats.finite].sum())
+    own = _by_format(stats, "own", [option.wgrad for option in options])
+    # No update at all (learning has not begun): relative to nothing, but no error of it either.
+    return own / total if total > 0 else 0.0 * own
+
+
+def _by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
+    """[L, len(formats)] of a kind of column, NaN in the rows of linears that are not finite."""
+    bad = np.where(stats.finite, 0.0, np.nan)
+    columns = [stats.column(f"{kind}/{fmt}") if get_format(fmt).quantised else 0.0 for fmt in formats]
+    return np.stack([column + bad for column in columns], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """dL in nats and rho^2 of every linear with finite statistics: linear -> format -> value.
+
+    A linear's dL goes by the format of its fprop, its rho^2 by that of its wgrad.  None is what was not measured.
+    """
+
+    loss: Mapping[str, Mapping[str, float]]
+    weight: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, stats: Statistics) -> Predictions:
+        """The predictions of some statistics."""
+        options = [LinearPrecision.uniform(fmt) for fmt in ("bf16", *stats.formats)]
+
+        def table(values: Floats) -> dict[str, dict[str, float]]:
+            rows = zip(stats.names, values.tolist(), stats.finite, strict=True)
+            return {name: dict(zip(("bf16", *stats.formats), row)) for name, row, good in rows if good}
+
+        return cls(table(loss_divergence(stats, options)), table(weight_divergence(stats, options)))
+
+    def loss_divergence(self, name: str, precision: LinearPrecision) -> float | None:
+        """dL of one linear in nats."""
+        return self.loss.get(name, {}).get(precision.fprop)
+
+    def weight_divergence(self, name: str, precision: LinearPrecision) -> float | None:
+        """rho^2 of one linear."""
+        return self.weight.get(name, {}).get(precision.wgrad)
+
+    def total_loss_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
+        """Sum of dL over a plan's linears in nats, unknown ones left out; None if a format was not measured."""
+        return _total([self.loss_divergence(n, p) for n, p in linears.items() if n in self.loss])
+
+    def total_weight_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
+        """Sum of rho^2 over a plan's linears; None as above."""
+        return _total([self.weight_divergence(n, p) for n, p in linears.items() if n in self.weight])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values for a checkpoint."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Predictions:
+        """The predictions that ``to_dict`` gave."""
+        return cls(values["loss"], values["weight"])
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None

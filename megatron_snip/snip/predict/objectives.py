@@ -1,0 +1,174 @@
+"""Quality objectives Q [L, O] that the solver minimises, by name.  A new one is one function and one entry.
+
+    snip       dL / L0 + c/2 rho^2
+    snip_loss  dL / L0
+    abs_err    sum of |Q(A) - A|_F over the operands of the three GEMMs
+    rel_err    sum of |Q(A) - A|_F / |A|_F
+    random, layer_id, layer_type: rules that measure nothing
+
+Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md; the rules are its baselines.
+Convention: Q is the difference from the base option: fp8 where it is among the options, else the first.  A rule gives
+each linear a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's FLOPs
+times the precision lost, so that cost per FLOP saved follows the rank alone and large linears are not spared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
+from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.snip.cost import efficiency
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
+
+Floats = NDArray[np.float64]
+
+BASE = LinearPrecision.uniform("fp8")
+#: Of the rule "layer_type", from the first to leave its precision to the last.  A rule of thumb, not a measurement:
+#: down's input (SwiGLU's product) has the widest outliers, and o and v reach the residual stream unscaled.
+FIRST_TO_LEAVE = ("gate", "up", "q", "k", "v", "o", "down")
+_TENSOR = {"input": "X", "weight": "W", "grad_output": "G"}
+
+
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """What an objective may look at.  Q has a row per shape and a column per option.
+
+    stats, of the same linears in the same order, is None for rules; update_weight is c; seed is for "random".
+    """
+
+    shapes: Sequence[LinearShape]
+    options: Sequence[LinearPrecision]
+    stats: Statistics | None = None
+    update_weight: float = 1.0
+    seed: int = 0
+
+    def measured(self) -> Statistics:
+        """The statistics.  Raises ValueError if there are none, or they are of other linears."""
+        if self.stats is None:
+            raise ValueError("this objective needs statistics; probe first, or choose a rule such as random")
+        if self.stats.names != [shape.name for shape in self.shapes]:
+            raise ValueError(f"statistics of iteration {self.stats.iteration} are of other linears; probe this model")
+        return self.stats
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A quality objective: inputs -> Q [L, O], any unit; NaN in the rows of linears that cannot be judged."""
+
+    compute: Callable[[ObjectiveInputs], Floats]
+    summary: str
+    needs_stats: bool = True
+
+
+def base_option(options: Sequence[LinearPrecision]) -> int:
+    """Index of the option that differences are taken from: fp8 if it is there, else the first."""
+    return list(options).index(BASE) if BASE in options else 0
+
+
+def get_objective(name: str) -> Objective:
+    """The objective of that name.  Raises ValueError for an unknown one, listing the known."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.int64]]:
+    """Q [L, O] of a named objective, and the option [L] at which a linear is to be held: -1 for most.
+
+    Linears with statistics that are not finite are held at the base option; their rows are zero.
+    Raises ValueError for an unknown name, listing the known ones, and what the objective itself raises.
+    """
+    values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
+    values = values - values[:, [base]]
+    bad = np.isnan(values.sum(axis=1))
+    return np.where(bad[:, None], 0.0, values), np.where(bad, base, -1)
+
+
+def _loss(stats: Statistics) -> float:
+    """L0.  Raises ValueError if it is no positive number."""
+    if not (np.isfinite(stats.loss) and stats.loss > 0):
+        raise ValueError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
+    return stats.loss
+
+
+def _snip_loss(inputs: ObjectiveInputs) -> Floats:
+    stats = inputs.measured()
+    return loss_divergence(stats, inputs.options) / _loss(stats)
+
+
+def _snip(inputs: ObjectiveInputs) -> Floats:
+    return _snip_loss(inputs) + inputs.update_weight / 2 * weight_divergence(inputs.measured(), inputs.options)
+
+
+def _operand_errors(inputs: ObjectiveInputs, *, relative: bool) -> Floats:
+    """[L, O] of the sum over the six operands A of |E_A|_F, or of |E_A|_F / |A|_F."""
+    stats = inputs.measured()
+    result = np.zeros((len(inputs.shapes), len(inputs.options)))
+    for column, option in enumerate(inputs.options):
+        for gemm in GEMMS:
+            fmt = getattr(option, gemm)
+            for role in REDUCTION_DIM[gemm] if get_format(fmt).quantised else ():
+                error = stats.column(f"error/{fmt}/{gemm}/{role}")
+                size = stats.column(f"norm/{_TENSOR[role]}") if relative else np.ones_like(error)
+                result[:, column] += np.sqrt(np.divide(error, size, out=np.zeros_like(error), where=size != 0))
+    result[~stats.finite] = np.nan
+    return result
+
+
+def _abs_err(inputs: ObjectiveInputs) -> Floats:
+    return _operand_errors(inputs, relative=False)
+
+
+def _rel_err(inputs: ObjectiveInputs) -> Floats:
+    return _operand_errors(inputs, relative=True)
+
+
+def _rule(rank: Callable[[Sequence[LinearShape], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
+    def compute(inputs: ObjectiveInputs) -> Floats:
+        lost = efficiency(inputs.shapes, inputs.options, "time")  # share of all FLOPs * bits lost, 0..1 for FP4
+        return rank(inputs.shapes, inputs.seed)[:, None] * lost
+
+    return compute
+
+
+def random_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
+    """[L] uniform in (0, 1]; depends on the seed and the name, not on the other linears."""
+    draws = [np.random.default_rng([seed, zlib.crc32(shape.name.encode())]).random() for shape in shapes]
+    return 1.0 - np.array(draws)
+
+
+def layer_id_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
+    """[L] distance of the linear's block from the middle of the model: the first and the last rank highest.
+
+    The later of two blocks at one distance ranks higher.  Ignores the seed.
+    """
+    blocks = np.array([shape.block for shape in shapes])
+    last = int(blocks.max())
+    ranks: Floats = (abs(2 * blocks - last) + np.where(2 * blocks > last, 0.5, 0.0) + 1) / (last + 2)
+    return ranks
+
+
+def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
+    """[L] place of the linear's kind in FIRST_TO_LEAVE; within a kind later blocks rank higher.  Ignores the seed."""
+    count = 1 + max(shape.block for shape in shapes)
+    places = [FIRST_TO_LEAVE.index(shape.kind) + (shape.block + 1) / count for shape in shapes]
+    return np.array(places) / len(FIRST_TO_LEAVE)
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence"),
+    "snip_loss": Objective(_snip_loss, "loss divergence / loss"),
+    "abs_err": Objective(_abs_err, "absolute quantisation error"),
+    "rel_err": Objective(_rel_err, "relative quantisation error"),
+    "random": Objective(_rule(random_ranks), "linears in an order drawn from the seed", needs_stats=False),
+    "layer_id": Objective(_rule(layer_id_ranks), "blocks in the middle first", needs_stats=False),
+    "layer_type": Objective(_rule(layer_type_ranks), "kinds of linear, down last", needs_stats=False),
+}
