@@ -138,7 +138,7 @@ class Coordinator:
         start, stats = time.perf_counter(), None
         try:
             if get_objective(self.snip.snip_objective).needs_stats:
-                stats = self.probe.run(run_pass, zero_grad, iteration)
+                stats = self.probe.run(run_pass, zero_grad, iteration, self._batches(iteration))
         except ProbeFailed as error:
             return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
@@ -167,6 +167,11 @@ class Coordinator:
         due = iteration + self.snip.snip_apply_lag
         self._start(Pending(iteration, due, options, self.snip.snip_objective, request))
         return metrics
+
+    def _batches(self, iteration: int) -> int:
+        """How many of the coming batches a probe takes: enough for --snip-probe-tokens, and no more than there are."""
+        wanted = -(-self.snip.snip_probe_tokens // self.probe.tokens)
+        return wanted if self.last_iteration is None else min(wanted, self.last_iteration - iteration + 1)
 
     def _start(self, pending: Pending) -> None:
         self.close()

@@ -12,7 +12,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
-from megatron_snip.train.metrics import MetricsWriter, cut_back_ranks, progress_line, validation_line
+from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -29,6 +29,7 @@ class Trainer:
         self.iteration = start.iteration
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
+        self.divergence = RunningMean()  # measured, of the plan in force
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
@@ -54,13 +55,13 @@ class Trainer:
             batch = parts.train_loader.batch(self.iteration * t.global_batch_size)
             row: dict[str, Any] = {"iteration": iteration}
             if parts.coordinator is not None:
-                run_pass = parts.stepper.pass_runner(batch, iteration)
+                run_pass = parts.stepper.pass_runner(batch, iteration, self._later_batch)
                 row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
             every = self.config.snip.snip_bf16_eval_interval
             bf16_loss = parts.stepper.bf16_loss(batch, iteration) if every and iteration % every == 0 else None
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
-            row |= self._measured_divergence(bf16_loss, result)
+            row |= self._measured_divergence(bf16_loss, result, row.get("snip/plan_hash", ""))
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
@@ -118,12 +119,19 @@ class Trainer:
             "iteration-time": seconds,
         }
 
-    def _measured_divergence(self, bf16_loss: float | None, result: StepResult) -> dict[str, Any]:
-        """What low precision cost this batch, beside what the last statistics predict."""
+    def _later_batch(self, ahead: int) -> Any:
+        """The batch of ``ahead`` iterations after the coming one; read here and now."""
+        size = self.config.training.global_batch_size
+        return self.parts.train_loader.make((self.iteration + ahead) * size)
+
+    def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
+        """What low precision cost this batch and on average under this plan, beside what statistics predict."""
         if bf16_loss is None:
             return {}
-        coordinator = self.parts.coordinator
-        measured = {"snip/bf16_loss": bf16_loss, "snip/measured_loss_divergence": result.loss - bf16_loss}
+        coordinator, divergence = self.parts.coordinator, result.loss - bf16_loss
+        self.divergence = self.divergence.following(plan, divergence)
+        measured = {"snip/bf16_loss": bf16_loss, "snip/measured_loss_divergence": divergence}
+        measured |= {f"snip/measured_loss_divergence_{key}": v for key, v in self.divergence.summary().items()}
         return measured | (coordinator.predicted_metrics() if coordinator else {})
 
     def _validate(self) -> dict[str, Any]:
@@ -176,6 +184,7 @@ class Trainer:
             "optimizer_steps": self.parts.optimizer.steps,
             "nan_iterations": self.nan_iterations,
             "nan_in_a_row": self.nan_in_a_row,
+            "divergence": vars(self.divergence),
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
         }
@@ -202,6 +211,7 @@ class Trainer:
         if not self.config.checkpoint.no_load_optim:
             parts.optimizer.set_steps(state["optimizer_steps"])
         self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], state["nan_in_a_row"]
+        self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
 

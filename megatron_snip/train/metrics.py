@@ -14,6 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,32 @@ from megatron_snip.snip.predict.divergence import Predictions
 LOGGER = logging.getLogger("megatron_snip")
 #: Of a plan's table in wandb: divergences in nats and relative to the squared update.
 PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """Mean of the values seen under one plan, with its standard error.  Source: Welford, Technometrics 4 (1962)."""
+
+    plan: str = ""
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared differences from the mean
+
+    def following(self, plan: str, value: float) -> RunningMean:
+        """With one more value; another plan begins anew, and what is not finite is left out."""
+        before = self if plan == self.plan else RunningMean(plan)
+        if not math.isfinite(value):
+            return before
+        count, difference = before.count + 1, value - before.mean
+        mean = before.mean + difference / count
+        return RunningMean(plan, count, mean, before.squares + difference * (value - mean))
+
+    def summary(self) -> dict[str, float]:
+        """The mean, the count and, of two values or more, the standard error."""
+        found: dict[str, float] = {"mean": self.mean, "count": self.count}
+        if self.count > 1:
+            found["standard_error"] = math.sqrt(self.squares / (self.count - 1) / self.count)
+        return found
 
 
 def _json_line(row: Mapping[str, Any]) -> str:

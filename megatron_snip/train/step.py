@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,9 +65,16 @@ class Stepper:
         clip = clip_coefficient(norm, self.config.training.clip_grad)
         return Pass(loss=loss, grad_norm=norm, clip=clip), stops > 0.0
 
-    def pass_runner(self, batch: BatchLike, iteration: int) -> PassRunner:
-        """What a probe before this iteration runs its pass with."""
-        return lambda: self.gradients(batch, iteration)[0]
+    def pass_runner(
+        self, batch: BatchLike, iteration: int, later: Callable[[int], BatchLike] | None = None
+    ) -> PassRunner:
+        """What a probe before this iteration runs its passes with; ``later(n)`` is the n-th batch after this one."""
+
+        def run_pass(ahead: int = 0) -> Pass:
+            assert ahead == 0 or later is not None, "only this batch is known"
+            return self.gradients(later(ahead) if ahead and later else batch, iteration)[0]
+
+        return run_pass
 
     def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
         """Gradients, and the update unless the loss or the gradient is not finite on any process."""

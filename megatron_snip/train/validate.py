@@ -19,7 +19,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval",
-        "snip_interval", "snip_start",
+        "snip_interval", "snip_start", "snip_probe_tokens",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",

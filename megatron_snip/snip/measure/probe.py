@@ -46,8 +46,12 @@ class Pass:
     clip: float  # what gradients are multiplied by
 
 
-#: Runs a batch forward and backward and leaves its gradients.
-PassRunner = Callable[[], Pass]
+class PassRunner(Protocol):
+    """Runs one of the coming batches forward and backward and leaves its gradients."""
+
+    def __call__(self, ahead: int = 0) -> Pass:
+        """``ahead``: 0 for the next batch, 1 for the one after it."""
+        ...
 
 
 class Probe:
@@ -73,18 +77,21 @@ class Probe:
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.wide = wide  # with Region.wide, where the compute is float32
 
-    def run(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int) -> Statistics:
-        """Measure.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
+    def run(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, batches: int = 1) -> Statistics:
+        """Measure; of several batches the mean.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
 
         Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
         included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
         """
+        return Statistics.mean([self._one_batch(run_pass, zero_grad, iteration, ahead) for ahead in range(batches)])
+
+    def _one_batch(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, ahead: int) -> Statistics:
         failure = Failure()
         with self._measuring(zero_grad):
             probes = self._attempt(failure, self._make_probes)
             assert probes is not None
             with self._observed(probes, failure):
-                result = run_pass()
+                result = run_pass(ahead)
             if not math.isfinite(result.loss):
                 failure.note(f"the loss is {result.loss}")
             self._agree(failure)
