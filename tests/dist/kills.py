@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip.snip.probes import Pass, StatisticsProbe
+from megatron_snip.snip.measure.probe import Pass, PassRunner, Probe
 from megatron_snip.train import checkpoint
 from tests.dist.runs import train_run
 from tests.dist.solves import Held, record_precisions
@@ -22,20 +21,21 @@ def slow_save() -> None:
 
 
 def slow_probe(marker: Path) -> None:
-    """Rank 0 stands still between two passes of a probe, `marker` telling the iteration, while others go on to wait."""
-    run = StatisticsProbe.run
+    """Rank 0 stands still inside a probe, `marker` telling the iteration, while others go on to wait."""
+    run = Probe.run
 
-    def slow_run(self: StatisticsProbe, run_pass: Callable[..., Pass], zero: Any, iteration: int, *args: Any) -> Any:
-        def slow_pass(kind: str | None = None, *how: Any) -> Pass:
-            if kind is not None and dist.get_rank() == 0:
+    def slow_run(self: Probe, run_pass: PassRunner, zero: Any, iteration: int, *args: Any) -> Any:
+        def slow_pass(ahead: int = 0) -> Pass:
+            result = run_pass(ahead)
+            if dist.get_rank() == 0:
                 marker.with_suffix(".part").write_text(str(iteration))
                 marker.with_suffix(".part").replace(marker)
                 time.sleep(3.0)
-            return run_pass(kind, *how)
+            return result
 
         return run(self, slow_pass, zero, iteration, *args)
 
-    StatisticsProbe.run = slow_run  # type: ignore[method-assign]
+    Probe.run = slow_run  # type: ignore[method-assign]
 
 
 def run_to_kill(options: dict[str, Any], slow: str, marker: Path) -> Held:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_snip import runtime
-from megatron_snip.snip.stats import ProbeStats
+from megatron_snip.snip.measure.statistics import Statistics
 from tests.dist.runs import make, train_run
 
 
@@ -21,13 +21,13 @@ def save_run(options: dict[str, Any]) -> None:
     train_run(options)
 
 
-def collect(words: list[str], output: Path) -> ProbeStats:
+def collect(words: list[str], output: Path) -> Statistics:
     """tools/collect_stats.py on the ranks that are here."""
     from tools import collect_stats
 
     runtime.stop = dist.barrier  # the harness leaves the group
     collect_stats.main([*words, "--output", str(output)])
-    return ProbeStats.load(output)
+    return Statistics.load(output)
 
 
 def losses_with_bf16(options: dict[str, Any], every: int, iterations: int = 4) -> tuple[list[float], list[float]]:

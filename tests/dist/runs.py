@@ -13,9 +13,11 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.measure import linear_probe
+from megatron_snip.snip.measure.linear_probe import LinearProbe
+from megatron_snip.snip.measure.probe import PassRunner, ProbeFailed
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.probes import PASSES, PassRunner
-from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.setup import Parts, build, check, snip_shapes
 
@@ -23,6 +25,7 @@ TINY = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
     "vocab_size": 512, "untie_embeddings_and_output_weights": True, "micro_batch_size": 1,
     "global_batch_size": 4, "train_iters": 20, "lr": 2e-3, "lr_warmup_iters": 4, "mock_data": True,
+    "snip_probe_tokens": 1,
 }  # fmt: skip
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -127,28 +130,54 @@ def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[st
     }
 
 
-def statistics_of_all_passes(options: dict[str, Any], folder: Path, iterations: int) -> ProbeStats:
-    """Load a checkpoint and probe with every pass there is."""
+def statistics(options: dict[str, Any], folder: Path, iterations: int, rows: int | None = None) -> Statistics:
+    """Load a checkpoint and probe; rows: enough of them for wgrad's error."""
+    if rows is not None:
+        linear_probe.ENOUGH_ROWS = rows
     parts, run_pass = _before_probe(options, folder, iterations)
     assert parts.coordinator is not None
-    return parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iterations + 1, PASSES)
+    return parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iterations + 1)
 
 
-def trace(options: dict[str, Any], iterations: int, probed: set[int]) -> dict[str, Any]:
-    """Train in mixed precision with probes of all passes before some iterations: what was told, and what is left."""
+def trace(
+    options: dict[str, Any], iterations: int, probed: set[int], failing: str = "", rank: int = 0
+) -> dict[str, Any]:
+    """Train in mixed precision with probes before some iterations: what was told, and what is left.
+
+    failing: the method of LinearProbe that fails on a rank.
+    """
     config, parts = make({**options, "precision": "snip"})
     assert parts.coordinator is not None
     for i, linear in enumerate(parts.linears.values()):
         linear.precision = LinearPrecision.parse(["fp4", "fp8/fp4/bf16"][i % 2])
-    told = []
+    if failing and dist.get_rank() == rank:
+        break_probes(failing)
+    told, errors = [], []
     for i in range(1, iterations + 1):
         batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
         if i in probed:
-            parts.coordinator.probe.run(parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad, i, PASSES)
+            try:
+                parts.coordinator.probe.run(parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad, i)
+            except ProbeFailed as error:
+                errors.append(str(error))
         result = parts.stepper.step(batch, i)
         told.append((result.loss, result.grad_norm, result.skipped))
     parts.train_loader.close()
-    return {"told": told, "tensors": {name: local_of(tensor) for name, tensor in parts.tensors().items()}}
+    tensors = {name: local_of(tensor) for name, tensor in parts.tensors().items()}
+    return {"told": told, "tensors": tensors, "errors": errors}
+
+
+def break_probes(method: str) -> None:
+    """Let a method of LinearProbe fail in every call but the first of a probe."""
+    plain, seen = getattr(LinearProbe, method), []
+
+    def failing(self: LinearProbe, *args: Any, **more: Any) -> Any:
+        seen.append(None)
+        if len(seen) > 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return plain(self, *args, **more)
+
+    setattr(LinearProbe, method, failing)
 
 
 def memory_and_timeouts(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_snip.config import Config
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.coordinator import Coordinator
-from megatron_snip.snip.probes import StatisticsProbe
+from megatron_snip.snip.measure.linear_probe import LinearProbe
+from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
 from megatron_snip.train import loop
 from tests.dist.faults import SMALL
@@ -135,21 +137,22 @@ def solves_gone_wrong(options: dict[str, Any]) -> tuple[str, list[str], Held]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     coordinator.LOGGER.addHandler(handler)
-    step, reduce, poisoned, probes = Coordinator.before_step, StatisticsProbe._reduce, [], []
+    step, reduce, poisoned, probes = Coordinator.before_step, Probe._reduce, [], []
 
     def before_step(self: Coordinator, *args: Any) -> Any:
         if self.plan is not None and not poisoned:
             poisoned.append([name for name, p in self.plan.linears.items() if str(p) == "fp4"][-1])
         return step(self, *args)
 
-    def reduced(self: StatisticsProbe, sums: dict[str, dict[str, float]], *args: Any) -> Any:
+    def reduced(self: Probe, found: dict[str, LinearProbe], *args: Any) -> Any:
         probes.append(None)
         if list(SOLVES)[len(probes) - 1] == "nan" and dist.get_rank() == 1:
-            assert math.isfinite(sums[poisoned[0]]["token/fp4"])
-            sums[poisoned[0]]["token/fp4"] = math.nan
-        return reduce(self, sums, *args)
+            sums = found[poisoned[0]].sums
+            assert math.isfinite(sums.read(["token/fp4"]))
+            sums.add("token/fp4", torch.tensor(math.nan))
+        return reduce(self, found, *args)
 
-    StatisticsProbe._reduce = reduced  # type: ignore[method-assign]
+    Probe._reduce = reduced  # type: ignore[method-assign]
     seen = record_precisions(before_step)
     train(options)
     return poisoned[0], told, seen

@@ -1,4 +1,4 @@
-"""Probes with all passes change nothing of a run whose plan stays, on any layout."""
+"""Probes change nothing of a run whose plan stays, on any layout, whether they end well or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from tests.dist.runs import LAYOUTS, trace, world_of
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2}
 ITERATIONS, PROBED = 3, {1, 3}
+#: NVFP4 has a scale of the whole tensor, for which tp's processes talk inside a cast.
+FOUR = {
+    **SMALL, "num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True, "snip_options": "fp8,nvfp4",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_of_four():
+    return run_ranks(trace, 4, FOUR, ITERATIONS, set())
 
 
 @pytest.mark.parametrize(("layout", "bf16"), [("tp2", False), ("pp2 x dp2", False), ("tp2 x pp2 interleaved", True)])
@@ -20,5 +30,17 @@ def test_probes_change_no_bit_of_a_run(layout, bf16):
         assert len({loss for loss, _, skipped in one["told"] if not skipped}) == ITERATIONS
         assert other["told"] == one["told"]
         assert other["tensors"].keys() == one["tensors"].keys() != set()
+        for name, tensor in one["tensors"].items():
+            assert torch.equal(other["tensors"][name], tensor), name
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("failing", ["__init__", "measure", "add_updates"])
+def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing, rank, plain_of_four):
+    """Out of memory while it makes its tensors, in the pass of the model, and after it."""
+    got = run_ranks(trace, 4, FOUR, ITERATIONS, PROBED, failing, rank)
+    for one, other in zip(plain_of_four, got, strict=True):
+        assert other["errors"] == [f"the probe failed on rank {rank}: OutOfMemoryError: no memory left"] * len(PROBED)
+        assert other["told"] == one["told"] and not one["errors"]
         for name, tensor in one["tensors"].items():
             assert torch.equal(other["tensors"][name], tensor), name
