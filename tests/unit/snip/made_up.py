@@ -1,31 +1,49 @@
-"""Statistics made of the few numbers that a test is about; everything else is 0."""
+"""Statistics made of the few numbers that a test is about; errors are small and everything else is 0 or 1."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
 
-from megatron_snip.snip.linear_probe import OPERANDS
-from megatron_snip.snip.stats import LinearStats, ProbeStats
+import numpy as np
 
-
-def linear_stats(token: dict[str, float], update: float, own: dict[str, float], **fields: Any) -> LinearStats:
-    """``token`` and ``own`` by format; fields replace the zeros."""
-    operands = {f"{fmt}/{operand}": 0.0 for fmt in token for operand in OPERANDS}
-    rest = {
-        "dgrad_error_sq": dict.fromkeys(token, 0.0),
-        "dgrad_signal_sq": 1.0,
-        "norm_sq": dict.fromkeys(("X", "W", "Y", "G", "dX", "dW"), 1.0),
-        "error_sq": {key: token[key.split("/")[0]] + 1e-3 for key in operands},
-        "underflow": dict(operands),
-        "saturated": dict(operands),
-        "noise_update_sq": 0.0,
-        "residual_noise_sq": 1.0,
-        "sampled_square_sum": dict(token),
-        "forward_update_sq": 0.0,
-        "fprop_update_sq": dict.fromkeys(token, 0.0),
-    }
-    return LinearStats(8, 4, token, update, own, **{**rest, **fields})
+from megatron_snip.quant import LinearShape
+from megatron_snip.snip.measure.linear_probe import OPERANDS
+from megatron_snip.snip.measure.statistics import Statistics
 
 
-def probe_stats(iteration: int, loss: float, tokens: int, linears: dict[str, LinearStats]) -> ProbeStats:
-    return ProbeStats(iteration, loss, tokens, linears, {"backward_noise": 1.0, "forward_noise": 1.0})
+def statistics(
+    shapes: Sequence[LinearShape],
+    token: Mapping[str, Sequence[float]],
+    update: Sequence[float],
+    own: Mapping[str, Sequence[float]],
+    more: Mapping[str, Sequence[float]] | None = None,
+    *,
+    iteration: int = 7,
+    loss: float = 5.0,
+    tokens: int = 100,
+) -> Statistics:
+    """``token`` and ``own``: format -> [L]; ``more``: columns [L] by name that replace what else there is."""
+    columns: dict[str, Sequence[float]] = {f"token/{fmt}": values for fmt, values in token.items()}
+    columns |= {"update": update} | {f"own/{fmt}": values for fmt, values in own.items()}
+    columns |= {f"norm/{tensor}": [1.0] * len(shapes) for tensor in "XWG"}
+    for operand in (f"{fmt}/{operand}" for fmt in token for operand in OPERANDS):
+        columns[f"error/{operand}"] = [value + 1e-3 for value in token[operand.split("/")[0]]]
+        columns |= {f"{kind}/{operand}": [0.0] * len(shapes) for kind in ("underflow", "saturated")}
+    columns |= more or {}
+    values = np.stack([np.array(column, np.float64) for column in columns.values()], axis=1)
+    return Statistics(iteration, loss, tokens, tuple(shapes), tuple(columns), values)
+
+
+def changed(stats: Statistics, name: str, column: str, value: float) -> Statistics:
+    """The statistics with one number of the linear ``name`` replaced."""
+    values = stats.values.copy()
+    values[stats.names.index(name), stats.columns.index(column)] = value
+    return dataclasses.replace(stats, values=values)
+
+
+def assert_same(one: Statistics, other: Statistics) -> None:
+    """Equal in every field, bit for bit; NaN equals NaN."""
+    for field in ("iteration", "loss", "tokens", "shapes", "columns"):
+        assert getattr(one, field) == getattr(other, field), field
+    assert np.array_equal(one.values, other.values, equal_nan=True)

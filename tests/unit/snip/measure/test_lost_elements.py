@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_snip.quant import RoundingKey, name_stream
-from megatron_snip.snip.linear_probe import LinearProbe
-from megatron_snip.snip.stats import LinearStats
-from tests.unit.snip.test_probes import ITERATION, SEED, probe, q
+from megatron_snip.quant import RoundingKey, fake_quantize, name_stream
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
 
+ITERATION, SEED, SAMPLES = 3, 3, 2
 ROW, COLUMN = (1, 32), (32, 1)
 
 
-class Shown(NamedTuple):
+class Seen(NamedTuple):
     """What a probe saw of one microbatch of one linear: w [N,K], g [T,N], and its first row."""
 
     w: Tensor
@@ -25,25 +24,27 @@ class Shown(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def measured(snip_parts) -> dict[str, tuple[LinearStats, list[Shown]]]:
-    """Per linear its statistics, and the microbatches that they are of.
+def measured(snip_parts) -> dict[str, tuple[dict[str, float], list[Seen]]]:
+    """Per linear its statistics by column, and the microbatches that they are of.
 
     Another pass's gradients differ by rounding, and some, such as q's of a first token, are nothing but rounding.
     """
     parts = snip_parts(snip_options="fp8,fp4,mxfp4")
-    shown: dict[str, list[Shown]] = {name: [] for name in parts.linears}
-    backward = LinearProbe.backward
+    shown: dict[str, list[Seen]] = {name: [] for name in parts.linears}
+    measure = LinearProbe.measure
 
-    def recorded(self: LinearProbe, operands) -> None:
-        (name,) = (name for name, linear in parts.linears.items() if linear.observer is self)
-        shown[name].append(Shown(operands.w.clone(), operands.grad_output.clone(), operands.call.key.row0))
-        backward(self, operands)
+    def recorded(self: LinearProbe, operands) -> Shown:
+        microbatch = Seen(operands.w.clone(), operands.grad_output.clone(), operands.call.key.row0)
+        shown[self.shape.name].append(microbatch)
+        return measure(self, operands)
 
+    run_pass = parts.stepper.pass_runner(parts.train_loader.batch((ITERATION - 1) * SAMPLES), ITERATION)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LinearProbe, "backward", recorded)
-        stats, _ = probe(parts)
+        patch.setattr(LinearProbe, "measure", recorded)
+        stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, ITERATION)
     assert all(len(microbatches) == 2 for microbatches in shown.values())
-    return {name: (linear, shown[name]) for name, linear in stats.linears.items()}
+    rows = (dict(zip(stats.columns, row, strict=True)) for row in stats.values.tolist())
+    return {name: (row, shown[name]) for name, row in zip(stats.names, rows, strict=True)}
 
 
 def blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -68,7 +69,7 @@ def test_mxfp4_weights_beyond_the_midpoint_above_6_are_saturated(gemm, block, me
         size = in_mxfp4(microbatches[0].w, block)
         expected = share(size >= 7, size)
         assert 0 < expected < 0.2, name
-        assert linear.saturated[f"mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
+        assert linear[f"saturated/mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
 
 
 @pytest.mark.parametrize(("gemm", "block"), [("dgrad", ROW), ("wgrad", COLUMN)])
@@ -77,7 +78,7 @@ def test_mxfp4_gradients_saturate_whatever_their_rounding(gemm, block, measured)
         size = torch.cat([in_mxfp4(m.g, block) for m in microbatches])
         expected = share(size >= 7, size)
         assert 0 < expected < 0.2, name
-        assert linear.saturated[f"mxfp4/{gemm}/grad_output"] == pytest.approx(expected, rel=1e-9), name
+        assert linear[f"saturated/mxfp4/{gemm}/grad_output"] == pytest.approx(expected, rel=1e-9), name
 
 
 def test_weights_of_a_quarter_or_less_underflow(measured):
@@ -88,10 +89,10 @@ def test_weights_of_a_quarter_or_less_underflow(measured):
         expected = share(tile * 6 <= tile.amax(dim=1, keepdim=True) / 4, w)
         assert expected > 0, name
         for gemm in ("fprop", "dgrad"):
-            assert linear.underflow[f"fp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
+            assert linear[f"underflow/fp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
         for gemm, block in (("fprop", ROW), ("dgrad", COLUMN)):
             expected = share(in_mxfp4(w, block) <= 0.25, w)
-            assert expected > 0 and linear.underflow[f"mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
+            assert expected > 0 and linear[f"underflow/mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
 
 
 @pytest.mark.parametrize(("gemm", "dim"), [("dgrad", 1), ("wgrad", 0)])
@@ -100,6 +101,6 @@ def test_gradients_that_are_drawn_to_zero_underflow(gemm, dim, measured):
         lost = total = 0
         for m in microbatches:
             key = RoundingKey(SEED, ITERATION, name_stream(name), row0=m.row0).for_operand(gemm, "grad_output")
-            lost += int(((q(m.g, "fp4", "grad_output", dim, key) == 0) & (m.g != 0)).sum())
+            lost += int(((fake_quantize(m.g, "fp4", role="grad_output", dim=dim, key=key) == 0) & (m.g != 0)).sum())
             total += int((m.g != 0).sum())
-        assert lost > 0 and linear.underflow[f"fp4/{gemm}/grad_output"] == pytest.approx(lost / total, rel=1e-9), name
+        assert lost > 0 and linear[f"underflow/fp4/{gemm}/grad_output"] == pytest.approx(lost / total, rel=1e-9), name

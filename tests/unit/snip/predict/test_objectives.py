@@ -1,28 +1,154 @@
-"""Rules: what they rank high stays in the base format when the target leaves room for some."""
+"""Objectives by hand, who is held, and rules: what they rank high stays in the base format."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
+import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.baselines import KINDS, layer_id_ranks, layer_type_ranks, random_ranks
 from megatron_snip.snip.cost import efficiency
 from megatron_snip.snip.ilp import solve
-from megatron_snip.snip.objectives import ObjectiveInputs, quality_loss
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.predict.objectives import (
+    FIRST_TO_LEAVE,
+    OBJECTIVES,
+    ObjectiveInputs,
+    base_option,
+    get_objective,
+    layer_id_ranks,
+    layer_type_ranks,
+    quality_loss,
+    random_ranks,
+)
+from tests.unit.snip.made_up import changed, statistics
 
-OPTIONS = [LinearPrecision.uniform("fp8"), LinearPrecision.uniform("fp4")]
-SIZES = dict.fromkeys(KINDS, (64, 64)) | {
+BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
+UP = [LinearShape("layers.0.mlp.up_proj", 8, 4, 0, "up"), LinearShape("layers.1.mlp.up_proj", 4, 4, 1, "up")]
+NAMES = [shape.name for shape in UP]
+MEASURED = [name for name, objective in OBJECTIVES.items() if objective.needs_stats]
+
+
+def stats() -> Statistics:
+    """tokens/2 = 50; sum of update norms 4 + 12 = 16."""
+    token, own = {"fp8": [1e-4, 0.0], "fp4": [4e-3, 2e-3]}, {"fp8": [0.1, 0.0], "fp4": [1.6, 3.2]}
+    return statistics(UP, token, [4.0, 12.0], own)
+
+
+def quality(name: str, inputs: ObjectiveInputs) -> np.ndarray:
+    """Q of an objective that holds nobody."""
+    found, held = quality_loss(name, inputs)
+    assert held.tolist() == [-1] * len(inputs.shapes)
+    return found
+
+
+def test_snip_objective_and_base():
+    options = [FP4, FP8, BF16]
+    inputs = ObjectiveInputs(UP, options, stats(), update_weight=2.0)
+    first = [0.2 / 5 + 0.1, 0.005 / 5 + 0.1 / 16, 0.0]
+    second = [0.1 / 5 + 0.2, 0.0, 0.0]
+    expected = np.array([first, second])
+    assert np.allclose(quality("snip", inputs), expected - expected[:, [1]], rtol=1e-12, atol=0)
+    loss_only = np.array([[0.2, 0.005, 0], [0.1, 0, 0]]) / 5
+    assert np.allclose(quality("snip_loss", inputs), loss_only - loss_only[:, [1]], rtol=1e-12, atol=0)
+    assert base_option(options) == 1 and base_option([FP4, BF16]) == 0
+    assert np.all(quality("snip", ObjectiveInputs(UP, [FP4, BF16], stats()))[:, 0] == 0)
+
+
+def test_unknown_names_list_the_known():
+    known = "snip, snip_loss, abs_err, rel_err, random, layer_id, layer_type"
+    with pytest.raises(ValueError, match=f"unknown objective 'snap'; known: {known}$"):
+        get_objective("snap")
+    with pytest.raises(ValueError, match="unknown objective 'snap'; known: snip"):
+        quality_loss("snap", ObjectiveInputs(UP, [FP8, FP4], stats()))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_measured_objectives_ask_for(name):
+    with pytest.raises(ValueError, match="needs statistics; probe first"):
+        quality_loss(name, ObjectiveInputs(UP, [FP8, FP4]))
+    for others in (UP[::-1], UP[:1], [*UP, LinearShape("x", 8, 4)]):
+        with pytest.raises(ValueError, match="statistics of iteration 7 are of other linears; probe this model"):
+            quality_loss(name, ObjectiveInputs(others, [FP8, FP4], stats()))
+    e3m2 = LinearPrecision.uniform("e3m2")
+    with pytest.raises(ValueError, match="have no .*e3m2.*; measured formats: fp8, fp4; probe with the options"):
+        quality_loss(name, ObjectiveInputs(UP, [FP8, e3m2], stats()))
+
+
+@pytest.mark.parametrize("loss", [math.nan, 0.0])
+def test_the_loss_must_be_above_0(loss):
+    broken = dataclasses.replace(stats(), loss=loss)
+    with pytest.raises(ValueError, match="must be above 0"):
+        quality_loss("snip", ObjectiveInputs(UP, [FP8, FP4], broken))
+
+
+@pytest.mark.parametrize(("column", "value"), [("token/fp4", math.nan), ("own/fp8", math.inf), ("update", math.nan)])
+def test_non_finite_linears_are_held(column, value):
+    broken = changed(stats(), NAMES[0], column, value)
+    assert broken.not_finite == (NAMES[0],)
+    found, held = quality_loss("snip", ObjectiveInputs(UP, [FP4, FP8], broken))
+    assert held.tolist() == [1, -1] and np.isfinite(found).all() and held.dtype == np.int64
+    total = 12.0 if column == "update" else 16.0
+    assert found[1, 0] == pytest.approx(0.1 / 5 + 3.2 / total / 2)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(("options", "base"), [([FP4, FP8, BF16], 1), ([FP4, BF16], 0)])
+def test_every_objective_holds_them_at_the_base_with_a_row_of_zeros(name, options, base):
+    """A rule too, which would not look; the other linear is judged as if nothing had happened."""
+    broken = changed(stats(), NAMES[1], "underflow/fp4/wgrad/input", math.nan)
+    found, held = quality_loss(name, ObjectiveInputs(UP, options, broken))
+    assert held.tolist() == [-1, base] and np.all(found[1] == 0.0)
+    assert np.array_equal(found[0], quality(name, ObjectiveInputs(UP, options, stats()))[0]) and found[0].any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_keeps_its_promises(name):
+    """Shape, finiteness, zero at the base, and FP4 never cheaper than FP8 on sane statistics."""
+    options = [FP8, MIXED, FP4]
+    given = stats() if get_objective(name).needs_stats else None
+    found = quality(name, ObjectiveInputs(UP, options, given))
+    assert found.shape == (2, 3) and np.isfinite(found).all() and np.all(found[:, 0] == 0)
+    assert np.all(found[:, 2] > 0) and np.all(found[:, 1] <= found[:, 2])
+    assert np.array_equal(found, quality(name, ObjectiveInputs(UP, options, given)))
+
+
+def test_error_objectives_by_hand():
+    """One linear of 8 x 4; errors and norms that differ by operand."""
+    errors = {"fprop/input": 4.0, "fprop/weight": 9.0, "dgrad/grad_output": 0.25, "dgrad/weight": 16.0,
+              "wgrad/grad_output": 0.36, "wgrad/input": 25.0}  # fmt: skip
+    more = {f"error/fp4/{operand}": [value] for operand, value in errors.items()}
+    more |= {"norm/X": [100.0], "norm/W": [400.0], "norm/G": [4.0]}
+    given = statistics(UP[:1], {"fp4": [0.0]}, [16.0], {"fp4": [1.0]}, more)
+
+    def value(objective: str, given: Statistics, option: LinearPrecision = FP4) -> float:
+        return quality(objective, ObjectiveInputs(UP[:1], [BF16, option], given))[0, 1]
+
+    assert value("abs_err", given) == pytest.approx(2 + 3 + 0.5 + 4 + 0.6 + 5)
+    assert value("rel_err", given) == pytest.approx(0.2 + 0.15 + 0.25 + 0.2 + 0.3 + 0.5)
+    dgrad_alone = LinearPrecision.parse("bf16/fp4/bf16")
+    assert value("abs_err", given, dgrad_alone) == pytest.approx(0.5 + 4)
+    nothing = changed(given, NAMES[0], "norm/G", 0.0)
+    assert value("rel_err", nothing) == pytest.approx(0.2 + 0.15 + 0.2 + 0.5), "no error of what is nothing"
+
+
+OPTIONS = [FP8, FP4]
+SIZES = dict.fromkeys(FIRST_TO_LEAVE, (64, 64)) | {
     "gate": (192, 64),
     "up": (192, 64),
     "down": (64, 192),
 }
-SHAPES = [LinearShape(f"layers.{i}.{kind}", *SIZES[kind], block=i, kind=kind) for i in range(8) for kind in KINDS]
+SHAPES = [
+    LinearShape(f"layers.{i}.{kind}", *SIZES[kind], block=i, kind=kind) for i in range(8) for kind in FIRST_TO_LEAVE
+]
 
 
 def kept(objective: str, target: float, seed: int = 0) -> list[LinearShape]:
     """Linears that stay in FP8."""
-    quality = quality_loss(objective, ObjectiveInputs(SHAPES, OPTIONS, seed=seed))
-    choice = solve(quality, efficiency(SHAPES, OPTIONS), target, gap=0).choice
+    costs = quality(objective, ObjectiveInputs(SHAPES, OPTIONS, seed=seed))
+    choice = solve(costs, efficiency(SHAPES, OPTIONS), target, gap=0).choice
     return [shape for shape, option in zip(SHAPES, choice) if option == 0]
 
 
