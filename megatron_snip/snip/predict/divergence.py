@@ -36,7 +36,8 @@ def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> 
 
     Raises ValueError if a format was not measured.
     """
-    total = float(stats.column("update")[stats.finite].sum())
+    updates = stats.column("update")
+    total = float(updates[np.isfinite(updates)].sum())
     own = _by_format(stats, "own", [option.wgrad for option in options])
     # No update at all (learning has not begun): relative to nothing, but no error of it either.
     return own / total if total > 0 else 0.0 * own

@@ -88,7 +88,8 @@ def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArr
     """
     values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
     values = values - values[:, [base]]
-    bad = np.isnan(values.sum(axis=1))
+    unknown = inputs.stats.not_finite if inputs.stats else ()  # rules do not look at them
+    bad = np.isnan(values.sum(axis=1)) | np.array([shape.name in unknown for shape in inputs.shapes])
     return np.where(bad[:, None], 0.0, values), np.where(bad, base, -1)
 
 
