@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure import linear_probe
+from megatron_snip.snip.measure.footprint import Layout, footprint
 from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import PassRunner, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -217,3 +219,39 @@ def train_run(options: dict[str, Any]) -> None:
     from megatron_snip.train import loop
 
     loop.train(Config().replace(**{**TINY, **options}))
+
+
+def counted_probe(options: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that a probe holds in wgrad's errors, and that it hands to all-reduces beside an iteration, by axis."""
+    config, parts = make({**options, "precision": "snip"})
+    assert parts.coordinator is not None
+    run_pass, probe = parts.stepper.pass_runner(parts.train_loader.batch(0), 1), parts.coordinator.probe
+    axes = {getattr(parts.mesh, name).group: name for name in ("tp", "dp", "pp")}
+    sent: Counter[str] = Counter()
+    plain = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        sent[axes.get(more.get("group"), "world")] += tensor.numel() * tensor.element_size()
+        return plain(tensor, *args, **more)
+
+    held: list[int] = []
+    add = LinearProbe.add_updates
+
+    def holding(self: LinearProbe, *args: Any) -> None:
+        held.append(sum(error.nbytes for error in self.weight_error.values()))
+        add(self, *args)
+
+    dist.all_reduce, LinearProbe.add_updates = counting, holding  # type: ignore[method-assign]
+    probe.run(run_pass, parts.optimizer.zero_grad, 1)
+    both = dict(sent)
+    sent.clear()
+    run_pass()
+    parts.train_loader.close()
+    shapes = parts.coordinator.shapes
+    dp, tokens = parts.mesh.dp.size, config.model.seq_length
+    layout = Layout(parts.mesh.tp.size, dp, tokens, config.num_microbatches(dp))
+    return {
+        "held": sum(held),
+        "sent": {axis: both.get(axis, 0) - sent.get(axis, 0) for axis in ("tp", "dp", "pp")},
+        "expected": footprint(shapes, len(probe.formats), layout),
+    }

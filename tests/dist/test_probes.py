@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, trace, world_of
+from tests.dist.runs import LAYOUTS, counted_probe, trace, world_of
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2}
 ITERATIONS, PROBED = 3, {1, 3}
@@ -44,3 +44,15 @@ def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing,
         assert other["told"] == one["told"] and not one["errors"]
         for name, tensor in one["tensors"].items():
             assert torch.equal(other["tensors"][name], tensor), name
+
+
+@pytest.mark.parametrize("layout", ["tp2 x pp2 interleaved", "tp2 x dp2", "tp2 x pp2 x dp2"])
+def test_a_probe_holds_and_sends_what_its_footprint_says(layout):
+    """Eight microbatches a process; a weight of 2048 output channels is measured by every second of them."""
+    dp = 2 if "dp2" in layout else 1
+    options = {**SMALL, **LAYOUTS[layout], "ffn_hidden_size": 2048, "global_batch_size": 8 * dp, "bf16": True}
+    for found in run_ranks(counted_probe, world_of(layout), options):
+        expected = found["expected"]
+        assert found["held"] == expected.weight_errors > 0
+        assert found["sent"] == {"tp": expected.sent_over_tp, "dp": expected.sent_over_dp, "pp": 0}
+        assert expected.sent_over_tp > 0 and (expected.sent_over_dp > 0) == (dp > 1)

@@ -1,0 +1,68 @@
+"""What a probe holds and sends beside a plain iteration, counted from the model's shape and layout.
+
+Per process, of the stage with the most weights:
+
+    held   wgrad's error in some rows of each weight, float32 [R, K] a format, from before the pass until after it;
+           and of one block and microbatch the outputs of q, k and v with their errors in each format
+    sent   over tp, per block and microbatch, the token sums [7 F, T] in float32; over dp, once, wgrad's errors
+
+Source: linear_probe.py and block_probe.py, against whose tensors and collectives tests hold these counts.
+Convention: bytes are those that a process hands to collectives; T tokens of a microbatch, F formats.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_snip.quant import LinearShape
+from megatron_snip.snip.measure.linear_probe import row_step
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is cut, and what runs at once: tokens of a microbatch, microbatches of a process."""
+
+    tp: int
+    dp: int
+    tokens: int
+    microbatches: int
+    element_size: int = 2  # of activations
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes a process: errors of weights, outputs and errors in flight; handed to tp's and dp's all-reduces."""
+
+    weight_errors: int
+    outputs: int
+    sent_over_tp: int
+    sent_over_dp: int
+
+    @property
+    def held(self) -> int:
+        """Bytes beside an iteration's own."""
+        return self.weight_errors + self.outputs
+
+
+def footprint(shapes: Sequence[LinearShape], formats: int, layout: Layout) -> Footprint:
+    """The footprint of the stage that holds most; ``formats`` counts those that quantise."""
+    elements: Counter[int] = Counter()
+    blocks: dict[int, set[int]] = {}
+    for shape in shapes:
+        rows = len(range(0, shape.out_features, row_step(shape.out_features)))
+        elements[shape.stage] += rows * shape.in_features // layout.tp
+        blocks.setdefault(shape.stage, set()).add(shape.block)
+    errors = formats * _FLOAT32 * max(elements.values())
+    channels = sum(shape.out_features for shape in shapes if shape.block == 0 and shape.kind in ("q", "k", "v"))
+    linears = sum(shape.block == 0 for shape in shapes)
+    tokens = layout.microbatches * layout.tokens
+    return Footprint(
+        weight_errors=errors,
+        outputs=(1 + formats) * layout.element_size * layout.tokens * channels // layout.tp,
+        sent_over_tp=max(map(len, blocks.values())) * linears * formats * _FLOAT32 * tokens if layout.tp > 1 else 0,
+        sent_over_dp=errors if layout.dp > 1 else 0,
+    )
