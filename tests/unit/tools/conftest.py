@@ -15,13 +15,13 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def finished_run(lone_mesh, tmp_path_factory) -> Path:
-    """Run folder of four iterations with checkpoints at 2 and 4 and a probe before 3."""
+    """Run folder of four iterations with checkpoints at 2 and 4 and a probe of one batch before 3."""
     from megatron_snip import runtime
     from megatron_snip.config import Config
     from megatron_snip.train import loop
 
     folder = tmp_path_factory.mktemp("finished") / "run"
-    snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_noise_draws": 2}
+    snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_probe_tokens": 256}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "stop", lambda: None)
         patch.setattr(loop, "write_report", lambda run_dir: run_dir)

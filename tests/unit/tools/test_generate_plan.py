@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -14,11 +13,12 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.model.llama import linear_shapes
 from megatron_snip.quant import LinearShape
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.predictions import Predictions
-from megatron_snip.snip.stats import ProbeStats
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
 from megatron_snip.train.metrics import read_metrics
+from tests.unit.snip.made_up import changed
 from tests.unit.tools.conftest import TINY
 from tools.generate_plan import main
 
@@ -54,7 +54,7 @@ def test_plans_and_their_table(generate, tmp_path, finished_run):
     heads, *rows, last = [re.split(r"  +", line) for line in said.splitlines()]
     assert heads == ["plan", "FP4 share", "loss div. (nats)", "weight div.", "quality loss (snip)", "gap"]
     assert [row[0] for row in rows] == NAMES and last == [f"plans and pareto.png are in {tmp_path}/plans"]
-    predictions = Predictions.of(ProbeStats.load(finished_run / "stats/iter_0000003.json"))
+    predictions = Predictions.of(Statistics.load(finished_run / "stats/iter_0000003.json"))
     for (name, plan), row in zip(plans.items(), rows, strict=True):
         assert 0.6 <= plan.fp4_share(shapes()) == plan.achieved and plan.target == 0.6 and plan.iteration == 3
         assert row[1] == f"{plan.achieved:.2%}" and float(row[5]) == pytest.approx(plan.solver.gap, rel=0.1, abs=1e-12)
@@ -104,26 +104,14 @@ def test_the_trainers_options_hold(generate, tmp_path):
 
 def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
     """In every plan, though the rules would not look."""
-    stats, name = ProbeStats.load(finished_run / "stats/iter_0000003.json"), "layers.0.mlp.up_proj"
-    linears = {**stats.linears, name: replace(stats.linears[name], update_norm_sq=math.nan)}
-    replace(stats, linears=linears).save(tmp_path / "nan.json")
+    stats, name = Statistics.load(finished_run / "stats/iter_0000003.json"), "layers.0.mlp.up_proj"
+    changed(stats, name, "update", math.nan).save(tmp_path / "nan.json")
     said = generate(
         "--load", str(finished_run / "checkpoints"), "--efficiency-saving", "0.7", stats=tmp_path / "nan.json"
     )
     assert f"held at the base option, statistics not finite: {name}\n" in said
     for plan in NAMES:
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
-
-
-def test_nan_updates_leave_plans_by_the_loss(generate, finished_run, tmp_path):
-    stats = ProbeStats.load(finished_run / "stats/iter_0000003.json")
-    linears = {name: replace(linear, fprop_update_sq={"fp4": math.nan}) for name, linear in stats.linears.items()}
-    replace(stats, linears=linears).save(tmp_path / "nan.json")
-    model = "--load", str(finished_run / "checkpoints")
-    with pytest.raises(ValueError, match="every update with quantised fprop is NaN.*--snip-objective snip_loss"):
-        generate(*model, stats=tmp_path / "nan.json")
-    said = generate(*model, "--snip-objective", "snip_loss", stats=tmp_path / "nan.json")
-    assert [re.split(r"  +", row)[3] for row in said.splitlines()[1:-1]] == ["-"] * len(NAMES), "no weight divergence"
 
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
@@ -170,9 +158,10 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
         (["--efficiency-saving", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
         (["--options", "fp8,fp3"], "unknown format 'fp3'; known: bf16"),
-        (["--options", "fp8,mxfp4"], "statistics of iteration 3 lack a format of option mxfp4 .*; probe with these"),
+        (["--options", "fp8,mxfp4"],
+         "statistics of iteration 3 have no token/mxfp4; measured formats: fp4, fp8; probe with the options that you"),
         (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),
-        (["--snip-objective", "ggn"], "have no sampled labels .*; collect them with ggn"),
+        (["--snip-objective", "ggn"], "unknown objective 'ggn'; known: snip, snip_loss, abs_err, rel_err, random"),
         (["--num-layers", "3"], "statistics of 14 linears, the model has 21; layers.2.self_attn.q_proj is not"),
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
@@ -185,22 +174,36 @@ def test_bad_options(words, said, generate):
         generate(*words)
 
 
+UP = "layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
-    ("edit", "odd"),
+    ("edit", "said"),
     [
-        (lambda linears: linears.update(foo=linears["layers.0.mlp.up_proj"]), "foo"),
-        (lambda linears: linears.update({"lm_head.x": linears["layers.0.mlp.up_proj"]}), "lm_head.x"),
-        (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj"),
-        (lambda linears: linears.clear(), "layers.0.mlp.down_proj"),
-        (lambda linears: linears["layers.0.mlp.up_proj"].update(in_features=0), "layers.0.mlp.up_proj"),
+        (lambda linears: linears.update(foo=linears[UP]),
+         "statistics of 15 linears, the model has 14; foo is 256 x 128 in the statistics and not there in the model"),
+        (lambda linears: linears.update({"lm_head.x": linears[UP]}), "lm_head.x is 256 x 128 in the statistics and"),
+        (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj is not there in the statistics"),
+        (lambda linears: linears.clear(), "field linears is empty; collect the statistics anew"),
+        (lambda linears: linears[UP].update(in_features=0), rf"linears\['{UP}'\].out_features or in_features is 0"),
     ],
-)
-def test_statistics_of_something_else(edit, odd, generate, finished_run, tmp_path):
+)  # fmt: skip
+def test_statistics_of_something_else(edit, said, generate, finished_run, tmp_path):
     values = json.loads((finished_run / "stats/iter_0000003.json").read_text())
     edit(values["linears"])
-    (tmp_path / "alone.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"alone.json: no statistics of a Llama's linears, see {odd}; collect them"):
-        generate(stats=tmp_path / "alone.json")
+    (tmp_path / "other.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"other.json: .*{said}"):
+        generate("--load", str(finished_run / "checkpoints"), stats=tmp_path / "other.json")
+
+
+def test_statistics_alone_tell_the_model(generate, finished_run, tmp_path):
+    """Whatever its linears are called."""
+    values = json.loads((finished_run / "stats/iter_0000003.json").read_text())
+    linears = {name.replace("layers", "h"): linear for name, linear in values["linears"].items()}
+    linears["h.1.extra"] = linears["h.1.mlp.up_proj"]
+    (tmp_path / "alone.json").write_text(json.dumps({**values, "linears": linears}))
+    generate("--efficiency-saving", "0.5", stats=tmp_path / "alone.json")
+    assert all(Plan.load(tmp_path / f"plans/{name}.json").linears.keys() == linears.keys() for name in NAMES)
 
 
 def test_files_that_are_none(generate, finished_run, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.predictions import Predictions
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import metrics
 from megatron_snip.train.metrics import (
     MetricsWriter,
@@ -131,10 +131,9 @@ def test_wandb_is_asked_for_before_the_run(monkeypatch):
 def test_rows_of_a_plan():
     names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
     plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))
-    tables = {"fp4": 0.5}, {"fp4": 2.0}, {"fp8": 0.25}, {"fp4": 0.125}  # of loss, own, prop and fwd
-    predictions = Predictions(*({names[0]: table} for table in tables))
+    predictions = Predictions({names[0]: {"fp4": 0.5}}, {names[0]: {"bf16": 0.0, "fp4": 2.0}})  # of fprop and of wgrad
     assert metrics.plan_rows(plan, predictions) == [
-        [names[0], "fp4", "fp8", "bf16", 0.5, 0.375],
+        [names[0], "fp4", "fp8", "bf16", 0.5, 0.0],
         [names[1], "fp8", "fp8", "fp8", None, None],
     ]
     assert [row[-2:] for row in metrics.plan_rows(plan)] == [[None, None]] * 2

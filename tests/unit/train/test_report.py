@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,12 +14,16 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train import report_pictures
 from megatron_snip.train.report import format_summary, main, read_run, summary, write_report
+from tests.unit.snip.made_up import changed, statistics
 
 KINDS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
 NAMES = [f"layers.{block}.{kind}_proj" for block in range(3) for kind in KINDS]
+SHAPES = [LinearShape(name, 8, 4, int(name.split(".")[1]), name.split(".")[-1][:-5]) for name in NAMES]
 FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("fp8", "fp4", "fp8/fp4/fp4"))
 
 
@@ -43,16 +48,23 @@ def two_plans() -> tuple[Plan, Plan]:
 
 def full_run(folder: Path) -> Path:
     probed = {"snip/probe_seconds": 0.5, "snip/solver_seconds": 0.25}
-    divergences = {f"snip/loss_divergence/{name}": 1e-4 * (i + 1) for i, name in enumerate(NAMES)}
-    divergences |= {f"snip/weight_divergence/{name}": 1e-6 for name in NAMES}
     lines = [
         line(1, **{"lm loss validation": 6.0}),
         line(2, **probed),
         line(3, **{"lm loss": None}, skipped=1),
-        line(4, **probed, **divergences),
+        line(4, **probed),
         line(5, **{"lm loss validation": 4.5}, skipped=1),
     ]
+    measured().save(folder / "stats/iter_0000003.json")
     return write_run(folder, lines, two_plans())
+
+
+def measured(scale: float = 1.0) -> Statistics:
+    """dL 1e-4 ... 21e-4 nats in fp4, a tenth of it in fp8; rho^2 1/21 each."""
+    worth = [2e-4 * scale * (i + 1) for i in range(len(NAMES))]
+    ones = [1.0] * len(NAMES)
+    token = {"fp4": worth, "fp8": [value / 10 for value in worth]}
+    return statistics(SHAPES, token, ones, {"fp4": ones, "fp8": [0.5] * len(NAMES)}, tokens=1)
 
 
 def test_summary_by_hand(tmp_path):
@@ -125,7 +137,7 @@ def test_heatmap_shows_the_precisions(tmp_path):
         ['{"iteration": 1'],
         [line(1, **{"lm loss": None})],
         [line(i) for i in range(1, 101)],
-        [line(1, **{"snip/loss_divergence/lm_head": 0.0, "snip/loss_divergence/layers.0.x": 1e-3})],
+        [line(1, **{"snip/loss_divergence/block_00": 0.0, "snip/loss_divergence/q": 1e-3})],
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -151,6 +163,69 @@ def test_damaged_files_are_named_not_fatal(tmp_path):
     assert "2 unreadable lines left out, the first is line 2" in notes[0] and "iter_0000003.json" in notes[1]
     assert summary(folder)["plans"] == 2 and summary(folder)["iterations"] == 2
     assert "iter_0000003.json" in write_report(folder).read_text()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Call it with a run folder: what its report draws of divergences, None for no picture."""
+
+    def draw(folder: Path) -> dict[str, dict[str, float]] | None:
+        seen = []
+        with monkeypatch.context() as patch:
+            picture = report_pictures.divergences
+            patch.setattr(
+                report_pictures, "divergences", lambda file, found: seen.append(found) or picture(file, found)
+            )
+            write_report(folder)
+        return seen[0] if seen else None
+
+    return draw
+
+
+def test_divergences_are_those_of_the_last_statistics(tmp_path, drawn):
+    """Of the costliest format; there is no picture without statistics, whatever metrics say."""
+    folder = write_run(tmp_path, [line(1, **{f"snip/loss_divergence/{name}": 1.0 for name in NAMES})])
+    assert drawn(folder) is None and "Divergences" not in write_report(folder).read_text()
+    measured(7.0).save(folder / "stats/iter_0000002.json")
+    measured().save(folder / "stats/iter_0000010.json")
+    found = drawn(folder)
+    assert found.keys() == {"loss_divergence", "weight_divergence"}
+    assert list(found["loss_divergence"]) == NAMES
+    assert list(found["loss_divergence"].values()) == pytest.approx([1e-4 * (i + 1) for i in range(len(NAMES))])
+    assert list(found["weight_divergence"].values()) == pytest.approx([1 / len(NAMES)] * len(NAMES))
+    assert "<h2>Divergences</h2>" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("text", ["{", '{"version": 3, "linears": {}}', "[]", ""])
+def test_broken_statistics_are_a_note(text, tmp_path, drawn):
+    """The ones before them are drawn, if there are any."""
+    folder = write_run(tmp_path, [line(1)])
+    (folder / "stats").mkdir()
+    (folder / "stats/iter_0000009.json").write_text(text)
+    assert drawn(folder) is None
+    assert re.search(r"<p class='note'>[^<]*stats/iter_0000009.json: ", (folder / "report.html").read_text())
+    measured().save(folder / "stats/iter_0000008.json")
+    assert drawn(folder)["loss_divergence"][NAMES[0]] == pytest.approx(1e-4)
+    assert "iter_0000009.json" in (folder / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [NAMES[:1], NAMES])
+def test_linears_whose_statistics_are_not_finite_stay_grey(bad, tmp_path, drawn):
+    stats = measured()
+    for name in bad:
+        stats = changed(stats, name, "token/fp8", math.nan)
+    stats.save(tmp_path / "stats/iter_0000001.json")
+    found = drawn(write_run(tmp_path, [line(1)]))
+    assert all(list(table) == [name for name in NAMES if name not in bad] for table in (found or {}).values())
+    assert "validation loss" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_without_formats_are_drawn_too(tmp_path, drawn):
+    none = statistics(SHAPES, {}, [1.0] * len(NAMES), {})
+    none.save(tmp_path / "stats/iter_0000001.json")
+    assert set(drawn(write_run(tmp_path, [line(1)]))["loss_divergence"].values()) == {0.0}
 
 
 def test_names_are_escaped(tmp_path):

@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.snip.attention_probe import READ, AttentionProbe
-from tests.unit.snip.test_probes import FORMATS, SEQUENCE, parts, probed, q, seen
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import LinearCall, LinearPrecision, LinearShape, Operands, RoundingKey
+from megatron_snip.snip.measure.block_probe import BlockProbe, Failure
+from megatron_snip.snip.measure.linear_probe import Shown, Sums
+from tests.unit.snip.measure.test_probe import FORMATS, SEQUENCE, parts, probed, q, seen
 
 __all__ = ["parts", "probed", "seen"]  # fixtures
 HEAD_DIM = 64
+READ = ("q", "k", "v")
 
 
 def turned(x: Tensor) -> Tensor:
@@ -41,7 +45,7 @@ def test_token_square_sum_is_its_definition(fmt, probed, seen):
             grad = reader.g.double() @ reader.w.detach().double()
             plain, changed = [], []
             for kind in READ:
-                x, w, *_ = seen[f"{block}.{kind}"][microbatch]
+                x, w, *_ = seen[f"{block}.{kind}_proj"][microbatch]
                 assert len(x) == SEQUENCE
                 plain.append(x.double() @ w.detach().double().T)
                 changed.append(q(x, fmt, "input", 1) @ q(w, fmt, "weight", 1).T)
@@ -50,41 +54,91 @@ def test_token_square_sum_is_its_definition(fmt, probed, seen):
                 after = attention(*plain[:i], changed[i], *plain[i + 1 :])
                 expected[kind] += float(((after - before) * grad).sum(dim=1).square().sum())
         for kind in READ:
-            found = probed[0].linears[f"{block}.{kind}"].token_square_sum[fmt]
+            found = probed[0].column(f"token/{fmt}")[probed[0].names.index(f"{block}.{kind}_proj")]
             assert found > 0 and found == pytest.approx(expected[kind], rel=1e-2), (block, kind)
 
 
-def shown(attend, row0s: list[int], errors: dict[str, Tensor], order=READ) -> dict[str, list[Tensor]]:
-    """Token sums of some microbatches, all of them begun before the first one is done."""
-    generator = torch.Generator().manual_seed(0)
-    probe, sums = AttentionProbe(attend), {kind: {"fp4": []} for kind in READ}
-    tensors = {row0: torch.randn(4, 8, 16, generator=generator) for row0 in row0s}
-    for row0 in row0s:
-        probe.reader(row0, attend(*tensors[row0][:3]), tensors[row0][3])
-    for kind in order:
-        for row0 in row0s:
-            output = tensors[row0][READ.index(kind)]
-            probe.output(row0, kind, output, {"fp4": errors[kind]}, sums[kind])
-    return {kind: found["fp4"] for kind, found in sums.items()}
+class Made:
+    """A LinearProbe that shows what it is told to, by the microbatch's first row."""
+
+    formats, device = ["fp4"], torch.device("cpu")
+
+    def __init__(self, kind: str) -> None:
+        self.shape, self.sums, self.shows = LinearShape(kind, 16, 16, kind=kind), Sums(), {}
+        self.weight_error = {"fp4": torch.zeros(1)}
+
+    def measure(self, operands: Operands) -> Shown:
+        return self.shows[operands.call.key.row0]
+
+    def collectives(self, cut) -> int:
+        return 0
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+def made_block(row0s: list[int], errors: dict[str, Tensor]) -> tuple[BlockProbe, dict[str, Made]]:
+    """A block of q, k, v, o and up, with operands drawn for each microbatch; errors [8, 16] of q, k and v."""
+    generator = torch.Generator().manual_seed(0)
+    probes = {kind: Made(kind) for kind in (*READ, "o", "up")}
+    for row0 in row0s:
+        tensors = torch.randn(4, 8, 16, generator=generator)
+        for kind, output in zip(READ, tensors, strict=False):
+            probes[kind].shows[row0] = Shown({}, output, {"fp4": errors[kind]})
+        sums = {"fp4": torch.randn(8, generator=generator)}
+        probes["o"].shows[row0] = Shown(sums, read=attend(*tensors[:3]), read_grad=tensors[3])
+        probes["up"].shows[row0] = Shown({"fp4": torch.full((8,), float(row0 + 1))})
+    return BlockProbe(probes, attend, Axis(1, 0, None), Failure()), probes
+
+
+def see(block: BlockProbe, kind: str, row0: int) -> None:
+    x = torch.zeros(8, 16)
+    call = LinearCall(LinearPrecision.uniform("bf16"), RoundingKey(1, 1, 0, row0=row0))
+    block.observer(kind).backward(Operands(x, x, x, call))
+
+
+def sums_of(probes: dict[str, Made]) -> dict[str, float]:
+    return {kind: float(probe.sums.read(["token/fp4"])) for kind, probe in probes.items()}
+
+
 def test_what_all_keys_have_in_common_does_nothing():
     """As attention without positions has it; a common error of queries or values does something."""
     common = torch.randn(1, 16, generator=torch.Generator().manual_seed(1)).expand(8, 16)
-    found = shown(attend, [0], dict.fromkeys(READ, common))
-    sizes = {kind: float(sums[0].abs().max()) for kind, sums in found.items()}
-    assert sizes["k_proj"] < 1e-5 and min(sizes["q_proj"], sizes["v_proj"]) > 1e-2
+    block, probes = made_block([0], dict.fromkeys(READ, common))
+    for kind in ("up", "o", "v", "k", "q"):
+        see(block, kind, 0)
+    sizes = sums_of(probes)
+    assert sizes["k"] < 1e-9 and min(sizes["q"], sizes["v"]) > 1e-3
 
 
 def test_order_and_microbatches_in_flight_do_not_matter():
     errors = {kind: torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i, kind in enumerate(READ)}
-    one, other = shown(attend, [0, 8, 16], errors), shown(attend, [0, 8, 16], errors, order=READ[::-1])
-    for kind in READ:
-        assert len(one[kind]) == 3
-        for a, b in zip(one[kind], other[kind], strict=True):
-            torch.testing.assert_close(a, b)
-    assert not torch.allclose(one["q_proj"][0], one["q_proj"][1])
+    found = []
+    for order in (("up", "o", "q", "k", "v"), ("o", "v", "k", "q", "up")):
+        block, probes = made_block([0, 8, 16], errors)
+        for kind in order:
+            for row0 in (0, 8, 16):  # all of them begun before the first one is done
+                see(block, kind, row0)
+        found.append(sums_of(probes))
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0]["q"] > 0
+    assert found[0]["up"] == 8 * (1**2 + 9**2 + 17**2)
+    apart = []
+    for row0 in (0, 8, 16):
+        block, probes = made_block([0, 8, 16], errors)
+        for kind in ("up", "o", "q", "k", "v"):
+            see(block, kind, row0)
+        apart.append(sums_of(probes)["q"])
+    assert sum(apart) == pytest.approx(found[0]["q"], rel=1e-6) and len(set(apart)) == 3
+
+
+def test_a_failure_is_noted_once_and_frees_what_was_measured():
+    errors = {kind: torch.ones(8, 16) for kind in READ}
+    block, probes = made_block([0], errors)
+    del probes["o"].shows[0]
+    for kind in ("up", "o", "q", "k", "v"):
+        see(block, kind, 0)
+    assert block.failure.text == "KeyError: 0" and not any(probe.weight_error for probe in probes.values())
+    assert sums_of(probes) == dict.fromkeys(probes, 0.0)
+    block.failure.note(RuntimeError("another"))
+    assert block.failure.text == "KeyError: 0"

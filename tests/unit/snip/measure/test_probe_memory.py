@@ -11,8 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_snip.snip.objectives import get_objective
-
 #: Weights larger than activations, the other way round, and logits larger than either.
 SHAPES = {
     "weights": {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8},
@@ -34,7 +32,7 @@ def test_memory_of_a_probe(shape, snip_parts):
     parts = snip_parts(num_layers=4, **SHAPES[shape])
     size = len(parts.train_loader.make(0).tokens.flatten(0, 1))
     batch = parts.train_loader.batch(2 * size)
-    probe, passes = parts.coordinator.probe, get_objective("snip").passes
+    probe = parts.coordinator.probe
     run_pass = parts.stepper.pass_runner(batch, 3)
 
     def iteration() -> None:
@@ -42,7 +40,7 @@ def test_memory_of_a_probe(shape, snip_parts):
         parts.optimizer.zero_grad()
 
     def probing() -> None:
-        probe.run(run_pass, parts.optimizer.zero_grad, 3, passes)
+        probe.run(run_pass, parts.optimizer.zero_grad, 3)
 
     iteration()
     probing()  # what is made once is there now
