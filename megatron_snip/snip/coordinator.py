@@ -135,10 +135,11 @@ class Coordinator:
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
-        start, stats = time.perf_counter(), None
+        start, stats, objective = time.perf_counter(), None, get_objective(self.snip.snip_objective)
         try:
-            if get_objective(self.snip.snip_objective).needs_stats:
-                stats = self.probe.run(run_pass, zero_grad, iteration, self._batches(iteration))
+            if objective.needs_stats:
+                batches = self._batches(iteration)
+                stats = self.probe.run(run_pass, zero_grad, iteration, batches, updates=objective.needs_updates)
         except ProbeFailed as error:
             return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
@@ -316,7 +317,10 @@ class Coordinator:
     def _divergence_metrics(self, stats: Statistics) -> Metrics:
         """Divergences of the costliest option, summed over each block and each kind of linear."""
         metrics: Metrics = {"snip/non_finite_linears": len(stats.not_finite)}
-        for name, function in {"loss_divergence": loss_divergence, "weight_divergence": weight_divergence}.items():
+        kinds = {"loss_divergence": loss_divergence}
+        if stats.has_updates:
+            kinds["weight_divergence"] = weight_divergence
+        for name, function in kinds.items():
             values = np.nan_to_num(function(stats, self.options).max(axis=1))
             for shape, value in zip(stats.shapes, values.tolist(), strict=True):
                 for group in (f"block_{shape.block:02d}", shape.kind):

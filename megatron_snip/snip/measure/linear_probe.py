@@ -105,9 +105,14 @@ class Shown:
 
 
 class LinearProbe:
-    """Sums what one linear's backward passes show, in ``sums``; ``weight_error`` is E_w of each format's rows."""
+    """Sums what one linear's backward passes show, in ``sums``; ``weight_error`` is E_w of each format's rows.
 
-    def __init__(self, shape: LinearShape, formats: Sequence[str], place: Place, device: torch.device) -> None:
+    Without ``updates`` there is no E_w: it is most of what a probe takes beside a plain iteration.
+    """
+
+    def __init__(
+        self, shape: LinearShape, formats: Sequence[str], place: Place, device: torch.device, *, updates: bool = True
+    ) -> None:
         self.shape, self.formats, self.place, self.device = shape, list(formats), place, device
         self.sums = Sums()
         # along tp a tensor is either whole on every process, and counted once, or cut into shards
@@ -128,7 +133,10 @@ class LinearProbe:
         self._rows = range(first, n, self._step)  # of this process's output channels
         self._local_rows = n
         # now, so that memory that is not there is missed before the pass begins
-        self.weight_error = {fmt: torch.zeros(len(self._rows), k, device=device) for fmt in self.formats}
+        self.updates = updates
+        self.weight_error = {
+            fmt: torch.zeros(len(self._rows), k, device=device) for fmt in (self.formats if updates else ())
+        }
 
     @torch.no_grad()
     def measure(self, operands: Operands) -> Shown:
@@ -184,15 +192,16 @@ class LinearProbe:
         return error
 
     def _add_weight_error(self, fmt: str, operands: Operands) -> None:
-        """wgrad's error in some rows, summed over microbatches."""
+        """wgrad's error in some rows, summed over microbatches, and those of its operands."""
         qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
-        rows = slice(self._rows.start, None, self._step)
-        if self._step == 1 and operands.grad_weight is not None:
-            exact = operands.grad_weight()  # the pass's own
-        else:
-            exact = g[:, rows].T @ operands.x
         qx, x = self._cast(operands, "wgrad", "input", fmt)
-        self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
+        if self.updates:
+            rows = slice(self._rows.start, None, self._step)
+            if self._step == 1 and operands.grad_weight is not None:
+                exact = operands.grad_weight()  # the pass's own
+            else:
+                exact = operands.grad_output[:, rows].T @ operands.x
+            self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
         self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
         self._add_error(f"{fmt}/wgrad/input", qx, x)
 

@@ -77,26 +77,39 @@ class Probe:
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.wide = wide  # with Region.wide, where the compute is float32
 
-    def run(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, batches: int = 1) -> Statistics:
+    def run(
+        self,
+        run_pass: PassRunner,
+        zero_grad: Callable[[], None],
+        iteration: int,
+        batches: int = 1,
+        *,
+        updates: bool = True,
+    ) -> Statistics:
         """Measure; of several batches the mean.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
 
+        updates: also what wgrad's error does to the optimiser's update, which weight divergences are made of.
         Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
         included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
         """
-        return Statistics.mean([self._one_batch(run_pass, zero_grad, iteration, ahead) for ahead in range(batches)])
+        each = (self._one_batch(run_pass, zero_grad, iteration, ahead, updates) for ahead in range(batches))
+        return Statistics.mean(list(each))
 
-    def _one_batch(self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, ahead: int) -> Statistics:
+    def _one_batch(
+        self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, ahead: int, updates: bool
+    ) -> Statistics:
         failure = Failure()
         with self._measuring(zero_grad):
-            probes = self._attempt(failure, self._make_probes)
+            probes = self._attempt(failure, lambda: self._make_probes(updates))
             assert probes is not None
             with self._observed(probes, failure):
                 result = run_pass(ahead)
             if not math.isfinite(result.loss):
                 failure.note(f"the loss is {result.loss}")
             self._agree(failure)
-            self._sum_weight_errors(probes.values())
-            self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
+            if updates:
+                self._sum_weight_errors(probes.values())
+                self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
             return self._reduce(probes, result.loss, iteration)
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
@@ -135,11 +148,11 @@ class Probe:
                 linear.precision = before[name]
             zero_grad()
 
-    def _make_probes(self) -> dict[str, LinearProbe]:
-        shapes = {shape.name: shape for shape in self.shapes}
+    def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
+        shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
         return {
             name: LinearProbe(
-                shapes[name], self.formats, Place(self.mesh.tp, self.mesh.dp, linear.split_dim == 0), self.device
+                shapes[name], self.formats, Place(mesh.tp, mesh.dp, linear.split_dim == 0), self.device, updates=updates
             )
             for name, linear in self.linears.items()
         }

@@ -79,6 +79,11 @@ class Statistics:
         return [column.removeprefix("token/") for column in self.columns if column.startswith("token/")]
 
     @property
+    def has_updates(self) -> bool:
+        """Whether updates were measured, which weight divergences are made of."""
+        return "update" in self.columns
+
+    @property
     def finite(self) -> NDArray[np.bool_]:
         """[L]: whether every number of a linear is."""
         return np.asarray(np.isfinite(self.values).all(axis=1))

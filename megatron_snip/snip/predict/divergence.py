@@ -69,7 +69,8 @@ class Predictions:
             rows = zip(stats.names, values.tolist(), stats.finite, strict=True)
             return {name: dict(zip(("bf16", *stats.formats), row)) for name, row, good in rows if good}
 
-        return cls(table(loss_divergence(stats, options)), table(weight_divergence(stats, options)))
+        weight = table(weight_divergence(stats, options)) if stats.has_updates else {}
+        return cls(table(loss_divergence(stats, options)), weight)
 
     def loss_divergence(self, name: str, precision: LinearPrecision) -> float | None:
         """dL of one linear in nats."""

@@ -66,6 +66,7 @@ class Objective:
     compute: Callable[[ObjectiveInputs], Floats]
     summary: str
     needs_stats: bool = True
+    needs_updates: bool = False  # of the statistics, what the weight divergence is made of
 
 
 def base_option(options: Sequence[LinearPrecision]) -> int:
@@ -165,7 +166,7 @@ def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence"),
+    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence", needs_updates=True),
     "snip_loss": Objective(_snip_loss, "loss divergence / loss"),
     "abs_err": Objective(_abs_err, "absolute quantisation error"),
     "rel_err": Objective(_rel_err, "relative quantisation error"),
