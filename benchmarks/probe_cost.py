@@ -1,4 +1,4 @@
-"""What a probe costs: time of its passes in plain BF16 iterations, and the memory it adds.
+"""What a probe costs: its time in plain BF16 iterations, and the memory it adds.
 
     python benchmarks/probe_cost.py                      # CPU, a small Llama in bf16
     python benchmarks/probe_cost.py --device cuda --hidden-size 4096 --num-layers 8 --seq-length 4096
@@ -18,11 +18,10 @@ from harness import interleaved, live_peak, machine, report, save
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.snip.objectives import get_objective
 from megatron_snip.train.setup import Parts, build, check
 
 FORMATS = 2  # fp8 and fp4
-MOST_ITERATIONS = 6  # that a whole probe with two formats may take
+MOST_ITERATIONS = 6  # that a probe of one batch with two formats may take
 
 
 def make_parts(args: argparse.Namespace) -> tuple[Config, Parts]:
@@ -54,28 +53,20 @@ def main() -> None:
     def iteration() -> None:
         parts.stepper.step(batch, 1)
 
-    def probing(*passes: str) -> None:
-        probe.run(parts.stepper.pass_runner(batch, 1), parts.optimizer.zero_grad, 1, passes)
-
-    def snip() -> None:
-        probing(*(get_objective("snip").passes or ()))
+    def probing() -> None:
+        probe.run(parts.stepper.pass_runner(batch, 1), parts.optimizer.zero_grad, 1)
 
     iteration()
-    snip()
-    added = live_peak(snip, args.device) - live_peak(iteration, args.device)
-    seconds = interleaved(
-        {"iteration": iteration, "snip_loss": probing, "snip": snip},
-        args.device,
-        args.repeats,
-        warmup=1,
-    )
+    probing()
+    added = live_peak(probing, args.device) - live_peak(iteration, args.device)
+    seconds = interleaved({"iteration": iteration, "probe": probing}, args.device, args.repeats, warmup=1)
     m = config.model
     weights = sum(linear.weight.numel() for linear in parts.linears.values())
     tokens = m.seq_length * config.training.micro_batch_size
     allowed = FORMATS * 4 * weights + tokens * 2 * (4 * m.hidden_size + 3 * m.ffn_hidden_size)
     base = seconds["iteration"]
     rows = [[name, f"{taken * 1e3:.0f}", f"{taken / base:.2f}"] for name, taken in seconds.items()]
-    whole = seconds["snip"] / base
+    whole = seconds["probe"] / base
     rows.append(["at an interval of 1000", "", f"{whole / 10:.2f}% of the run"])
     rows.append(["memory added (MiB)", f"{added / 2**20:.0f}", f"{added / allowed:.2f} of the allowed"])
     reached = whole <= MOST_ITERATIONS and added <= allowed
