@@ -13,7 +13,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where no CUDA device is."""
+    """Files with slow tests begin first, so that no worker ends long after the others.
+
+    Tests marked `gpu` are skipped where no CUDA device is.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
