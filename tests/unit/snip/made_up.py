@@ -42,6 +42,12 @@ def changed(stats: Statistics, name: str, column: str, value: float) -> Statisti
     return dataclasses.replace(stats, values=values)
 
 
+def without_updates(stats: Statistics) -> Statistics:
+    """As of a probe that measured none."""
+    kept = [i for i, name in enumerate(stats.columns) if name != "update" and not name.startswith("own/")]
+    return dataclasses.replace(stats, columns=tuple(stats.columns[i] for i in kept), values=stats.values[:, kept])
+
+
 def assert_same(one: Statistics, other: Statistics) -> None:
     """Equal in every field, bit for bit; NaN equals NaN."""
     for field in ("iteration", "loss", "tokens", "shapes", "columns"):

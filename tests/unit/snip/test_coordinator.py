@@ -21,7 +21,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.options import read_choices
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.solver import BackgroundSolver, SolverFailed
-from tests.unit.snip.made_up import statistics
+from tests.unit.snip.made_up import statistics, without_updates
 
 NAMES = [f"layers.{i}.mlp.{kind}_proj" for i in range(2) for kind in ("gate", "down")]
 SHAPES = [LinearShape(name, 128, 128, block=i // 2, kind=("gate", "down")[i % 2]) for i, name in enumerate(NAMES)]
@@ -34,13 +34,16 @@ class FakeProbe:
     device, tokens = torch.device("cpu"), 8
 
     def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0) -> None:
-        self.worth, self.loss, self.asked = worth, loss, []
+        self.worth, self.loss = worth, loss
+        self.asked, self.batches = [], []
 
-    def run(self, run_pass, zero_grad, iteration: int, batches: int = 1) -> Statistics:
+    def run(self, run_pass, zero_grad, iteration: int, batches: int, *, updates: bool) -> Statistics:
         self.asked.append(iteration)
+        self.batches.append(batches)
         token = {"fp4": self.worth, "fp8": [worth / 100 for worth in self.worth]}
         own = {"fp4": [worth / 10 for worth in self.worth], "fp8": [worth / 1000 for worth in self.worth]}
-        return statistics(SHAPES, token, [1.0] * 4, own, iteration=iteration, loss=self.loss, tokens=self.tokens)
+        found = statistics(SHAPES, token, [1.0] * 4, own, iteration=iteration, loss=self.loss, tokens=self.tokens)
+        return found if updates else without_updates(found)
 
 
 @pytest.fixture
@@ -123,6 +126,14 @@ def test_no_probe_for_a_plan_that_would_come_too_late(make):
     other = make(last=9, snip_apply_lag=2)
     run(other, range(1, 10))
     assert other.probe.asked == [3, 7]
+
+
+@pytest.mark.parametrize(("tokens", "batches"), [(1, [1, 1, 1]), (8, [1, 1, 1]), (9, [2, 2, 1]), (50, [7, 5, 1])])
+def test_a_probe_takes_whole_batches_until_there_are_enough_tokens(tokens, batches, make):
+    """8 a batch; none beyond the last of the run."""
+    one = make(last=11, snip_probe_tokens=tokens, snip_apply_lag=0)
+    run(one, range(1, 12))
+    assert (one.probe.asked, one.probe.batches) == ([3, 7, 11], batches)
 
 
 def child(monkeypatch, code: str) -> None:

@@ -50,6 +50,15 @@ def test_linears_that_are_not_finite_are_left_out_of_the_sums(make):
     json.dumps(begun, allow_nan=False)
 
 
+def test_updates_are_measured_for_objectives_that_read_them(make):
+    """Without them nothing is said of the weight divergence."""
+    for objective, kinds in (("snip", {"loss", "weight"}), ("snip_loss", {"loss"}), ("abs_err", {"loss"})):
+        seen = run(make(snip_objective=objective), [3, 4])
+        assert {key.split("/")[1].split("_")[0] for key in seen[3] if "_divergence/" in key} == kinds
+        predicted = {key for key in seen[4] if key.startswith("snip/predicted")}
+        assert predicted == {f"snip/predicted_{kind}_divergence" for kind in kinds} and not seen[4]["snip/solve_failed"]
+
+
 def test_what_is_predicted_for_the_precisions_in_force(make):
     one = make(snip_warmup_precision="fp8")
     seen = run(one, range(1, 5))

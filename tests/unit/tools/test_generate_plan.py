@@ -18,7 +18,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
 from megatron_snip.train.metrics import read_metrics
-from tests.unit.snip.made_up import changed
+from tests.unit.snip.made_up import changed, without_updates
 from tests.unit.tools.conftest import TINY
 from tools.generate_plan import main
 
@@ -112,6 +112,14 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
     assert f"held at the base option, statistics not finite: {name}\n" in said
     for plan in NAMES:
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
+
+
+def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
+    without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(tmp_path / "loss.json")
+    with pytest.raises(ValueError, match="statistics of iteration 3 have no (update|own/fp8)"):
+        generate(stats=tmp_path / "loss.json")
+    said = generate("--snip-objective", "snip_loss", stats=tmp_path / "loss.json")
+    assert [re.split(r"  +", row)[3] for row in said.splitlines()[1:-1]] == ["-"] * len(NAMES), "no weight divergence"
 
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):

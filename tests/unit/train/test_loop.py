@@ -48,6 +48,10 @@ def test_a_forward_in_bf16_is_not_seen(how, train_here, tmp_path):
     assert measured[2]["snip/measured_loss_divergence"] == 0 == measured[2]["snip/predicted_loss_divergence"]
     assert measured[4]["snip/measured_loss_divergence"] != 0 < measured[4]["snip/predicted_loss_divergence"]
     assert measured[4]["snip/predicted_loss_divergence"] != measured[6]["snip/predicted_loss_divergence"]
+    plans = [row["snip/plan_hash"] for row in measured.values()]
+    counts = [row["snip/measured_loss_divergence_count"] for row in measured.values()]
+    assert counts == [plans[: i + 1].count(plan) for i, plan in enumerate(plans)], "a mean for each plan"
+    assert measured[4]["snip/measured_loss_divergence_mean"] == measured[4]["snip/measured_loss_divergence"]
 
 
 def test_a_forward_in_bf16_needs_no_planner(train_here, tmp_path):

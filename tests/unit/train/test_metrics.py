@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import metrics
 from megatron_snip.train.metrics import (
     MetricsWriter,
+    RunningMean,
     check_wandb,
     cut_back_ranks,
     metrics_file,
@@ -156,3 +158,16 @@ def test_without_a_project_wandb_is_not_touched(monkeypatch, tmp_path):
     one = writer(tmp_path)
     assert one.wandb_plan(Plan.uniform(["layers.0.mlp.up_proj"], "fp4")) == {}
     one.close()
+
+
+def test_a_running_mean_with_its_standard_error():
+    values, seen = [1.0, 4.0, -2.0, 0.5], RunningMean()
+    assert seen.following("a", values[0]).summary() == {"mean": 1.0, "count": 1}, "one value tells no error"
+    for value in values:
+        seen = seen.following("a", value)
+    expected = {"mean": statistics.mean(values), "count": 4, "standard_error": statistics.stdev(values) / 2}
+    assert seen.summary() == pytest.approx(expected)
+    assert seen.following("a", math.nan) == seen.following("a", math.inf) == seen, "what is not finite is left out"
+    assert seen.following("b", 3.0).summary() == {"mean": 3.0, "count": 1}, "another plan begins anew"
+    assert seen.following("b", math.nan).following("b", 3.0) == RunningMean("b", 1, 3.0)
+    assert RunningMean(**json.loads(json.dumps(vars(seen)))).following("a", 9.0) == seen.following("a", 9.0)

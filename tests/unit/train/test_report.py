@@ -19,7 +19,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import report_pictures
 from megatron_snip.train.report import format_summary, main, read_run, summary, write_report
-from tests.unit.snip.made_up import changed, statistics
+from tests.unit.snip.made_up import changed, statistics, without_updates
 
 KINDS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
 NAMES = [f"layers.{block}.{kind}_proj" for block in range(3) for kind in KINDS]
@@ -246,3 +246,10 @@ def test_command_line(tmp_path, capsys):
 def test_reading_needs_no_matplotlib():
     code = "import sys, megatron_snip.train.report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_without_updates_show_the_loss_divergence(tmp_path, drawn):
+    without_updates(measured()).save(tmp_path / "stats/iter_0000001.json")
+    found = drawn(write_run(tmp_path, [line(1)]))
+    assert list(found["loss_divergence"]) == NAMES and not found.get("weight_divergence")

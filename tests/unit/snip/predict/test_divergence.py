@@ -12,7 +12,7 @@ import pytest
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
-from tests.unit.snip.made_up import changed, statistics
+from tests.unit.snip.made_up import changed, statistics, without_updates
 
 BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
 UP = [LinearShape("layers.0.mlp.up_proj", 8, 4, 0, "up"), LinearShape("layers.1.mlp.up_proj", 4, 4, 1, "up")]
@@ -128,6 +128,13 @@ def test_without_formats_only_bf16_is_known():
     assert predictions.total_loss_divergence({NAMES[0]: BF16}) == 0.0
     assert predictions.total_weight_divergence({NAMES[0]: BF16}) == 0.0
     assert predictions.total_loss_divergence({NAMES[0]: FP8}) is None
+
+
+def test_without_updates_only_the_loss_is_known():
+    predictions, plan = Predictions.of(without_updates(four_linears())), dict.fromkeys(NAMES, FP4)
+    assert predictions.total_weight_divergence(plan) is None
+    assert predictions.weight_divergence(NAMES[0], BF16) is None
+    assert predictions.total_loss_divergence(plan) == Predictions.of(four_linears()).total_loss_divergence(plan)
 
 
 def test_a_checkpoint_keeps_predictions():

@@ -23,7 +23,7 @@ from megatron_snip.snip.predict.objectives import (
     quality_loss,
     random_ranks,
 )
-from tests.unit.snip.made_up import changed, statistics
+from tests.unit.snip.made_up import changed, statistics, without_updates
 
 BF16, FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4", "fp4/fp4/fp8"))
 UP = [LinearShape("layers.0.mlp.up_proj", 8, 4, 0, "up"), LinearShape("layers.1.mlp.up_proj", 4, 4, 1, "up")]
@@ -102,6 +102,23 @@ def test_every_objective_holds_them_at_the_base_with_a_row_of_zeros(name, option
     found, held = quality_loss(name, ObjectiveInputs(UP, options, broken))
     assert held.tolist() == [-1, base] and np.all(found[1] == 0.0)
     assert np.array_equal(found[0], quality(name, ObjectiveInputs(UP, options, stats()))[0]) and found[0].any()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_an_objective_gives_nan_for_them_itself(name):
+    broken = changed(stats(), NAMES[1], "underflow/fp4/wgrad/input", math.nan)
+    found = get_objective(name).compute(ObjectiveInputs(UP, [FP8, FP4], broken))
+    assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_an_objective_needs_the_updates_that_it_says(name):
+    inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
+    if get_objective(name).needs_updates:
+        with pytest.raises(ValueError, match="statistics of iteration 7 have no (update|own/fp8)"):
+            quality(name, inputs)
+    else:
+        assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
