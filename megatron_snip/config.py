@@ -169,7 +169,7 @@ class SnipConfig:
     snip_fix: str = ""  # Linears that are not planned: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
-    snip_weight: float = 1.0  # c of the objective: weight of the weight divergence.
+    snip_weight: float = 0.0  # c of the objective: weight of the weight divergence, which is measured if it has one.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan holds.
     snip_stage_constraint: Literal["none", "each", "makespan"] = "none"  # Of every stage: the target; the least time.
     snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.

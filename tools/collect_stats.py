@@ -6,8 +6,8 @@ r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
 --load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
 batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  Formats are those of --snip-options.  What is probed is the batch that the run would train next;
---batches N takes the mean over the N next ones, all at these weights.  Nothing but --output is written.
+not taken from it.  Formats are those of --snip-options.  What is probed is what the run itself would probe next: the
+coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.data.loader import Batch
+from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.checkpoint import load_tensors
 from megatron_snip.train.run_folder import Start, refuse_other_model, with_saved_options
@@ -41,12 +43,13 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
     )
 
 
-def collect(config: Config, start: Start, batches: int = 1) -> tuple[Statistics, bool]:
+def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
 
     Every process calls it.  ValueError for bad input.
     """
     assert start.load is not None and start.state is not None
+    batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
     refuse_other_model(config, start.state, finetune=False)
@@ -57,21 +60,17 @@ def collect(config: Config, start: Start, batches: int = 1) -> tuple[Statistics,
     load_tensors(start.load, start.load_iteration, parts.tensors())
     parts.optimizer.set_steps(start.state["optimizer_steps"])
     LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
-    probe, found = parts.coordinator.probe, []
-    try:
-        for iteration in range(start.iteration + 1, start.iteration + 1 + batches):
-            begin = time.perf_counter()
-            runtime.seed_iteration(config.training.seed, iteration)
-            batch = parts.train_loader.batch((iteration - 1) * config.training.global_batch_size)
-            run_pass = parts.stepper.pass_runner(batch, iteration)
-            found.append(probe.run(run_pass, parts.optimizer.zero_grad, iteration))
-            LOGGER.info(
-                f"probed the batch of iteration {iteration}: loss {found[-1].loss:.4f}, "
-                f"{time.perf_counter() - begin:.1f} s"
-            )
-    finally:
-        parts.train_loader.close()
-    return Statistics.mean(found), parts.mesh.rank == 0
+    iteration, size, begin = start.iteration + 1, config.training.global_batch_size, time.perf_counter()
+
+    def batch(ahead: int) -> Batch:
+        return parts.train_loader.make((start.iteration + ahead) * size)
+
+    runtime.seed_iteration(config.training.seed, iteration)
+    run_pass = parts.stepper.pass_runner(batch(0), iteration, batch)
+    stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
+    parts.train_loader.close()
+    LOGGER.info(f"probed {batches} batches: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
+    return stats, parts.mesh.rank == 0
 
 
 def write(stats: Statistics, output: Path, load: Path) -> None:
@@ -94,10 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("stats.json"), help="for tools/generate_plan.py (default: stats.json)"
     )
-    parser.add_argument("--batches", type=int, default=1, help="batches to take the mean over (default: 1)")
     own, rest = parser.parse_known_args(arguments)
-    if own.batches < 1:
-        raise ValueError(f"--batches is {own.batches}; give 1 or more")
     if own.output.is_dir():
         raise ValueError(f"--output {own.output} is a folder; give a file")
     try:
@@ -105,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise ValueError(f"--output {own.output}: its folder cannot be made ({error}); give another") from None
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
-    stats, writes = collect(config, start, own.batches)
+    stats, writes = collect(config, start)
     if writes:
         try:
             write(stats, own.output, Path(config.checkpoint.load or ""))

@@ -48,6 +48,11 @@ def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     return check_choices(snip, shapes)
 
 
+def batches_of(snip: SnipConfig, tokens: int) -> int:
+    """Batches of so many tokens that have --snip-probe-tokens."""
+    return -(-snip.snip_probe_tokens // tokens)
+
+
 @dataclass(frozen=True)
 class Pending:
     """A solve under way, known to every process."""
@@ -135,11 +140,11 @@ class Coordinator:
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
-        start, stats, objective = time.perf_counter(), None, get_objective(self.snip.snip_objective)
+        start, stats = time.perf_counter(), None
         try:
-            if objective.needs_stats:
+            if get_objective(self.snip.snip_objective).needs_stats:
                 batches = self._batches(iteration)
-                stats = self.probe.run(run_pass, zero_grad, iteration, batches, updates=objective.needs_updates)
+                stats = self.probe.run(run_pass, zero_grad, iteration, batches, updates=self.snip.snip_weight > 0)
         except ProbeFailed as error:
             return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
@@ -171,7 +176,7 @@ class Coordinator:
 
     def _batches(self, iteration: int) -> int:
         """How many of the coming batches a probe takes: enough for --snip-probe-tokens, and no more than there are."""
-        wanted = -(-self.snip.snip_probe_tokens // self.probe.tokens)
+        wanted = batches_of(self.snip, self.probe.tokens)
         return wanted if self.last_iteration is None else min(wanted, self.last_iteration - iteration + 1)
 
     def _start(self, pending: Pending) -> None:

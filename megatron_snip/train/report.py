@@ -225,7 +225,8 @@ def _divergences(run: Run) -> dict[str, dict[str, float]]:
             run.notes.append(str(error))
             continue
         tables = {"loss_divergence": found.loss, "weight_divergence": found.weight}
-        return {kind: {name: max(row.values()) for name, row in table.items()} for kind, table in tables.items()}
+        known = {kind: table for kind, table in tables.items() if table}
+        return {kind: {name: max(row.values()) for name, row in table.items()} for kind, table in known.items()}
     return {}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_snip.quant import LinearShape
+from megatron_snip.quant import KINDS, LinearShape
 from megatron_snip.snip.jsonfile import (
     JsonFileError,
     check_fields,
@@ -51,7 +51,13 @@ _FIELDS = {
     "columns": is_texts,
     "linears": is_object,
 }
-_SHAPE = {"out_features": is_count, "in_features": is_count, "block": is_count, "kind": is_text, "reads": is_text}
+
+
+def _is_kind(value: Any) -> bool:
+    return value in KINDS
+
+
+_SHAPE = {"out_features": is_count, "in_features": is_count, "block": is_count, "kind": _is_kind, "reads": is_text}
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +104,8 @@ class Statistics:
         if name not in self.columns:
             raise ValueError(
                 f"statistics of iteration {self.iteration} have no {name}; measured formats: "
-                f"{', '.join(self.formats) or 'none'}; probe with the options that you plan with"
+                f"{', '.join(self.formats) or 'none'}, {'with' if self.has_updates else 'without'} updates; "
+                "probe with the options that you plan with"
             )
         return self.values[:, self.columns.index(name)]
 
@@ -148,7 +155,12 @@ def _row(name: str, entry: Any, count: int) -> tuple[LinearShape, list[float]]:
     def is_row(value: Any) -> bool:
         return isinstance(value, list) and len(value) == count and all(is_number(number) for number in value)
 
-    check_fields(entry, {**_SHAPE, "values": is_row}, where, {is_row: f"a list of {count} numbers"})
+    check_fields(
+        entry,
+        {**_SHAPE, "values": is_row},
+        where,
+        {is_row: f"a list of {count} numbers", _is_kind: f"one of {', '.join(KINDS)}"},
+    )
     shape = {field: entry[field] for field in _SHAPE}
     if min(shape["out_features"], shape["in_features"]) < 1:
         raise JsonFileError(f"field {where}out_features or in_features is 0, but must be 1 or more")

@@ -1,7 +1,6 @@
 """Quality objectives Q [L, O] that the solver minimises, by name.  A new one is one function and one entry.
 
-    snip       dL / L0 + c/2 rho^2
-    snip_loss  dL / L0
+    snip       dL / L0 + c/2 rho^2, with c = 0 by default
     abs_err    sum of |Q(A) - A|_F over the operands of the three GEMMs
     rel_err    sum of |Q(A) - A|_F / |A|_F
     random, layer_id, layer_type: rules that measure nothing
@@ -47,7 +46,7 @@ class ObjectiveInputs:
     shapes: Sequence[LinearShape]
     options: Sequence[LinearPrecision]
     stats: Statistics | None = None
-    update_weight: float = 1.0
+    update_weight: float = 0.0
     seed: int = 0
 
     def measured(self) -> Statistics:
@@ -66,7 +65,6 @@ class Objective:
     compute: Callable[[ObjectiveInputs], Floats]
     summary: str
     needs_stats: bool = True
-    needs_updates: bool = False  # of the statistics, what the weight divergence is made of
 
 
 def base_option(options: Sequence[LinearPrecision]) -> int:
@@ -101,13 +99,12 @@ def _loss(stats: Statistics) -> float:
     return stats.loss
 
 
-def _snip_loss(inputs: ObjectiveInputs) -> Floats:
-    stats = inputs.measured()
-    return loss_divergence(stats, inputs.options) / _loss(stats)
-
-
 def _snip(inputs: ObjectiveInputs) -> Floats:
-    return _snip_loss(inputs) + inputs.update_weight / 2 * weight_divergence(inputs.measured(), inputs.options)
+    stats = inputs.measured()
+    values = loss_divergence(stats, inputs.options) / _loss(stats)
+    if inputs.update_weight > 0:
+        values = values + inputs.update_weight / 2 * weight_divergence(stats, inputs.options)
+    return values
 
 
 def _operand_errors(inputs: ObjectiveInputs, *, relative: bool) -> Floats:
@@ -166,8 +163,7 @@ def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence", needs_updates=True),
-    "snip_loss": Objective(_snip_loss, "loss divergence / loss"),
+    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence"),
     "abs_err": Objective(_abs_err, "absolute quantisation error"),
     "rel_err": Objective(_rel_err, "relative quantisation error"),
     "random": Objective(_rule(random_ranks), "linears in an order drawn from the seed", needs_stats=False),

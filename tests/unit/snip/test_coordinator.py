@@ -52,7 +52,14 @@ def make(lone_mesh, tmp_path):
     made = []
 
     def coordinator(probe: FakeProbe | None = None, *, options=("fp8", "fp4"), last=None, **snip) -> Coordinator:
-        snip = {"snip_target": 0.5, "snip_interval": 4, "snip_start": 3, "snip_apply_lag": 1, **snip}
+        snip = {
+            "snip_target": 0.5,
+            "snip_interval": 4,
+            "snip_start": 3,
+            "snip_apply_lag": 1,
+            "snip_weight": 1.0,
+            **snip,
+        }
         config = SnipConfig(**{"snip_options": ",".join(options), **snip})
         linears = {name: SimpleNamespace(precision=LinearPrecision.uniform("bf16"), observer=None) for name in NAMES}
         made.append(
@@ -308,7 +315,7 @@ def test_a_solve_in_flight_keeps_its_options_when_a_resume_changes_them(make):
     run(first, range(1, 5))
     state = json.loads(json.dumps(first.state()))
     run(first, [5])
-    again = make(options=("fp4", "fp8"), snip_apply_lag=2, snip_target=0.25, snip_objective="snip_loss")
+    again = make(options=("fp4", "fp8"), snip_apply_lag=2, snip_target=0.25, snip_objective="abs_err")
     again.load_state(state)
     run(again, [5])
     assert again.plan.to_dict() | {"solver": 0} == first.plan.to_dict() | {"solver": 0}

@@ -50,10 +50,10 @@ def test_linears_that_are_not_finite_are_left_out_of_the_sums(make):
     json.dumps(begun, allow_nan=False)
 
 
-def test_updates_are_measured_for_objectives_that_read_them(make):
+def test_updates_are_measured_if_they_have_a_weight(make):
     """Without them nothing is said of the weight divergence."""
-    for objective, kinds in (("snip", {"loss", "weight"}), ("snip_loss", {"loss"}), ("abs_err", {"loss"})):
-        seen = run(make(snip_objective=objective), [3, 4])
+    for weight, kinds in ((1.0, {"loss", "weight"}), (0.0, {"loss"})):
+        seen = run(make(snip_weight=weight), [3, 4])
         assert {key.split("/")[1].split("_")[0] for key in seen[3] if "_divergence/" in key} == kinds
         predicted = {key for key in seen[4] if key.startswith("snip/predicted")}
         assert predicted == {f"snip/predicted_{kind}_divergence" for kind in kinds} and not seen[4]["snip/solve_failed"]

@@ -60,8 +60,8 @@ def test_a_run_that_has_ended_is_probed_too(collect):
 
 
 def test_the_mean_over_several_batches(collect):
-    """The first of them is that of --batches 1; all at the weights of the checkpoint."""
-    several, one = collect("--batches", "2"), collect()
+    """The first of them is that of a probe of one batch; all at the weights of the checkpoint."""
+    several, one = collect("--snip-probe-tokens", "257"), collect()
     assert several.iteration == one.iteration == 5 and several.tokens == one.tokens == 2 * 128
     assert several.shapes == one.shapes and several.columns == one.columns and several.formats == ["fp4", "fp8"]
     assert several.loss != one.loss and (several.column("own/fp4") != one.column("own/fp4")).all()
@@ -79,7 +79,7 @@ def test_other_data_replaces_the_runs(collect):
     ("words", "said"),
     [
         (["--objectives", "snip"], "unknown option objectives in the command line"),
-        (["--batches", "0"], "--batches is 0; give 1 or more"),
+        (["--snip-probe-tokens", "0"], "--snip-probe-tokens is 0"),
         (["--snip-options", "fp8,fp3"], "unknown format 'fp3'; known: bf16"),
         (["--hidden-size", "256"], "--hidden-size is 256, the checkpoint in .* was trained with 128"),
         (["--seed", "5"], "--seed is 5, the checkpoint"),

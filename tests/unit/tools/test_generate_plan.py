@@ -84,11 +84,11 @@ def test_the_frontier(generate, tmp_path):
 
 def test_the_trainers_options_hold(generate, tmp_path):
     """Fixed linears bound what can be reached; stages each reach the target; BF16 counts time."""
-    generate("--efficiency-saving", "0.4", "--snip-fix", "layers.0.*=fp8", "--snip-objective", "snip_loss")
+    generate("--efficiency-saving", "0.4", "--snip-fix", "layers.0.*=fp8", "--snip-objective", "abs_err")
     best = Plan.load(tmp_path / "plans/best.json")
     assert {str(p) for name, p in best.linears.items() if name.startswith("layers.0.")} == {"fp8"}
     found = json.loads((tmp_path / "plans/pareto.json").read_text())
-    assert best.objective == found["objective"] == "snip_loss"
+    assert best.objective == found["objective"] == "abs_err"
     assert found["frontier"][-1]["fp4_share"] == pytest.approx(0.5)
     generate("--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "each", "--efficiency-saving", "0.5")
     for name in NAMES:
@@ -117,8 +117,8 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
 def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
     without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(tmp_path / "loss.json")
     with pytest.raises(ValueError, match="statistics of iteration 3 have no (update|own/fp8)"):
-        generate(stats=tmp_path / "loss.json")
-    said = generate("--snip-objective", "snip_loss", stats=tmp_path / "loss.json")
+        generate("--snip-weight", "1", stats=tmp_path / "loss.json")
+    said = generate(stats=tmp_path / "loss.json")
     assert [re.split(r"  +", row)[3] for row in said.splitlines()[1:-1]] == ["-"] * len(NAMES), "no weight divergence"
 
 
@@ -167,9 +167,9 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--efficiency-saving", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
         (["--options", "fp8,fp3"], "unknown format 'fp3'; known: bf16"),
         (["--options", "fp8,mxfp4"],
-         "statistics of iteration 3 have no token/mxfp4; measured formats: fp4, fp8; probe with the options that you"),
+         "statistics of iteration 3 have no token/mxfp4; measured formats: fp4, fp8, with updates; probe"),
         (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),
-        (["--snip-objective", "ggn"], "unknown objective 'ggn'; known: snip, snip_loss, abs_err, rel_err, random"),
+        (["--snip-objective", "ggn"], "unknown objective 'ggn'; known: snip, abs_err, rel_err, random"),
         (["--num-layers", "3"], "statistics of 14 linears, the model has 21; layers.2.self_attn.q_proj is not"),
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),

@@ -52,13 +52,14 @@ def test_snip_objective_and_base():
     expected = np.array([first, second])
     assert np.allclose(quality("snip", inputs), expected - expected[:, [1]], rtol=1e-12, atol=0)
     loss_only = np.array([[0.2, 0.005, 0], [0.1, 0, 0]]) / 5
-    assert np.allclose(quality("snip_loss", inputs), loss_only - loss_only[:, [1]], rtol=1e-12, atol=0)
+    inputs = ObjectiveInputs(UP, options, stats())
+    assert np.allclose(quality("snip", inputs), loss_only - loss_only[:, [1]], rtol=1e-12, atol=0)
     assert base_option(options) == 1 and base_option([FP4, BF16]) == 0
     assert np.all(quality("snip", ObjectiveInputs(UP, [FP4, BF16], stats()))[:, 0] == 0)
 
 
 def test_unknown_names_list_the_known():
-    known = "snip, snip_loss, abs_err, rel_err, random, layer_id, layer_type"
+    known = "snip, abs_err, rel_err, random, layer_id, layer_type"
     with pytest.raises(ValueError, match=f"unknown objective 'snap'; known: {known}$"):
         get_objective("snap")
     with pytest.raises(ValueError, match="unknown objective 'snap'; known: snip"):
@@ -112,13 +113,13 @@ def test_an_objective_gives_nan_for_them_itself(name):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_an_objective_needs_the_updates_that_it_says(name):
+def test_only_a_weight_needs_updates(name):
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
-    if get_objective(name).needs_updates:
-        with pytest.raises(ValueError, match="statistics of iteration 7 have no (update|own/fp8)"):
-            quality(name, inputs)
-    else:
-        assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
+    assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
+    with pytest.raises(
+        ValueError, match="statistics of iteration 7 have no (update|own/fp8); .* without updates; probe"
+    ):
+        quality("snip", dataclasses.replace(inputs, update_weight=1.0))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
