@@ -117,7 +117,7 @@ def test_only_a_weight_needs_updates(name):
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
     assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
     with pytest.raises(
-        ValueError, match="statistics of iteration 7 have no (update|own/fp8); .* without updates; probe"
+        ValueError, match="have no (update|own/fp8); .* without updates; probe"
     ):
         quality("snip", dataclasses.replace(inputs, update_weight=1.0))
 
