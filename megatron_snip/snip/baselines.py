@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.cost import efficiency
+from megatron_snip.snip.plan.cost import efficiency
 
 Floats = NDArray[np.float64]
 

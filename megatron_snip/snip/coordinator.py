@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron_snip.config import SnipConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.cost import achieved, by_stage
 from megatron_snip.snip.divergence import (
     fwd_divergence,
     knows_fwd,
@@ -33,13 +32,13 @@ from megatron_snip.snip.divergence import (
     prop_divergence,
     weight_divergence,
 )
-from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
 from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
-from megatron_snip.snip.options import Choices, check_choices, solve_request
-from megatron_snip.snip.plan import Plan, build_plan
+from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage
+from megatron_snip.snip.plan.options import Choices, check_choices, measure_of, solve_request
+from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest
 from megatron_snip.snip.predictions import Predictions
 from megatron_snip.snip.probes import PassRunner, ProbedLinear, StatisticsProbe
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
 from megatron_snip.snip.stats import ProbeStats
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -230,6 +229,8 @@ class Coordinator:
             solution = solver.result(self.snip.snip_solve_timeout)
             # the options that the matrices were made with; those of a resumed run may differ
             options = [LinearPrecision.parse(option) for option in pending.options]
+            reserved = pending.request.reserved
+            free = [o for i, o in enumerate(options) if reserved is None or not reserved[i]]
             plan = build_plan(
                 solution,
                 self.shapes,
@@ -237,6 +238,7 @@ class Coordinator:
                 iteration=pending.due,
                 objective=pending.objective,
                 target=pending.request.target,
+                measure=measure_of(free),
                 gemm_times=self.times.hardware,
             )
             return plan.to_dict()

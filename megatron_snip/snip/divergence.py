@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import FUSED_GROUPS, block_of
+from megatron_snip.snip.names import FUSED_GROUPS, block_of
 from megatron_snip.snip.stats import LinearStats, ProbeStats
 
 Floats = NDArray[np.float64]

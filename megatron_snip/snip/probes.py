@@ -30,8 +30,8 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearObserver, LinearPrecision, LinearShape
 from megatron_snip.snip.attention_probe import Attend, AttentionProbe
-from megatron_snip.snip.cost import FUSED_GROUPS, block_of
 from megatron_snip.snip.linear_probe import OPERANDS, LinearProbe, Place, square
+from megatron_snip.snip.names import FUSED_GROUPS, block_of
 from megatron_snip.snip.residual import ResidualProbe
 from megatron_snip.snip.stats import LinearStats, ProbeStats
 from megatron_snip.snip.updates import Updates

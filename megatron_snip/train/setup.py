@@ -27,8 +27,8 @@ from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import LinearPrecision, LinearShape, check_linear, linear_implementations
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
-from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.options import read_choices, read_times
 from megatron_snip.snip.probes import StatisticsProbe
 from megatron_snip.snip.updates import AdamSettings, Updates
 from megatron_snip.train.metrics import check_wandb

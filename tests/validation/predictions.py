@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, efficiency
 from megatron_snip.snip.divergence import (
     loss_divergence,
     own_divergence,
@@ -18,8 +17,9 @@ from megatron_snip.snip.divergence import (
     residual_gain,
     weight_divergence,
 )
-from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.plan.cost import LinearShape, efficiency
+from megatron_snip.snip.plan.ilp import solve
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of, make_parts, plant, train

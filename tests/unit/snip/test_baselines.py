@@ -6,9 +6,9 @@ import numpy as np
 
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.baselines import KINDS, layer_id_ranks, layer_type_ranks, random_ranks
-from megatron_snip.snip.cost import efficiency
-from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.objectives import ObjectiveInputs, quality_loss
+from megatron_snip.snip.plan.cost import efficiency
+from megatron_snip.snip.plan.ilp import solve
 
 OPTIONS = [LinearPrecision.uniform("fp8"), LinearPrecision.uniform("fp4")]
 SIZES = dict.fromkeys(KINDS, (64, 64)) | {
