@@ -246,7 +246,9 @@ def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
     taken = np.where(program.allowed, program.time, np.inf)
     start, _ = greedy(Model(taken - taken.min(axis=1, keepdims=True), [target]))
     status = "optimal" if ideal is not None else "fallback"
-    if search.seconds_left > 0:
+    if search.seconds_left <= 0:
+        status = worst(status, "time_limit")
+    else:
         answer = run_highs(_longest_model(program, [target], makespan)[0], start, search)
         status = worst(status, answer.status)
         if answer.choice is not None and target.holds(answer.choice):

@@ -115,11 +115,12 @@ class Search:
         # An option that costs more than a whole plan is in no better one; without it costs keep their digits.
         close = Model(np.where(model.cost <= cost * (1 + 1e-9), model.cost, np.inf), model.rows)
         answer = run_highs(close, start, self)
-        if answer.choice is not None:
-            assert model.fits(answer.choice), "HiGHS returned a plan that breaks a constraint"
-            if (found := model.cost_of(answer.choice)) < cost:
-                start, cost = answer.choice, found
-        return Best(start, cost, min(max(bound, answer.bound), cost), answer.status)
+        status, bound = answer.status, min(max(bound, answer.bound), cost)
+        if answer.choice is not None and not model.fits(answer.choice):  # by more than HiGHS's tolerances should
+            status = "fallback"
+        elif answer.choice is not None and (found := model.cost_of(answer.choice)) < cost:
+            start, cost = answer.choice, found
+        return Best(start, cost, min(bound, cost), status)
 
 
 def unit_of(values: Floats) -> float | None:

@@ -85,6 +85,28 @@ def test_makespans_that_the_target_couples_equal_exhaustive_search(monkeypatch):
     assert seen["apart"] > 20 and seen["together"] > 60 and seen["raised"] > 20, seen
 
 
+def test_a_makespan_that_time_did_not_allow_to_minimise_says_so():
+    """Costs are 0, so that nothing else is left to prove."""
+    raised = 0
+    for seed in range(40):
+        quality, saved, target, keywords = coupled_instance(seed)
+        found = solve(0 * quality, saved, target, time_limit=0.0, **keywords)
+        _, makespan = exhaustive(quality, saved, target, **keywords)
+        assert found.makespan >= makespan * (1 - 1e-9), f"seed {seed}"
+        if found.makespan > makespan * (1 + 1e-9):
+            raised += 1
+            assert found.status == "time_limit", f"seed {seed}: {found}"
+    assert raised > 10
+
+
+def test_an_answer_that_breaks_a_constraint_is_not_taken(monkeypatch):
+    quality, saved = llama_instance(56, 8)
+    nothing = Answer(np.zeros(56, np.int64), 0.0, "optimal")
+    monkeypatch.setattr(milp, "run_highs", lambda *_: nothing)
+    found = solve(quality, saved, 0.6, gap=0)
+    assert found.status == "fallback" and saved[np.arange(56), found.choice].sum() >= 0.6 * (1 - 1e-12)
+
+
 def test_the_random_instances_hold_every_constraint():
     kinds = [frozenset(random_instance(seed)[3]) for seeds in SEEDS for seed in seeds]
     for kind in ("stage", "time", "ties", "fixed", "reserved", "current"):
