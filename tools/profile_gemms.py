@@ -9,7 +9,7 @@ process multiplies) and --linear-impl.
 
 Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  Left out are the
 weight's, which are kept from one optimiser step to the next, and the input's for wgrad, which forward makes from
-the same read.  Medians, formats taking turns; gemm_times.py tells the file's unit.
+the same read.  Medians, formats taking turns; snip/plan/cost.py tells the file's unit.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ e [L, O] any unit, higher saves more; the target is in e's unit.
 
 program.py checks the input: ties make groups, fixed and reserved options rule options out, churn adds to Q.
 ``saving_row`` and ``time_row`` are the constraints that are left; milp.py solves a model of such rows.
-Constraints that share no group are solved one after another, which takes a tenth of the time of one model.
+Constraints that share no group are solved one after another, which takes a fifth of the time of one model.
 """
 
 from __future__ import annotations
