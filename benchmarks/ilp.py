@@ -20,7 +20,7 @@ from itertools import product
 import numpy as np
 from harness import machine, report, save
 
-from megatron_snip.snip.ilp import Solution, solve
+from megatron_snip.snip.plan.ilp import Solution, solve
 
 #: Out and in features of a block's linears: Llama-2 7B and 70B.
 BLOCKS = {

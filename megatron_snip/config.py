@@ -171,17 +171,21 @@ class SnipConfig:
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
     snip_weight: float = 0.0  # c of the objective: weight of the weight divergence, which is measured if it has one.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan holds.
-    snip_stage_constraint: Literal["none", "each", "makespan"] = "none"  # Of every stage: the target; the least time.
+    # Of every pipeline stage: nothing; the target; the least time.  auto: each where there are several, else none.
+    snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.
     snip_churn: float = 0.0  # Cost of a linear that changes, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_bf16_eval_interval: int = 0  # Iterations between two extra BF16 forwards that measure the loss divergence.
 
-    @property
-    def stage_constraint(self) -> str:
-        """--snip-stage-constraint, under either name."""
-        return "each" if self.snip_stage_target else self.snip_stage_constraint
+    def stage_constraint(self, stages: int) -> str:
+        """--snip-stage-constraint, under either name, for a number of pipeline stages: none, each or makespan."""
+        if self.snip_stage_target:
+            return "each"
+        if self.snip_stage_constraint == "auto":
+            return "each" if stages > 1 else "none"
+        return self.snip_stage_constraint
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,15 @@ from numpy.typing import NDArray
 
 from megatron_snip.config import Config, parse
 from megatron_snip.quant import LinearShape
-from megatron_snip.snip.cost import achieved
-from megatron_snip.snip.gemm_times import GemmTimes
-from megatron_snip.snip.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.options import Choices, check_choices, read_times, solve_request
-from megatron_snip.snip.plan import Plan, build_plan
+from megatron_snip.snip.plan.cost import GemmTimes, achieved
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
+from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
+from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
-from megatron_snip.snip.solver import SolveRequest
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
@@ -70,7 +69,7 @@ class Planner:
         """The plan of a solution, from the statistics' iteration on."""
         return build_plan(
             solution, self.shapes, self.choices.options, iteration=self.stats.iteration, objective=objective,
-            target=target, gemm_times=self.times.hardware,
+            target=target, measure=self.choices.measure, gemm_times=self.times.hardware,
         )  # fmt: skip
 
     def solve(self, objective: str, seed: int = 0) -> Plan:

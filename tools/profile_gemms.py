@@ -9,7 +9,7 @@ process multiplies) and --linear-impl.
 
 Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  Left out are the
 weight's, which are kept from one optimiser step to the next, and the input's for wgrad, which forward makes from
-the same read.  Medians, formats taking turns; gemm_times.py tells the file's unit.
+the same read.  Medians, formats taking turns; snip/plan/cost.py tells the file's unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config, parse
 from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
-from megatron_snip.snip.gemm_times import GemmTimes
+from megatron_snip.snip.plan.cost import GemmTimes
 
 _KEY = RoundingKey(seed=1, iteration=2, stream=3)
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")

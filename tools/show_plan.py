@@ -20,8 +20,8 @@ from pathlib import Path
 from megatron_snip.config import parse
 from megatron_snip.model.llama import linear_place
 from megatron_snip.quant import KINDS
-from megatron_snip.snip.cost import by_stage, saving
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.cost import by_stage, saving
 from megatron_snip.train.run_folder import with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
@@ -54,7 +54,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
     solver = plan.solver
     lines = [
         f"plan {plan.hash} from iteration {plan.iteration}, objective {plan.objective}",
-        f"{plan.achieved:.2%} of the linears' FLOPs in FP4 (target {plan.target:.2%})",
+        f"{plan.achieved:.2%} of the linears' FLOPs in FP4 (target {plan.asked})",
         f"{len(plan.linears)} linears: {shares}; {mean:.1%} of their GEMMs in FP4, sizes aside",
     ]
     if solver.status != "none":

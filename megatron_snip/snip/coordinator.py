@@ -24,15 +24,14 @@ import torch.distributed as dist
 from megatron_snip.config import SnipConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.cost import achieved, by_stage
-from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.options import Choices, check_choices, solve_request
-from megatron_snip.snip.plan import Plan, build_plan
+from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage
+from megatron_snip.snip.plan.options import Choices, check_choices, measure_of, solve_request
+from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
 
 LOGGER = logging.getLogger("megatron_snip")
 Metrics = dict[str, Any]
@@ -235,6 +234,8 @@ class Coordinator:
             solution = solver.result(self.snip.snip_solve_timeout)
             # the options that the matrices were made with; those of a resumed run may differ
             options = [LinearPrecision.parse(option) for option in pending.options]
+            reserved = pending.request.reserved
+            free = [o for i, o in enumerate(options) if reserved is None or not reserved[i]]
             plan = build_plan(
                 solution,
                 self.shapes,
@@ -242,6 +243,7 @@ class Coordinator:
                 iteration=pending.due,
                 objective=pending.objective,
                 target=pending.request.target,
+                measure=measure_of(free),
                 gemm_times=self.times.hardware,
             )
             return plan.to_dict()

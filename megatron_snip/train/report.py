@@ -14,6 +14,7 @@ import base64
 import html
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.cost import MEASURES
 from megatron_snip.snip.predict.divergence import Predictions
 
 _STYLE = """
@@ -156,6 +158,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "plans": len(run.plans),
         "fp4_share": last_plan.achieved if last_plan else None,
         "target": last_plan.target if last_plan else None,
+        "target_unit": last_plan.target_unit if last_plan else None,
         "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
         "seconds": seconds,
         "probe_seconds": probing,
@@ -181,7 +184,8 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     reached = "no plan"
     if values["fp4_share"] is not None:
-        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%})"
+        unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
+        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
     plans = str(values["plans"])
     if values["last_churn"] is not None:
         plans += f" (the last changed {values['last_churn']:.1%} of the linears)"
@@ -246,6 +250,8 @@ def _html(run: Run, sections: Sequence[tuple[str, str, Path]]) -> str:
         parts.append(f"<img alt='{heading}' src='data:image/png;base64,{data}'>")
     if run.plans:
         parts.append(_plan_table(run.plans))
+    if stages := _last_stages(run):
+        parts.append(_stage_table(stages))
     return "\n".join(parts) + "</html>\n"
 
 
@@ -255,13 +261,35 @@ def _plan_table(plans: Sequence[Plan]) -> str:
     lines = []
     for before, plan in zip([None, *plans], plans):
         cells = [
-            str(plan.iteration), plan.objective, f"{plan.target:.2%}", f"{plan.achieved:.2%}",
+            str(plan.iteration), plan.objective, plan.asked, f"{plan.achieved:.2%}",
             f"{plan.churn(before):.1%}" if before else "", plan.solver.status, f"{plan.solver.gap:.1e}",
             f"{plan.solver.seconds:.2f}", plan.hash,
         ]  # fmt: skip
         lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in heads)
     return f"<table class='plans'><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _last_stages(run: Run) -> list[tuple[int, float, float]]:
+    """(stage, FP4 share, modelled time) of the last plan that several pipeline stages took; empty with one stage."""
+    found: dict[int, dict[str, float]] = {}
+    for row in run.metrics:
+        stages: dict[int, dict[str, float]] = {}
+        for key, value in row.items():
+            if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and _is_finite(value):
+                stages.setdefault(int(match[1]), {})[match[2]] = float(value)
+        found = stages or found
+    return [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
+
+
+def _stage_table(stages: Sequence[tuple[int, float, float]]) -> str:
+    """One line per pipeline stage under the last plan."""
+    lines = [f"<tr><td>{stage}</td><td>{share:.2%}</td><td>{time:.4f}</td></tr>" for stage, share, time in stages]
+    return (
+        "<h2>Pipeline stages</h2><p>Under the last plan; times as shares of all linears' in BF16.</p>"
+        "<table class='stages'><tr><th>stage</th><th>in FP4</th><th>modelled time</th></tr>"
+        f"{''.join(lines)}</table>"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

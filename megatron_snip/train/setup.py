@@ -29,8 +29,8 @@ from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
-from megatron_snip.snip.options import read_choices, read_times
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.options import read_choices, read_times
 from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start

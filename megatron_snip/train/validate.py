@@ -121,9 +121,10 @@ def _validate_choices(config: Config) -> None:
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
         )
-    if s.snip_stage_target and s.snip_stage_constraint == "makespan":
+    if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise ValueError(
-            "--snip-stage-target means --snip-stage-constraint each, and makespan is given; drop --snip-stage-target"
+            f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
+            "drop --snip-stage-target"
         )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
         raise ValueError("--precision plan needs a plan; give --precision-plan FILE")

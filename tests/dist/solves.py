@@ -21,7 +21,7 @@ from megatron_snip.snip import coordinator
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import Probe
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest
 from megatron_snip.train import loop
 from tests.dist.faults import SMALL
 
@@ -61,7 +61,7 @@ class LateSolver(BackgroundSolver):
         super().__init__(request, command=python(
             f"import os, sys, time\nparent = os.getppid()\nwhile not os.path.exists({str(gate)!r}):\n"
             "    time.sleep(0.01 if os.getppid() == parent else sys.exit(3))\n"
-            "from megatron_snip.snip import solver\nsolver.main()"
+            "from megatron_snip.snip.plan import solver\nsolver.main()"
         ))  # fmt: skip
 
     def result(self, timeout: float | None = None) -> Any:

@@ -20,7 +20,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.train.setup import check
 from tests.dist.faults import PROGRAM, program
 from tests.dist.harness import CONTEXT
-from tests.unit.snip.plan_edits import edits, wrong_linears
+from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 MODEL = {
     "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,

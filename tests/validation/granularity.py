@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
+from megatron_snip.snip.stats import ProbeStats
 
 from megatron_snip.config import Config
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.cost import achieved
-from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_objective
-from megatron_snip.snip.options import read_choices, solve_request
-from megatron_snip.snip.stats import ProbeStats
+from megatron_snip.snip.plan.cost import achieved
+from megatron_snip.snip.plan.options import read_choices, solve_request
 from megatron_snip.train.setup import Parts, snip_shapes
 from tests.validation.planted import make_parts, plant, train
 from tests.validation.truth import loss_of, precisions

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, efficiency
 from megatron_snip.snip.divergence import (
     loss_divergence,
     own_divergence,
@@ -18,9 +15,12 @@ from megatron_snip.snip.divergence import (
     residual_gain,
     weight_divergence,
 )
-from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.snip.stats import ProbeStats
+
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.plan.cost import LinearShape, efficiency
+from megatron_snip.snip.plan.ilp import solve
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of, make_parts, plant, train
 from tests.validation.truth import Updates, batches, even_truth, loss_of, losses_of, precisions, tiles_along_channels

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron_snip.snip.updates import adam_update
 from torch import Tensor
 
+from megatron_snip.model.llama import linear_place
 from megatron_snip.quant import LinearPrecision, fake_quantize
 from megatron_snip.quant.operands import REDUCTION_DIM
-from megatron_snip.snip.cost import block_of
-from megatron_snip.snip.updates import adam_update
 from megatron_snip.train.setup import Parts
 from tests.validation.planted import linears_of
 
@@ -144,7 +144,7 @@ def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]
     for name in names:
         both = []
         for sign in (1.0, -1.0):
-            with begun_at(parts, block_of(name) or 0, streams), shifted(linears_of(parts)[name], fmt, sign):
+            with begun_at(parts, (linear_place(name) or (0,))[0], streams), shifted(linears_of(parts)[name], fmt, sign):
                 both.append(loss_of(parts, over))
         truth.append(sum(both) / 2 - base)
     return np.array(truth)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.quant.operands import REDUCTION_DIM
-from megatron_snip.snip.cost import efficiency
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan.cost import efficiency
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
 
 Floats = NDArray[np.float64]

@@ -18,9 +18,9 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.options import read_choices
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.solver import BackgroundSolver, SolverFailed
+from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolverFailed
 from tests.unit.snip.made_up import statistics, without_updates
 
 NAMES = [f"layers.{i}.mlp.{kind}_proj" for i in range(2) for kind in ("gate", "down")]
@@ -263,7 +263,7 @@ def test_a_makespan_levels_the_stages(make):
     assert times == pytest.approx([3 / 16, 3 / 16]) and seen[4]["snip/modelled_time"] == pytest.approx(3 / 8)
     assert [seen[4][f"snip/stage_{s}/achieved"] for s in (0, 1)] == pytest.approx([0.5, 0.5])
     assert seen[4]["snip/gemm_times"] == "nominal" == one.plan.gemm_times
-    free = on_two_stages(make())
+    free = on_two_stages(make(snip_stage_constraint="none"))
     assert run(free, [3, 4])[4]["snip/stage_1/achieved"] == 1.0 and precisions(free) == ["fp8", "fp8", "fp4", "fp4"]
 
 

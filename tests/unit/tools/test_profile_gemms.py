@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_snip.config import Config, SnipConfig
-from megatron_snip.snip.options import read_times
+from megatron_snip.snip.plan.options import read_times
 from tools import profile_gemms
 from tools.profile_gemms import Shard, main, shards, table
 

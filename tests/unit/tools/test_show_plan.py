@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_snip.config import Config
 from megatron_snip.model.llama import linear_shapes
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan, SolverRecord
+from megatron_snip.snip.plan.plan_file import Plan, SolverRecord
 from tests.unit.tools.conftest import TINY
 from tools.show_plan import main, table
 
@@ -47,6 +49,12 @@ def test_command_line(tmp_path, capsys):
     assert "*" not in capsys.readouterr().out
     assert main([str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
+
+
+def test_a_target_of_modelled_time_is_shown_as_such(tmp_path, capsys):
+    dataclasses.replace(plan(), target=0.5, target_unit="modelled time").save(tmp_path / "a.json")
+    assert main([str(tmp_path / "a.json")]) == 0
+    assert "80.00% of the linears' FLOPs in FP4 (target 50.00% in modelled time)" in capsys.readouterr().out
 
 
 def test_moves_between_plans(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 import re
@@ -79,6 +80,7 @@ def test_summary_by_hand(tmp_path):
         "plans": 2,
         "fp4_share": 0.8,
         "target": 0.75,
+        "target_unit": "FP4 share",
         "last_churn": 3 / 21,
         "seconds": 10.0,
         "probe_seconds": 1.0,
@@ -106,6 +108,22 @@ def test_report_is_self_contained(tmp_path):
     for plan in two_plans():
         assert plan.hash in text
     assert "80.00% of the linears" in text
+
+
+def test_stages_of_the_last_plan(tmp_path):
+    assert "Pipeline stages" not in write_report(full_run(tmp_path)).read_text()
+    stages = {"snip/stage_0/achieved": 0.5, "snip/stage_0/modelled_time": 0.2}
+    stages |= {"snip/stage_1/achieved": 0.75, "snip/stage_1/modelled_time": 0.125}
+    lines = [line(1, **stages), line(2, **{**stages, "snip/stage_0/achieved": 0.625}), line(3)]
+    text = write_report(write_run(tmp_path / "staged", lines, two_plans())).read_text()
+    assert "<tr><td>0</td><td>62.50%</td><td>0.2000</td></tr><tr><td>1</td><td>75.00%</td><td>0.1250</td></tr>" in text
+
+
+def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
+    plan = dataclasses.replace(two_plans()[0], target_unit="modelled time")
+    folder = write_run(tmp_path, [line(1)], (plan,))
+    assert "100.00% of the linears' FLOPs (target 75.00% in modelled time)" in format_summary(folder)
+    assert "<td>75.00% in modelled time</td>" in write_report(folder).read_text()
 
 
 def colours(picture: Path) -> dict[str, float]:

@@ -127,7 +127,11 @@ CASES = [
     ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
     (
         {"snip_stage_target": True, "snip_stage_constraint": "makespan"},
-        ["--snip-stage-target means --snip-stage-constraint each", "drop --snip-stage-target"],
+        ["--snip-stage-target means --snip-stage-constraint each, and makespan is given", "drop --snip-stage-target"],
+    ),
+    (
+        {"snip_stage_target": True, "snip_stage_constraint": "none"},
+        ["--snip-stage-target means --snip-stage-constraint each, and none is given", "drop --snip-stage-target"],
     ),
     ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.cost import efficiency
-from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan.cost import efficiency
+from megatron_snip.snip.plan.ilp import solve
 from megatron_snip.snip.predict.objectives import (
     FIRST_TO_LEAVE,
     OBJECTIVES,
@@ -116,9 +116,7 @@ def test_an_objective_gives_nan_for_them_itself(name):
 def test_only_a_weight_needs_updates(name):
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
     assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
-    with pytest.raises(
-        ValueError, match="have no (update|own/fp8); .* without updates; probe"
-    ):
+    with pytest.raises(ValueError, match="have no (update|own/fp8); .* without updates; probe"):
         quality("snip", dataclasses.replace(inputs, update_weight=1.0))
 
 

@@ -1,6 +1,6 @@
 """The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
 
-``BackgroundSolver(request)`` starts ``python -m megatron_snip.snip.solver``, a process that imports numpy
+``BackgroundSolver(request)`` starts ``python -m megatron_snip.snip.plan.solver``, a process that imports numpy
 and HiGHS but not torch.  Its request arrives as one line of JSON on stdin, its answer leaves as the last line
 on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
 
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_snip.snip.ilp import InfeasibleTarget, Solution, solve
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
 
 #: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
 GRACE_SECONDS = 60.0
@@ -112,7 +112,7 @@ class BackgroundSolver:
                 stdin=subprocess.PIPE,
                 stdout=self._stdout,
                 stderr=self._stderr,
-                cwd=Path(__file__).resolve().parents[2],  # where -m finds this package, however we were found
+                cwd=Path(__file__).resolve().parents[3],  # where -m finds this package, however we were found
             )
         except OSError as error:
             self._close_files()

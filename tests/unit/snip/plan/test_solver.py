@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_snip.snip import solver
-from megatron_snip.snip.ilp import InfeasibleTarget
-from megatron_snip.snip.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
+from megatron_snip.snip.plan import solver
+from megatron_snip.snip.plan.ilp import InfeasibleTarget
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 #: A child that takes the request as the real one does, and then works for a minute.
 SLOW = (
-    "import time; from megatron_snip.snip import solver; "
+    "import time; from megatron_snip.snip.plan import solver; "
     "solver._answer = lambda line: time.sleep(60); print('ready', flush=True); solver.main()"
 )
 
@@ -175,7 +175,7 @@ def test_crash_shows_the_last_line_of_stderr():
 
 
 def test_lines_before_the_answer_are_ignored():
-    code = "print('HiGHS says hello', flush=True); from megatron_snip.snip import solver; solver.main()"
+    code = "print('HiGHS says hello', flush=True); from megatron_snip.snip.plan import solver; solver.main()"
     with BackgroundSolver(request(), command=python(code)) as background:
         assert background.result().status in ("greedy", "optimal")
 
@@ -219,7 +219,7 @@ def test_child_has_an_alarm_of_its_own():
 def test_child_ends_when_its_parent_is_killed(inherited):
     """``inherited``: a process forked from the parent lives on and holds the child's stdin open."""
     code = (
-        "import os, sys, time; from megatron_snip.snip.solver import BackgroundSolver, SolveRequest\n"
+        "import os, sys, time; from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest\n"
         f"request = SolveRequest([[0, 1]], [[0, 1]], 1.0); command = {python(SLOW)!r}\n"
         "background = BackgroundSolver(request, command=command); background._writer.join()\n"
         "holder = os.fork() if sys.argv[1] == 'True' else -1\n"
@@ -240,5 +240,5 @@ def test_child_ends_when_its_parent_is_killed(inherited):
 
 
 def test_child_imports_no_torch():
-    code = "import sys, megatron_snip.snip.solver; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_snip.snip.plan.solver; sys.exit('torch' in sys.modules)"
     assert subprocess.run(python(code), cwd=ROOT).returncode == 0

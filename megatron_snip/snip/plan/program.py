@@ -1,7 +1,8 @@
-"""The integer program as checked data: what may be chosen, and what each group of tied linears costs and saves.
+"""The integer program as checked data: what each group of linears may take, costs, saves and must reach.
 
-Used by ilp.py and makespan.py.  Convention: L linears, O options, G groups of linears that take one option;
-an untied linear is a group of its own.  An option that is ruled out costs inf, saves -inf and takes inf.
+Convention: L linears, O options, G groups of linears that take one option; an untied linear is a group of its own.
+Ties, fixed linears, reserved options and churn end here: the first make groups, the next two rule options out,
+the last is part of the cost.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 #: A plan may miss its budget by this much of the most that can be reached: rounding of e, nothing more.
 BUDGET_TOLERANCE = 1e-9
@@ -27,99 +29,79 @@ class InfeasibleTarget(ValueError):
 
 
 @dataclass(frozen=True)
-class Program:
-    """Checked input.
+class Budget:
+    """Some groups [G'] that must save ``wanted`` together.
 
-    quality, churn, efficiency [L, O], time [L, O] or None; stage [L] ids or None; group [L] ids;
-    fixed [L], -1 where free; reserved [O]: options for linears fixed to them only.
+    most: what they can save; full: the sum over their linears of the most that an unreserved option saves, whatever
+    is fixed; slack: what most may fall short of wanted by rounding.
     """
 
-    quality: Floats
-    churn: Floats
-    efficiency: Floats
-    target: float
-    time: Floats | None
-    stage: Ints | None
-    group: Ints
-    fixed: Ints
-    reserved: NDArray[np.bool_]
-
-    @property
-    def stages(self) -> dict[int, Ints]:
-        """Rows of the linears of each stage; one stage 0 where there are none."""
-        stages = np.zeros(len(self.quality), np.int64) if self.stage is None else self.stage
-        return {int(s): np.flatnonzero(stages == s) for s in np.unique(stages)}
-
-    def most_saved(self, rows: Ints) -> float:
-        """Sum over linears of the most that an option saves which is not reserved, whatever is fixed."""
-        return float(self.efficiency[rows][:, ~self.reserved].max(axis=1).sum())
-
-    def saved_by(self, choice: Ints, rows: Ints) -> float:
-        """What a plan [L] saves in some linears."""
-        return float(self.efficiency[rows, choice[rows]].sum())
+    stage: int
+    groups: Ints
+    wanted: float
+    most: float
+    full: float
+    slack: float
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Sums over the linears of each group: cost (churn included), saved, time [G, O]."""
+class Program:
+    """Checked input.
 
+    group [L]: the group of each linear; churn [L, O]: what leaving the plan in force costs; held: fixed linears.
+    Sums over the linears of each group: cost (churn included), saved and time [G, O], time None where none is
+    given; full [G], see Budget.  allowed [G, O]; stage [G] ids, 0 where there are none.
+    per_stage: the target is each stage's own.
+    """
+
+    group: Ints
+    churn: Floats
+    held: int
     cost: Floats
     saved: Floats
-    time: Floats
+    time: Floats | None
+    full: Floats
+    allowed: Bools
+    stage: Ints
+    target: float
+    per_stage: bool
 
+    @property
+    def stages(self) -> list[Ints]:
+        """The groups of each stage."""
+        return [np.flatnonzero(self.stage == s) for s in np.unique(self.stage)]
 
-def merge(program: Program, rows: Ints) -> Groups:
-    """The groups that some linears form; groups in the order of their ids."""
-    local = local_ids(program.group[rows])
-    time = np.zeros_like(program.quality) if program.time is None else program.time
-    sums = []
-    for matrix in (program.quality + program.churn, program.efficiency, time):
-        merged = np.zeros((int(local.max()) + 1, matrix.shape[1]))
-        np.add.at(merged, local, matrix[rows])
-        sums.append(merged)
-    fixed = np.full(len(sums[0]), -1)
-    np.maximum.at(fixed, local, program.fixed[rows])
-    options = np.arange(len(program.reserved))
-    ruled_out = np.where(fixed[:, None] >= 0, options != fixed[:, None], program.reserved)
-    cost, saved, taken = sums
-    cost[ruled_out], saved[ruled_out], taken[ruled_out] = np.inf, -np.inf, np.inf
-    return Groups(cost, saved, taken)
-
-
-def local_ids(group: Ints) -> Ints:
-    """Group ids renumbered from 0 in their own order."""
-    return np.unique(group, return_inverse=True)[1].reshape(-1)
-
-
-def budgets(program: Program) -> dict[int, float]:
-    """What each stage must save under a target for each of them."""
-    return {s: program.target * program.most_saved(rows) for s, rows in program.stages.items()}
+    @property
+    def budgets(self) -> list[Budget]:
+        """What the target asks of each stage, or of the whole."""
+        budgets = []
+        for groups in self.stages if self.per_stage else [np.arange(len(self.cost))]:
+            most = np.where(self.allowed, self.saved, -np.inf)[groups].max(axis=1)
+            full = float(self.full[groups].sum())
+            wanted = self.target * full if self.per_stage else self.target
+            slack = BUDGET_TOLERANCE * float(np.abs(most).sum())
+            budgets.append(Budget(int(self.stage[groups[0]]), groups, wanted, float(most.sum()), full, slack))
+        return budgets
 
 
 def check_feasible(program: Program) -> None:
     """Raise InfeasibleTarget, saying what is the most that can be reached, if no plan reaches the target."""
-    saved = {s: merge(program, rows).saved for s, rows in program.stages.items()}
-    reach = {s: float(values.max(axis=1).sum()) for s, values in saved.items()}
-    size = {s: BUDGET_TOLERANCE * float(np.abs(values.max(axis=1)).sum()) for s, values in saved.items()}
-    if program.stage is None or program.time is not None:
-        most = sum(reach.values())
-        if most < program.target - sum(size.values()):
-            held = int((program.fixed >= 0).sum())
-            raise InfeasibleTarget(
-                f"target {program.target:.6g} is out of reach: at most {most:.6g} with these options"
-                f"{f' and {held} fixed linears' if held else ''}; lower the target or allow cheaper options",
-                most,
-            )
+    short = [budget for budget in program.budgets if budget.most < budget.wanted - budget.slack]
+    if not short:
         return
-    budget = budgets(program)
-    if short := [s for s in reach if reach[s] < budget[s] - size[s]]:
-        share = {s: reach[s] / (budget[s] / program.target) for s in short}
-        listed = ", ".join(f"stage {s}: {r:.6g}" for s, r in share.items())
+    if program.per_stage:
+        listed = ", ".join(f"stage {budget.stage}: {budget.most / budget.full:.6g}" for budget in short)
         raise InfeasibleTarget(
             f"target {program.target:.6g} per stage is out of reach: at most {listed}; "
             "lower the target, free fixed linears or allow cheaper options",
-            min(share.values()),
+            min(budget.most / budget.full for budget in short),
         )
+    held = f" and {program.held} fixed linears" if program.held else ""
+    raise InfeasibleTarget(
+        f"target {program.target:.6g} is out of reach: at most {short[0].most:.6g} with these options{held}; "
+        "lower the target or allow cheaper options",
+        short[0].most,
+    )
 
 
 def checked(
@@ -151,24 +133,60 @@ def checked(
     stages = None if stage is None else _ids("stage", stage, count)
     tie_ids = np.full(count, -1) if ties is None else _ids("ties", ties, count)
     fixed_ids = np.full(count, -1) if fixed is None else _ids("fixed", fixed, count, options)
+    only_fixed = _reserved(reserved, options)
+    _check_ties(tie_ids, stages, fixed_ids)
+    group = _groups(tie_ids)
+    left = _churn(current, churn, count, options)
+    return Program(
+        group=group,
+        churn=left,
+        held=int((fixed_ids >= 0).sum()),
+        cost=_summed(quality + left, group),
+        saved=_summed(saved, group),
+        time=None if time is None else _summed(_times(time, stages, quality.shape), group),
+        full=_summed(saved[:, ~only_fixed].max(axis=1), group),
+        allowed=_allowed(group, fixed_ids, only_fixed),
+        stage=_of_groups(np.zeros(count, np.int64) if stages is None else stages, group),
+        target=float(target),
+        per_stage=stages is not None and time is None,
+    )
+
+
+def _groups(ties: Ints) -> Ints:
+    """[L]: numbers of the groups; tied linears are one, an untied linear is one by itself."""
+    alone = ties.max() + 1 + np.arange(len(ties))
+    groups: Ints = np.unique(np.where(ties >= 0, ties, alone), return_inverse=True)[1].reshape(-1)
+    return groups
+
+
+def _summed(values: Floats, group: Ints) -> Floats:
+    """Sums over the linears of each group: [L, ...] -> [G, ...]."""
+    sums = np.zeros((int(group.max()) + 1, *values.shape[1:]))
+    np.add.at(sums, group, values)
+    return sums
+
+
+def _of_groups(values: Ints, group: Ints) -> Ints:
+    """The greatest value among the linears of each group: [L] -> [G]."""
+    greatest = np.full(int(group.max()) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(greatest, group, values)
+    return greatest
+
+
+def _allowed(group: Ints, fixed: Ints, reserved: Bools) -> Bools:
+    """[G, O]: a group with a fixed linear takes that option alone, others take none that is reserved."""
+    held = _of_groups(fixed, group)[:, None]
+    allowed: Bools = np.where(held >= 0, np.arange(len(reserved)) == held, ~reserved)
+    return allowed
+
+
+def _reserved(reserved: ArrayLike | None, options: int) -> Bools:
     only_fixed = np.zeros(options, np.bool_) if reserved is None else np.array(reserved, dtype=np.bool_)
     if only_fixed.shape != (options,):
         raise ValueError(f"reserved must hold {options} truth values, one per option; got {list(only_fixed.shape)}")
     if only_fixed.all():
         raise ValueError("all options are reserved for linears fixed to them; leave one to the others")
-    _check_groups(tie_ids, stages, fixed_ids)
-    return Program(
-        quality=quality,
-        churn=_churn(current, churn, count, options),
-        efficiency=saved,
-        target=float(target),
-        time=None if time is None else _times(time, stages, quality.shape),
-        stage=stages,
-        # An untied linear is a group of its own, numbered above all ids in use.
-        group=np.where(tie_ids >= 0, tie_ids, tie_ids.max() + 1 + np.arange(count)),
-        fixed=fixed_ids,
-        reserved=only_fixed,
-    )
+    return only_fixed
 
 
 def _times(time: ArrayLike, stages: Ints | None, shape: tuple[int, ...]) -> Floats:
@@ -219,7 +237,7 @@ def _ids(what: str, values: ArrayLike, count: int, options: int | None = None) -
     return array.astype(np.int64)
 
 
-def _check_groups(ties: Ints, stages: Ints | None, fixed: Ints) -> None:
+def _check_ties(ties: Ints, stages: Ints | None, fixed: Ints) -> None:
     for tie in np.unique(ties[ties >= 0]):
         rows = np.flatnonzero(ties == tie)
         options = sorted(set(fixed[rows].tolist()) - {-1})

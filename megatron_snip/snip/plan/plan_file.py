@@ -3,9 +3,11 @@
     {"version": 1, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
      "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
      "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
-     "hash": "0123456789abcdef", "gemm_times": "nominal"}
+     "hash": "0123456789abcdef", "gemm_times": "nominal", "target_unit": "FP4 share"}
 
 Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
+target_unit says what the target counts: "FP4 share" of the linears' FLOPs, or "modelled time" saved, as a share of what
+the fastest format would save everywhere.  achieved is the FP4 share in both cases.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
 and linears: what ranks must agree on, not how it was found.
 """
@@ -20,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.cost import achieved, saving
-from megatron_snip.snip.ilp import Solution
 from megatron_snip.snip.jsonfile import (
     JsonFileError,
     check_fields,
@@ -34,6 +34,8 @@ from megatron_snip.snip.jsonfile import (
     read_json,
     write_atomic,
 )
+from megatron_snip.snip.plan.cost import MEASURES, achieved, saving
+from megatron_snip.snip.plan.ilp import Solution
 
 VERSION = 1
 _WAY_OUT = "use a file that Plan.save wrote, or make a new plan (--precision snip)"
@@ -49,7 +51,10 @@ _FIELDS = {
     "solver": is_object,
     "hash": is_text,
     "gemm_times": is_text,
+    "target_unit": is_text,
 }
+#: What the first plans do not tell.
+_DEFAULTS = {"gemm_times": "nominal", "target_unit": MEASURES["fp4"]}
 _SOLVER_FIELDS = {
     "status": is_text,
     "objective": is_finite,
@@ -74,9 +79,9 @@ class SolverRecord:
 class Plan:
     """Precision of each linear from ``iteration`` on.
 
-    objective: name of the quality objective, or how else it was made; target and achieved: what was asked for
-    and what the plan saves, shares of the linears' FLOPs in FP4.  gemm_times: the hardware whose GEMM times were
-    counted with, "nominal" for none.
+    objective: name of the quality objective, or how else it was made; target: what was asked for, in target_unit,
+    one of MEASURES' words; achieved: the share of the linears' FLOPs in FP4.  gemm_times: the hardware whose GEMM
+    times were counted with, "nominal" for none.
     """
 
     iteration: int
@@ -85,7 +90,8 @@ class Plan:
     target: float = 0.0
     achieved: float = 0.0
     solver: SolverRecord = field(default_factory=SolverRecord)
-    gemm_times: str = "nominal"
+    gemm_times: str = _DEFAULTS["gemm_times"]
+    target_unit: str = _DEFAULTS["target_unit"]
 
     @classmethod
     def uniform(
@@ -133,6 +139,7 @@ class Plan:
             "solver": vars(self.solver),
             "hash": self.hash,
             "gemm_times": self.gemm_times,
+            "target_unit": self.target_unit,
         }
 
     @classmethod
@@ -140,8 +147,12 @@ class Plan:
         """The plan of ``to_dict``.  Raises ValueError naming ``source``, the field and the way out."""
         try:
             check_version(values, VERSION)
-            values = {"gemm_times": "nominal", **values}  # the first plans do not tell
+            values = {**_DEFAULTS, **values}
             check_fields(values, _FIELDS, "")
+            if values["target_unit"] not in MEASURES.values():
+                raise JsonFileError(
+                    f"field target_unit is {values['target_unit']!r}, but must be one of {', '.join(MEASURES.values())}"
+                )
             check_fields(values["solver"], _SOLVER_FIELDS, "solver.")
             plan = cls(
                 iteration=values["iteration"],
@@ -151,6 +162,7 @@ class Plan:
                 achieved=float(values["achieved"]),
                 solver=SolverRecord(**values["solver"]),
                 gemm_times=values["gemm_times"],
+                target_unit=values["target_unit"],
             )
             if plan.hash != values["hash"]:
                 raise JsonFileError(
@@ -190,6 +202,12 @@ class Plan:
                 f"{share!r} of the FLOPs in FP4; {_WAY_OUT}, or correct the field"
             )
 
+    @property
+    def asked(self) -> str:
+        """The target for people, with its unit where it is not the FP4 share: 75.00%."""
+        unit = "" if self.target_unit == MEASURES["fp4"] else f" in {self.target_unit}"
+        return f"{self.target:.2%}{unit}"
+
     def churn(self, other: Plan) -> float:
         """Share of linears, 0..1, whose precision differs between the plans; a linear of one only differs."""
         names = self.linears.keys() | other.linears.keys()
@@ -210,14 +228,19 @@ def build_plan(
     iteration: int,
     objective: str,
     target: float,
+    measure: str = "fp4",
     gemm_times: str = "nominal",
 ) -> Plan:
-    """The plan of a solution, from ``iteration`` on: linear ``shapes[l]`` runs in ``options[choice[l]]``."""
+    """The plan of a solution, from ``iteration`` on: linear ``shapes[l]`` runs in ``options[choice[l]]``.
+
+    measure: what the target counts, a key of MEASURES.
+    """
     if len(solution.choice) != len(shapes):
         raise ValueError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
     linears = {shape.name: options[int(option)] for shape, option in zip(shapes, solution.choice)}
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
-    return Plan(iteration, linears, objective, float(target), achieved(shapes, linears), record, gemm_times)
+    share = achieved(shapes, linears)
+    return Plan(iteration, linears, objective, float(target), share, record, gemm_times, MEASURES[measure])
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:

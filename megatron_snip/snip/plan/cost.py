@@ -1,17 +1,31 @@
-"""What a precision saves: the FP4 share of the linears' FLOPs, or GEMM time.
+"""What a precision saves: the FP4 share of the linears' FLOPs, or GEMM time, nominal or by a measured table.
 
 Source: SNIP, arXiv 2602.01410 (efficiency = fraction of FLOPs in FP4).
 Convention: a linear has three GEMMs (fprop, dgrad, wgrad) of 2 N K FLOPs per token each, shapes are those of
 the whole model, whatever tp shards them.  A matrix [L, O] has one row per linear and one column per option.
-Times are those of gemm_times.py, nominal unless a table is given; what casts and memory cost is in a table only.
+
+A table of GEMM times is what tools/profile_gemms.py measured; what casts and memory cost is in a table only:
+
+    {"version": 1, "hardware": "NVIDIA H200", "about": {"torch": "2.13.0", "tokens": 8192, ...},
+     "times": {"fp8": {"fprop": 0.6, "dgrad": 0.6, "wgrad": 0.7}, ...},
+     "shapes": {"4096x14336": {"bf16": {"fprop": 0.95, ...}, "fp8": {...}}, ...}}
+
+Times are per FLOP, in units of what BF16 takes for one on average over all that was measured.  ``times`` holds for
+every linear, ``shapes`` (out x in features of the whole model) for linears of that shape and goes first; both "about"
+and "shapes" may be left out.  bf16 takes 1 if not given.  Nominal times are those of tensor cores on paper: in
+proportion to the element's bits, BF16 1, FP8 1/2, FP4 1/4.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,15 +33,94 @@ from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
+from megatron_snip.snip.jsonfile import (
+    JsonFileError,
+    check_fields,
+    check_version,
+    is_count,
+    is_finite,
+    is_object,
+    is_text,
+    read_json,
+    write_atomic,
+)
 
 Floats = NDArray[np.float64]
 
 GRANULARITIES = ("linear", "gemm", "fused")
-#: What ``efficiency`` may count: the share of FLOPs in FP4, or modelled GEMM time.
-MEASURES = ("fp4", "time")
-#: Linears that kernels run as one GEMM, by the end of their names.
-FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: What ``efficiency`` may count: the share of FLOPs in FP4, or modelled GEMM time; and the words of plan files for it.
+MEASURES = {"fp4": "FP4 share", "time": "modelled time"}
+
+VERSION = 1
+_WAY_OUT = "measure it anew with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
+_FIELDS = {"version": is_count, "hardware": is_text, "about": is_object, "times": is_object, "shapes": is_object}
+#: Format -> GEMM -> time per FLOP.
+Table = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class GemmTimes:
+    """A table of times; without ``times`` the nominal ones.  hardware names it in metrics and plans."""
+
+    hardware: str = "nominal"
+    times: Table | None = None
+    shapes: Mapping[str, Table] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, fmt: str, gemm: str, out_features: int, in_features: int) -> float:
+        """Time per FLOP of a GEMM of a linear in a format; 1 is BF16's mean.  ValueError for an unknown format."""
+        if self.times is None:
+            return get_format(fmt).element_bits / 16
+        found = self.shapes.get(f"{out_features}x{in_features}", {}).get(fmt) or self.times.get(fmt)
+        if found is not None:
+            return found[gemm]
+        self.check([fmt])
+        return 1.0
+
+    def fastest(self, gemm: str, out_features: int, in_features: int) -> float:
+        """The least time per FLOP of any format: of the table, or nominally of FP4."""
+        if self.times is None:
+            return 0.25
+        formats = {"bf16", *self.times}
+        return min(self.of(fmt, gemm, out_features, in_features) for fmt in formats)
+
+    def check(self, formats: Iterable[str]) -> None:
+        """Raise ValueError unless the table has these formats."""
+        if self.times is None:
+            return
+        if missing := sorted(set(formats) - {"bf16", *self.times}):
+            raise ValueError(
+                f"the GEMM times of {self.hardware} have no format {missing[0]}; known: {', '.join(self.times)}; "
+                f"{_WAY_OUT}"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, whole or not at all."""
+        assert self.times is not None, "nominal times need no file"
+        values = {"version": VERSION, "hardware": self.hardware, "about": self.about}
+        write_atomic(path, json.dumps({**values, "times": self.times, "shapes": self.shapes}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> GemmTimes:
+        """Read ``save``'s file, or one by hand.  Raises ValueError naming the file, the field and the way out."""
+        values = {"about": {}, "shapes": {}, **read_json(path, "table of GEMM times", _WAY_OUT)}
+        try:
+            check_version(values, VERSION)
+            check_fields(values, _FIELDS, "")
+            times = _table(values["times"], "times")
+            shapes = {}
+            for shape, entry in values["shapes"].items():
+                if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+                    raise JsonFileError(f"field shapes has {shape!r}, but must name shapes such as 4096x14336")
+                shapes[shape] = _table(entry, f"shapes.{shape}")
+                if unknown := sorted(shapes[shape].keys() - {"bf16", *times}):
+                    raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times has not")
+        except JsonFileError as error:
+            raise ValueError(f"{path}: {error}; {_WAY_OUT}") from None
+        return cls(values["hardware"], times, shapes, values["about"])
+
+
+NOMINAL = GemmTimes()
 
 
 def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[LinearPrecision]:
@@ -159,7 +252,16 @@ def _chosen(
     return matrix(shapes, options, *rest)[np.arange(len(shapes)), columns]
 
 
-def block_of(name: str) -> int | None:
-    """The block's index in a linear's name: 3 for layers.3.mlp.up_proj, None where there is none."""
-    found = re.match(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+def _table(values: Any, where: str) -> dict[str, dict[str, float]]:
+    if not isinstance(values, dict) or not values:
+        raise JsonFileError(f"field {where} is {values!r}, but must be an object of formats")
+    for fmt, entry in values.items():
+        try:
+            get_format(fmt)
+        except ValueError as error:
+            raise JsonFileError(f"field {where}: {error}") from None
+        check_fields(entry, dict.fromkeys(GEMMS, is_finite), f"{where}.{fmt}.")
+        for gemm in GEMMS:
+            if not (math.isfinite(entry[gemm]) and entry[gemm] > 0):
+                raise JsonFileError(f"field {where}.{fmt}.{gemm} is {entry[gemm]}, but must be a number above 0")
+    return {fmt: {gemm: float(entry[gemm]) for gemm in GEMMS} for fmt, entry in values.items()}

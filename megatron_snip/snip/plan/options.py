@@ -19,10 +19,17 @@ from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.cost import efficiency, fused_ties, linear_options, modelled_time, stages
-from megatron_snip.snip.gemm_times import NOMINAL, GemmTimes
-from megatron_snip.snip.ilp import InfeasibleTarget, check_target
-from megatron_snip.snip.solver import SolveRequest
+from megatron_snip.snip.plan.cost import (
+    NOMINAL,
+    GemmTimes,
+    efficiency,
+    fused_ties,
+    linear_options,
+    modelled_time,
+    stages,
+)
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.plan.solver import SolveRequest
 
 Ints = NDArray[np.int64]
 
@@ -136,17 +143,19 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
         )
+    constraint = _stage_constraint(snip, shapes)
     try:
         check_target(
             saved,
             snip.snip_target,
-            stage=stages(shapes) if snip.stage_constraint == "each" else None,
+            stage=stages(shapes) if constraint == "each" else None,
             ties=choices.ties,
             fixed=choices.fixed,
             reserved=choices.reserved,
         )
     except InfeasibleTarget as error:
-        raise ValueError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}") from None
+        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
+        raise ValueError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
     return choices
 
 
@@ -166,21 +175,26 @@ def solve_request(
     one is held with it.  current: precisions in force, which --snip-churn makes it cost to leave.
     """
     fixed = choices.fixed if held is None else _with_held(choices, held)
-    by_stage = snip.stage_constraint != "none"
+    constraint = _stage_constraint(snip, shapes)
     column = {option: index for index, option in enumerate(choices.options)}
     now = None if current is None else np.array([column.get(current[shape.name], -1) for shape in shapes], np.int64)
     return SolveRequest(
         quality_loss=quality_loss,
         efficiency=efficiency(shapes, choices.options, choices.measure, times),
         target=snip.snip_target,
-        stage=stages(shapes) if by_stage else None,
-        time=modelled_time(shapes, choices.options, times) if snip.stage_constraint == "makespan" else None,
+        stage=stages(shapes) if constraint != "none" else None,
+        time=modelled_time(shapes, choices.options, times) if constraint == "makespan" else None,
         ties=choices.ties,
         fixed=fixed if (fixed >= 0).any() else None,
         reserved=choices.reserved if choices.reserved.any() else None,
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
     )
+
+
+def _stage_constraint(snip: SnipConfig, shapes: Sequence[LinearShape]) -> str:
+    """What is asked of each stage: none, each or makespan."""
+    return snip.stage_constraint(len({shape.stage for shape in shapes}))
 
 
 def _with_held(choices: Choices, held: Ints) -> Ints:

@@ -12,8 +12,8 @@ from megatron_snip.config import Config, SnipConfig
 from megatron_snip.model.llama import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
-from megatron_snip.snip.gemm_times import GemmTimes
-from megatron_snip.snip.options import (
+from megatron_snip.snip.plan.cost import GemmTimes
+from megatron_snip.snip.plan.options import (
     changed_gemms,
     check_choices,
     measure_of,
@@ -143,29 +143,38 @@ def test_a_target_that_fixes_put_out_of_reach():
     with pytest.raises(
         ValueError, match=r"--snip-target with --snip-fix '\*=fp8': target 0.75 is out of reach: at most 0"
     ):
-        check_choices(SnipConfig(snip_fix="*=fp8"), SHAPES)
-    half = SnipConfig(snip_fix=",".join(f"layers.{i}.*=fp8" for i in range(3)), snip_target=0.6)
+        check_choices(SnipConfig(snip_fix="*=fp8", snip_stage_constraint="none"), SHAPES)
+    fix = ",".join(f"layers.{i}.*=fp8" for i in range(3))
+    half = SnipConfig(snip_fix=fix, snip_target=0.6, snip_stage_constraint="none")
     assert check_choices(half, SHAPES)
-    with pytest.raises(ValueError, match=r"target 0.6 per stage is out of reach: at most stage 0: 0.5"):
-        check_choices(SnipConfig(**{**vars(half), "snip_stage_constraint": "each"}), SHAPES)
+    for constraint in ("each", "auto"):
+        with pytest.raises(ValueError, match=r"target 0.6 per stage is out of reach: at most stage 0: 0.5") as caught:
+            check_choices(SnipConfig(**{**vars(half), "snip_stage_constraint": constraint}), SHAPES)
+        assert str(caught.value).endswith("; or let the whole reach it, by --snip-stage-constraint none")
     with pytest.raises(ValueError, match=r"--snip-target 0.75 is more than the options fp8 can save \(0.000\)"):
         check_choices(SnipConfig(snip_options="fp8"), SHAPES)
     check_choices(SnipConfig(snip_target=1.0, snip_granularity="gemm"), SHAPES)
 
 
 def test_stage_constraints_reach_the_solver():
-    none, each, old, makespan = (
+    none, each, old, makespan, auto = (
         solve_request(snip, SHAPES, read_choices(snip, SHAPES), np.zeros((len(NAMES), 2)))
         for snip in (
-            SnipConfig(),
+            SnipConfig(snip_stage_constraint="none"),
             SnipConfig(snip_stage_constraint="each"),
             SnipConfig(snip_stage_target=True),
             SnipConfig(snip_stage_constraint="makespan"),
+            SnipConfig(),
         )
     )
     assert none.stage is None and none.time is None and none.churn == 0.0
     assert each.stage.tolist() == old.stage.tolist() == makespan.stage.tolist() == [s.stage for s in SHAPES]
     assert each.time is None and old.time is None
+    assert auto.stage.tolist() == each.stage.tolist() and auto.time is None, "each by default: there are two stages"
+    one = [dataclasses.replace(shape, stage=0) for shape in SHAPES]
+    choices, quality = read_choices(SnipConfig(), one), np.zeros((len(NAMES), 2))
+    assert solve_request(SnipConfig(), one, choices, quality).stage is None, "and none with one"
+    assert solve_request(SnipConfig(snip_stage_target=True), one, choices, quality).stage is not None
     assert makespan.time.sum(axis=0) == pytest.approx([0.5, 0.25]), "shares of BF16's time"
 
 

@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
-from megatron_snip.snip import makespan as makespan_module
-from megatron_snip.snip.ilp import InfeasibleTarget, blocks_of, solve, solve_pareto
-from megatron_snip.snip.knapsack import lagrangian_greedy
-from megatron_snip.snip.program import checked
-from tests.unit.snip.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
+from megatron_snip.snip.plan import ilp, milp
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, saving_row, solve, solve_pareto
+from megatron_snip.snip.plan.milp import Answer, Model, Row, greedy
+from megatron_snip.snip.plan.program import checked
+from tests.unit.snip.plan.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
 
 SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
 
@@ -35,10 +36,14 @@ def test_equals_exhaustive_search(seeds):
         assert within_constraints(found.choice, saved, target, makespan=found.makespan, **legal), f"seed {seed}"
 
 
+def without_highs(monkeypatch):
+    for module in (ilp, milp):
+        monkeypatch.setattr(module, "run_highs", lambda *_, **__: Answer(None, 0.0, "fallback"))
+
+
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_without_highs_plans_are_feasible_and_within_their_own_bound(seeds, monkeypatch):
-    monkeypatch.setattr("megatron_snip.snip.highs.run_highs", lambda *_, **__: (None, "fallback"))
-    monkeypatch.setattr("megatron_snip.snip.makespan.least_makespan", lambda *_, start, **__: (start, "fallback"))
+    without_highs(monkeypatch)
     for seed in seeds:
         quality, saved, target, keywords = random_instance(seed)
         legal = {name: value for name, value in keywords.items() if name not in ("current", "churn")}
@@ -56,29 +61,50 @@ def test_without_highs_plans_are_feasible_and_within_their_own_bound(seeds, monk
 
 
 def test_makespans_that_the_target_couples_equal_exhaustive_search(monkeypatch):
-    """All ways to a plan are taken: stages apart, a price on what is saved, and the least time of whole plans."""
-    seen = {"joint_greedy": 0, "least_makespan": 0}
+    """All ways to a plan are taken: stages apart, the target with all stages, and the least time of whole plans."""
+    seen = {"apart": 0, "together": 0, "raised": 0}
+    longest = ilp.run_highs
 
-    def counting(name):
-        original = getattr(makespan_module, name)
+    def counting(model, start, search):
+        seen["together"] += 1
+        return longest(model, start, search)
 
-        def counted(*args, **more):
-            seen[name] += 1
-            return original(*args, **more)
-
-        return counted
-
-    for name in seen:
-        monkeypatch.setattr(makespan_module, name, counting(name))
+    monkeypatch.setattr(ilp, "run_highs", counting)
     for seed in range(120):
         quality, saved, target, keywords = coupled_instance(seed)
         best, makespan = exhaustive(quality, saved, target, **keywords)
+        before = seen["together"]
         found = solve(quality, saved, target, gap=0, **keywords)
+        seen["apart"] += before == seen["together"]
+        program = checked(quality, saved, target, **keywords)
+        seen["raised"] += found.makespan > ilp._ideal_makespan(program, program.budgets[0]) * (1 + 1e-9)
         assert found.makespan == pytest.approx(makespan, rel=1e-9), f"seed {seed}"
         assert found.objective == pytest.approx(best, abs=1e-9 * quality.max()), f"seed {seed}"
         assert found.bound <= best + 1e-9 * quality.max(), f"seed {seed}"
         assert found.gap < 1e-6 and found.status in ("greedy", "optimal"), f"seed {seed}: {found}"
-    assert seen["joint_greedy"] > 60 and seen["least_makespan"] > 20, seen
+    assert seen["apart"] > 20 and seen["together"] > 60 and seen["raised"] > 20, seen
+
+
+def test_a_makespan_that_time_did_not_allow_to_minimise_says_so():
+    """Costs are 0, so that nothing else is left to prove."""
+    raised = 0
+    for seed in range(40):
+        quality, saved, target, keywords = coupled_instance(seed)
+        found = solve(0 * quality, saved, target, time_limit=0.0, **keywords)
+        _, makespan = exhaustive(quality, saved, target, **keywords)
+        assert found.makespan >= makespan * (1 - 1e-9), f"seed {seed}"
+        if found.makespan > makespan * (1 + 1e-9):
+            raised += 1
+            assert found.status == "time_limit", f"seed {seed}: {found}"
+    assert raised > 10
+
+
+def test_an_answer_that_breaks_a_constraint_is_not_taken(monkeypatch):
+    quality, saved = llama_instance(56, 8)
+    nothing = Answer(np.zeros(56, np.int64), 0.0, "optimal")
+    monkeypatch.setattr(milp, "run_highs", lambda *_: nothing)
+    found = solve(quality, saved, 0.6, gap=0)
+    assert found.status == "fallback" and saved[np.arange(56), found.choice].sum() >= 0.6 * (1 - 1e-12)
 
 
 def test_the_random_instances_hold_every_constraint():
@@ -115,12 +141,30 @@ def test_greedy_bound_is_a_bound(seed):
     """Bound <= exact optimum <= greedy plan, and the greedy plan fits."""
     quality, saved = llama_instance(56, 8, seed)
     program = checked(quality, saved, 0.6)
-    ((_, block, base),) = blocks_of(program)
-    greedy = lagrangian_greedy(block)
+    base = quality.min(axis=1, keepdims=True)
+    model = Model(quality - base, [saving_row(program, program.budgets[0])])
+    choice, bound = greedy(model)
     best = solve(quality, saved, 0.6, gap=0)
-    assert greedy.bound <= best.objective - base <= greedy.cost * (1 + 1e-12)
-    assert block.fits(greedy.choice)
-    assert greedy.bound > 0.9 * greedy.cost  # and says something
+    assert bound <= best.objective - base.sum() <= model.cost_of(choice) * (1 + 1e-12)
+    assert model.fits(choice)
+    assert bound > 0.9 * milp.Search(0.5, 0, 0.0).best(model).cost  # and says something
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_bound_is_the_linear_relaxations(seed):
+    rng = np.random.default_rng(seed)
+    cost, values = rng.lognormal(0, 2, (9, 4)), rng.integers(0, 50, (9, 4)).astype(float)
+    cost[rng.random((9, 4)) < 0.2] = np.inf
+    cost[:, 0] = 0.0
+    upper = float(np.where(np.isfinite(cost), values, np.inf).min(axis=1).sum() + rng.integers(0, 100))
+    choice, bound = greedy(Model(cost, [Row(values, upper)]))
+    finite = np.isfinite(cost)
+    relaxed = linprog(
+        cost[finite], A_ub=values[finite][None], b_ub=[upper],
+        A_eq=np.kron(np.eye(9), np.ones(4))[:, finite.ravel()], b_eq=np.ones(9), bounds=(0, 1),
+    )  # fmt: skip
+    assert bound == pytest.approx(relaxed.fun, rel=1e-9, abs=1e-12)
+    assert Model(cost, [Row(values, upper)]).fits(choice)
 
 
 def test_scale_and_shift_of_costs_change_nothing():
@@ -145,7 +189,7 @@ def test_limits_return_a_feasible_plan_and_say_so():
 
 def test_failing_highs_falls_back_to_the_greedy_plan(monkeypatch):
     quality, saved = llama_instance(56, 8)
-    monkeypatch.setattr("megatron_snip.snip.highs.run_highs", lambda *_, **__: (None, "fallback"))
+    without_highs(monkeypatch)
     found = solve(quality, saved, 0.6, gap=0)
     assert found.status == "fallback" and saved[np.arange(56), found.choice].sum() >= 0.6 * (1 - 1e-12)
 
@@ -285,6 +329,17 @@ def test_pareto_is_each_target_apart():
         solve_pareto(quality, saved, [0.5, 1.25, 1.1])
     with pytest.raises(ValueError, match="target is nan"):
         solve_pareto(quality, saved, [0.5, np.nan])
+
+
+def test_rows_that_a_plan_cannot_break_by_rounding():
+    """FLOP shares become the whole numbers that they are; other savings are rounded to the safe side."""
+    shares = np.array([[0, 4 * 43.0], [0, 7 * 43.0]]) / 11 / 43
+    row = milp.whole(shares, shares[1, 1])
+    assert row.values.tolist() == [[0, 4], [0, 7]] and row.upper == 7
+    odd = milp.whole(np.array([[0, math.pi], [0, math.e]]), 3.0)
+    assert (odd.values == np.rint(odd.values)).all() and odd.values.max() == 2**20
+    assert odd.values[1, 1] >= math.e / math.pi * 2**20 and odd.upper <= 3 / math.pi * 2**20
+    assert milp.whole(np.zeros((2, 2)), 0.0).upper == 0
 
 
 def test_stdout_stays_clean(capfd):

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.ilp import solve
-from megatron_snip.snip.plan import Plan, SolverRecord, build_plan
-from tests.unit.snip.plan_edits import edits, without, wrong_linears
+from megatron_snip.snip.plan.ilp import solve
+from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, build_plan
+from tests.unit.snip.plan.plan_edits import edits, without, wrong_linears
 
 FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
 MIXED = LinearPrecision("fp4", "fp4", "fp8")
@@ -47,6 +47,7 @@ def test_file_is_the_documented_object(tmp_path):
     values = json.loads((tmp_path / "p.json").read_text())
     assert list(values) == [
         "version", "iteration", "objective", "target", "achieved", "linears", "solver", "hash", "gemm_times",
+        "target_unit",
     ]  # fmt: skip
     assert values["linears"]["layers.0.self_attn.q_proj"] == {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}
     assert set(values["solver"]) == {"status", "objective", "bound", "gap", "seconds"}
@@ -94,6 +95,25 @@ def test_a_plan_says_whose_gemm_times_it_counts_with(tmp_path):
     assert Plan.load(tmp_path / "p.json").gemm_times == "a card"
     first = without(plan().to_dict(), "gemm_times")  # as the first plans were written
     assert Plan.from_dict(first) == plan() and plan().gemm_times == "nominal"
+
+
+def test_a_plan_says_what_its_target_counts(tmp_path):
+    plan(target_unit="modelled time").save(tmp_path / "p.json")
+    loaded = Plan.load(tmp_path / "p.json")
+    assert loaded.target_unit == "modelled time" and loaded.asked == "75.00% in modelled time"
+    assert loaded.hash == plan().hash
+    first = without(plan().to_dict(), "target_unit")  # as plans were written before
+    assert Plan.from_dict(first) == plan() and plan().target_unit == "FP4 share" and plan().asked == "75.00%"
+    with pytest.raises(ValueError, match="target_unit is 'joules', but must be one of FP4 share, modelled time; use a"):
+        Plan.from_dict({**plan().to_dict(), "target_unit": "joules"})
+
+
+def test_plan_is_found_in_the_package():
+    import megatron_snip.snip.plan as package
+
+    assert package.Plan is Plan
+    with pytest.raises(AttributeError, match="has no attribute 'Plans'"):
+        package.Plans  # noqa: B018
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"[]", b"\xff\xfe", None])
@@ -146,5 +166,8 @@ def test_build_plan_from_a_solution():
     assert built.linears == {"a": FP8, "b": FP4} and built.achieved == 0.75 and built.iteration == 5
     assert built.solver.objective == 2 and built.solver.status == solution.status
     assert Plan.from_dict(json.loads(json.dumps(built.to_dict()))) == built
+    assert built.target_unit == "FP4 share"
+    timed = build_plan(solution, shapes, [FP8, FP4], iteration=5, objective="snip", target=0.5, measure="time")
+    assert timed.target_unit == "modelled time" and timed.achieved == 0.75
     with pytest.raises(ValueError, match="2 linears, the model 1"):
         build_plan(solution, shapes[:1], [FP8, FP4], iteration=5, objective="snip", target=0.5)

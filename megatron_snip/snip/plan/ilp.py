@@ -1,0 +1,285 @@
+"""Choose one option per linear: least quality loss whose efficiency reaches the target.
+
+    minimise  sum_l Q[l, o_l] (+ churn)   subject to   sum_l e[l, o_l] >= target      (or per pipeline stage)
+
+Source: SNIP, arXiv 2602.01410 (one-hot ILP); solver: HiGHS, https://highs.dev.
+Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative;
+e [L, O] any unit, higher saves more; the target is in e's unit.
+
+program.py checks the input: ties make groups, fixed and reserved options rule options out, churn adds to Q.
+``saving_row`` and ``time_row`` are the constraints that are left; milp.py solves a model of such rows.
+Constraints that share no group are solved one after another, which takes a fifth of the time of one model.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_snip.snip.plan.milp import (
+    Best,
+    Model,
+    Row,
+    Search,
+    greedy,
+    least_longest,
+    run_highs,
+    scaled,
+    whole,
+    worst,
+)
+from megatron_snip.snip.plan.program import (
+    BUDGET_TOLERANCE,
+    Budget,
+    Floats,
+    InfeasibleTarget,
+    Ints,
+    Program,
+    check_feasible,
+    checked,
+)
+
+__all__ = ["InfeasibleTarget", "Solution", "check_target", "solve", "solve_pareto"]
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What ``solve`` found.
+
+    choice [L] indices of options; objective = sum of Q over the choice, churn included; bound: no plan is
+    below it; gap = (objective - bound) / (objective - sum of min_o Q), 0 when both are 0, so that a constant
+    added to a linear's row changes nothing; seconds of wall clock.
+    status: "greedy" (its own bound proves the gap), "optimal" (HiGHS proves it), "node_limit" and
+    "time_limit" (the best plan so far), "fallback" (HiGHS failed, the greedy plan).
+    churn: the part of objective that leaving the plan in force costs.  makespan: where ``time`` was given, the
+    bound on a stage's time that the plan keeps, and that objective and bound are about.
+    """
+
+    choice: Ints
+    objective: float
+    bound: float
+    gap: float
+    status: str
+    seconds: float
+    churn: float = 0.0
+    makespan: float | None = None
+
+
+def solve(
+    quality_loss: ArrayLike,
+    efficiency: ArrayLike,
+    target: float,
+    *,
+    stage: ArrayLike | None = None,
+    time: ArrayLike | None = None,
+    ties: ArrayLike | None = None,
+    fixed: ArrayLike | None = None,
+    reserved: ArrayLike | None = None,
+    current: ArrayLike | None = None,
+    churn: ArrayLike = 0.0,
+    gap: float = 1e-4,
+    node_limit: int = 20_000,
+    time_limit: float = 30.0,
+) -> Solution:
+    """Choose an option for each of L linears; quality_loss and efficiency are [L, O].
+
+    The whole must save ``target`` in e's unit.
+    stage [L]: with it, every stage s must save target * sum over its linears of max_o e instead.
+    time [L, O], 0 or more: with it, the whole must save the target again, and no stage may take longer than a
+    bound that is minimised first (``_solve_makespan`` tells how, Solution.makespan is the bound).
+    ties [L]: linears of one non-negative id take one option; -1 is untied.
+    fixed [L]: the option a linear must take; -1 is free.  reserved [O]: true for options that only linears
+    fixed to them take; they count for no stage's max_o e.
+    current [L]: the options in force, -1 for none; churn: what leaving them costs, in Q's unit, for every linear
+    that changes, or [O, O] from one option to another.
+    gap: see Solution; 0 asks for the exact optimum.
+    node_limit (branch-and-bound nodes per stage) keeps the result reproducible; time_limit (seconds, for all
+    stages together) is the emergency stop and the only source of differences between two runs.
+
+    Raises InfeasibleTarget, or ValueError for shapes, ids and non-finite numbers, naming the row.
+    """
+    begin = clock.perf_counter()
+    program = checked(
+        quality_loss, efficiency, target, stage=stage, time=time, ties=ties, fixed=fixed, reserved=reserved,
+        current=current, churn=churn,
+    )  # fmt: skip
+    if not gap >= 0:
+        raise ValueError(f"gap is {gap}, but must be 0 or more")
+    check_feasible(program)
+    search = Search(gap, node_limit, time_limit, begin)
+    found, makespan = _solve_apart(program, search) if program.time is None else _solve_makespan(program, search)
+    choice = found.choice[program.group]
+    base = float(_least(program).sum())
+    return Solution(
+        choice=choice,
+        objective=base + found.cost,
+        bound=base + found.bound,
+        gap=(found.cost - found.bound) / found.cost if found.cost > 0 else 0.0,
+        status=found.status,
+        seconds=clock.perf_counter() - begin,
+        churn=float(program.churn[np.arange(len(choice)), choice].sum()),
+        makespan=makespan,
+    )
+
+
+def solve_pareto(
+    quality_loss: ArrayLike, efficiency: ArrayLike, targets: Sequence[float], **constraints: Any
+) -> list[Solution]:
+    """One Solution for each of some targets, in their order; constraints and limits as in ``solve``.
+
+    A plan that reaches a higher target too is taken for it as it stands: its bound holds there as well.
+    time_limit is each target's own.  Raises as ``solve``, before anything is solved, for the highest target.
+    """
+    found: dict[float, Solution] = {}
+    if not len(targets):
+        return []
+    limits = {"gap", "node_limit", "time_limit"}
+    terms = {name: value for name, value in constraints.items() if name not in limits}
+    for target in targets:  # what is wrong with one is said before the others are solved
+        checked(quality_loss, efficiency, target, **terms)
+    check_feasible(checked(quality_loss, efficiency, max(targets), **terms))
+    last: Solution | None = None
+    for target in sorted(set(targets)):
+        program = checked(quality_loss, efficiency, target, **terms)
+        if last is None or program.time is not None or not _reaches(program, last.choice):
+            last = solve(quality_loss, efficiency, target, **constraints)
+        found[target] = last
+    return [found[target] for target in targets]
+
+
+def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
+    """Raise InfeasibleTarget if no plan reaches the target; efficiency [L, O], constraints as in ``solve``."""
+    check_feasible(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+
+
+def saving_row(program: Program, budget: Budget) -> Row:
+    """What some groups leave unsaved of the most that they can save is at most what their budget leaves."""
+    inside = np.zeros((len(program.cost), 1), np.bool_)
+    inside[budget.groups] = True
+    return whole(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
+
+
+def time_row(program: Program, groups: Ints, makespan: float) -> Row:
+    """What the groups [G'] of a stage take beyond their least time is at most what the makespan leaves."""
+    times = _times(program, groups)
+    least = times.min(axis=1, where=program.allowed, initial=np.inf)
+    beyond = np.where(program.allowed, times - least[:, None], 0.0)
+    return scaled(beyond, max(0.0, makespan * (1 + BUDGET_TOLERANCE) - float(least.sum())))
+
+
+def _unsaved(program: Program) -> Floats:
+    """[G, O]: what an option saves less than the group's best; 0 where it is ruled out."""
+    most = program.saved.max(axis=1, where=program.allowed, initial=-np.inf)
+    return np.where(program.allowed, most[:, None] - program.saved, 0.0)
+
+
+def _times(program: Program, groups: Ints) -> Floats:
+    """[G, O]: the times of some groups, 0 of all others."""
+    assert program.time is not None
+    times = np.zeros_like(program.time)
+    times[groups] = program.time[groups]
+    return times
+
+
+def _slowest(program: Program, choice: Ints) -> float:
+    """The time of the slowest stage under a plan [G]."""
+    assert program.time is not None
+    times = program.time[np.arange(len(choice)), choice]
+    return max(float(times[groups].sum()) for groups in program.stages)
+
+
+def _least(program: Program) -> Floats:
+    """[G]: each group's least cost."""
+    least: Floats = program.cost.min(axis=1, where=program.allowed, initial=np.inf)
+    return least
+
+
+def _model(program: Program, rows: Sequence[Row]) -> Model:
+    """Costs above each group's least under some constraints."""
+    return Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows)
+
+
+def _solve_apart(program: Program, search: Search) -> tuple[Best, None]:
+    """Each budget's groups by themselves, as no constraint joins two of them."""
+    parts = [(budget.groups, _model(program, [saving_row(program, budget)])) for budget in program.budgets]
+    return _together(parts, len(program.cost), search), None
+
+
+def _together(parts: Sequence[tuple[Ints, Model]], count: int, search: Search) -> Best:
+    """The plan [G] of models that are solved one after another, each for its groups [G']."""
+    choice = np.zeros(count, np.int64)
+    cost = bound = 0.0
+    status = "greedy"
+    for groups, model in parts:
+        best = search.best(model.part(groups))
+        choice[groups] = best.choice
+        cost, bound, status = cost + best.cost, bound + best.bound, worst(status, best.status)
+    return Best(choice, cost, bound, status)
+
+
+def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
+    """The best plan whose slowest stage is as fast as the target allows, and the bound M on a stage's time.
+
+        1. M  = the least time of the slowest stage over ideal plans, which may split linears between options, that
+                save exactly the target; raised to what a whole plan can do where none keeps it;
+        2. minimise Q  subject to  target saved by the whole,  time of every stage <= M.
+
+    The target says how much is saved, so M is taken at that amount: without it the fastest plan would always be
+    the one that saves the most.  Where saving and time go together (a GEMM in FP4 saves time, every other takes
+    one time), stages that keep M reach the target by themselves, and are solved apart; else the target joins them.
+    """
+    (budget,) = program.budgets
+    target = saving_row(program, budget)
+    ideal = _ideal_makespan(program, budget)
+    makespan = 0.0 if ideal is None else ideal
+    if ideal is not None:
+        parts = [(groups, _model(program, [time_row(program, groups, ideal)])) for groups in program.stages]
+        found = _together(parts, len(program.cost), search)
+        if target.holds(found.choice):
+            return found, ideal
+    assert program.time is not None
+    taken = np.where(program.allowed, program.time, np.inf)
+    start, _ = greedy(Model(taken - taken.min(axis=1, keepdims=True), [target]))
+    status = "optimal" if ideal is not None else "fallback"
+    if search.seconds_left <= 0:
+        status = worst(status, "time_limit")
+    else:
+        answer = run_highs(_longest_model(program, [target], makespan)[0], start, search)
+        status = worst(status, answer.status)
+        if answer.choice is not None and target.holds(answer.choice):
+            start = min(start, answer.choice, key=lambda choice: _slowest(program, choice))
+    makespan = max(makespan, _slowest(program, start))
+    model = _model(program, [target, *(time_row(program, groups, makespan) for groups in program.stages)])
+    _, bound = greedy(_model(program, [target]))
+    best = search.best(model, start, bound)
+    return Best(best.choice, best.cost, best.bound, worst(status, best.status)), makespan
+
+
+def _ideal_makespan(program: Program, budget: Budget) -> float | None:
+    """Step 1's M before it is raised; None without an answer from HiGHS."""
+    unsaved = _unsaved(program)
+    rest = min(max(budget.most - budget.wanted, 0.0), float(unsaved.max(axis=1).sum()))
+    at_most = scaled(unsaved, rest)
+    model, top = _longest_model(program, [replace(at_most, lower=at_most.upper)], 0.0)
+    least = least_longest(model)
+    return None if least is None else least * top
+
+
+def _longest_model(program: Program, rows: Sequence[Row], least: float) -> tuple[Model, float]:
+    """Minimise the time of the slowest stage, ``least`` or more, under some constraints; and the unit of time."""
+    assert program.time is not None
+    top = float(program.time[program.allowed].max()) or 1.0
+    stages = [Row(_times(program, groups) / top, 0.0, z=1.0) for groups in program.stages]
+    return Model(np.where(program.allowed, 0.0, np.inf), [*rows, *stages], least / top), top
+
+
+def _reaches(program: Program, choice: Ints) -> bool:
+    """Whether a plan [L] of a lower target reaches this one too."""
+    plan = np.zeros(len(program.cost), np.int64)
+    plan[program.group] = choice
+    return all(saving_row(program, budget).holds(plan) for budget in program.budgets)
