@@ -25,8 +25,11 @@ from examples.study.study import Study
 PHASES = ("middle", "further-middle", "late", "early", "targets", "further-late", "further-early")
 
 
-def run_phase(study: Study, phase: str) -> None:
-    """Everything of a phase that is not there yet.  A setting without its checkpoint has nothing to do."""
+def run_phase(study: Study, phase: str, seeds: int) -> None:
+    """Everything of a phase that is not there yet, with the first ``seeds`` of the setting's.
+
+    A setting without the phase's checkpoint has nothing to do.
+    """
     setting, worker = study.setting, study.worker
     names = list(setting.checkpoints) if phase == "targets" else [phase.removeprefix("further-")]
     for checkpoint in (name for name in names if name in setting.checkpoints):
@@ -34,7 +37,7 @@ def run_phase(study: Study, phase: str) -> None:
         worker.work(study.measurements(checkpoint))
         worker.work([study.plans_piece(checkpoint)])
         if phase.startswith("further-"):
-            worker.work(study.further(checkpoint) if setting.further_steps else [])
+            worker.work(study.further(checkpoint, seeds) if setting.further_steps else [])
         else:
             targets = setting.targets if phase == "targets" else setting.targets[:1]
             worker.work(study.evaluations(checkpoint, targets))
@@ -58,6 +61,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("setting", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of all settings")
     parser.add_argument("--phases", default=",".join(PHASES), help=f"some of {','.join(PHASES)}")
+    parser.add_argument("--seeds", type=int, default=100, help="of further training, at most this many")
     args = parser.parse_args(words)
     if unknown := set(args.phases.split(",")) - set(PHASES):
         parser.error(f"unknown phases {sorted(unknown)}; known: {', '.join(PHASES)}")
@@ -68,7 +72,7 @@ def main(words: list[str] | None = None) -> int:
     write_json(folder / "about.json", json.loads(json.dumps(about(setting))))
     for phase in args.phases.split(","):
         worker.say(f"phase {phase}")
-        run_phase(study, phase)
+        run_phase(study, phase, args.seeds)
     study.close()
     worker.say(f"{worker.made} pieces made")
     return worker.made

@@ -220,8 +220,8 @@ class Study:
         with precisions(parts, {name: LinearPrecision.parse(text) for name, text in linears.items()}):
             write_json(path, {"losses": losses_of(parts, over).tolist()})
 
-    def further(self, checkpoint: str) -> list[Piece]:
-        """Steps with a plan in force, every seed of every plan of ``FURTHER`` that is another one."""
+    def further(self, checkpoint: str, seeds: int) -> list[Piece]:
+        """Steps with a plan in force, the first seeds of every plan of ``FURTHER`` that is another one."""
         chosen, plans = self.read_plans(checkpoint)
         target = self.setting.targets[0]
         keys = list(chosen["uniform"].values())
@@ -230,7 +230,7 @@ class Study:
         return [
             Piece("further", self.folder / checkpoint / "further" / f"{key}-{seed}.json",
                   partial(self._train_on, checkpoint, plans[key]["linears"], seed))
-            for seed in self.setting.further_seeds
+            for seed in self.setting.further_seeds[:seeds]
             for key in dict.fromkeys(keys)
         ]  # fmt: skip
 
