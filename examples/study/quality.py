@@ -50,6 +50,8 @@ SUMS = {
 OTHERS = ("ggn", "norms", "paper", "abs_err", "rel_err", "layer_id", "layer_type")
 RANDOM = 5
 ORACLE = "oracle"
+#: Arms that need not be evaluated at every target.
+LEFT_OUT = ("layer_id", "layer_type", *(f"random_{seed}" for seed in range(1, RANDOM)))
 #: Arms of single GEMMs, and those taken from the BF16 probe too.
 BY_GEMM = ("dL", "dL+own", "dL+own+prop", "snip")
 IN_BF16 = ("dL", "dL+own", "snip")

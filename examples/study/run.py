@@ -21,26 +21,32 @@ from examples.study.pieces import Worker, write_json
 from examples.study.setting import Setting, read_setting
 from examples.study.study import Study
 
-#: In the order in which they tell most; "further-" phases need the one they are named after.
-PHASES = ("middle", "further-middle", "late", "early", "targets", "further-late", "further-early")
+#: In the order in which they tell most: a checkpoint's measurements and plans at the setting's first target, steps with
+#: these plans ("further-"), plans at the other targets ("targets-").
+PHASES = (
+    "middle", "further-middle", "late", "early", "targets-middle", "targets-late", "targets-early", "further-late",
+    "further-early",
+)  # fmt: skip
 
 
-def run_phase(study: Study, phase: str, seeds: int) -> None:
-    """Everything of a phase that is not there yet, with the first ``seeds`` of the setting's.
+def run_phase(study: Study, phase: str, seeds: int, targets: int) -> None:
+    """Everything of a phase that is not there yet, with the first ``seeds`` and ``targets`` of the setting's.
 
     A setting without the phase's checkpoint has nothing to do.
     """
     setting, worker = study.setting, study.worker
-    names = list(setting.checkpoints) if phase == "targets" else [phase.removeprefix("further-")]
-    for checkpoint in (name for name in names if name in setting.checkpoints):
-        study.train_to(checkpoint)
-        worker.work(study.measurements(checkpoint))
-        worker.work([study.plans_piece(checkpoint)])
-        if phase.startswith("further-"):
-            worker.work(study.further(checkpoint, seeds) if setting.further_steps else [])
-        else:
-            targets = setting.targets if phase == "targets" else setting.targets[:1]
-            worker.work(study.evaluations(checkpoint, targets))
+    kind, _, checkpoint = phase.rpartition("-")
+    if checkpoint not in setting.checkpoints:
+        return
+    study.train_to(checkpoint)
+    worker.work(study.measurements(checkpoint))
+    worker.work([study.plans_piece(checkpoint)])
+    if kind == "further":
+        worker.work(study.further(checkpoint, seeds) if setting.further_steps else [])
+    else:
+        worker.work(
+            study.evaluations(checkpoint, setting.targets[1:targets] if kind == "targets" else setting.targets[:1])
+        )
 
 
 def about(setting: Setting) -> dict[str, object]:
@@ -62,6 +68,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of all settings")
     parser.add_argument("--phases", default=",".join(PHASES), help=f"some of {','.join(PHASES)}")
     parser.add_argument("--seeds", type=int, default=100, help="of further training, at most this many")
+    parser.add_argument("--targets", type=int, default=100, help="at most this many")
     args = parser.parse_args(words)
     if unknown := set(args.phases.split(",")) - set(PHASES):
         parser.error(f"unknown phases {sorted(unknown)}; known: {', '.join(PHASES)}")
@@ -72,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
     write_json(folder / "about.json", json.loads(json.dumps(about(setting))))
     for phase in args.phases.split(","):
         worker.say(f"phase {phase}")
-        run_phase(study, phase, args.seeds)
+        run_phase(study, phase, args.seeds, args.targets)
     study.close()
     worker.say(f"{worker.made} pieces made")
     return worker.made

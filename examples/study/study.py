@@ -73,6 +73,7 @@ class Study:
         """Make the file of a checkpoint, and of those before it, where they are missing."""
         iterations = sorted(self.setting.checkpoints.items(), key=lambda item: item[1])
         config, parts = self.run_of("float32")
+        self._stand.pop("float32", None)  # nothing is planted in what comes
         done = 0
         for name, iteration in iterations:
             if (path := self.checkpoint_path(name)).is_file():
@@ -80,7 +81,6 @@ class Study:
                     self._load(name, parts)
                     done = iteration - 1
             elif iteration <= self.setting.checkpoints[checkpoint]:
-                self._stand.pop("float32", None)
                 loss = train(config, parts, done + 1, iteration - 1)
                 done = iteration - 1
                 kept = {"tensors": State(parts).tensors, "steps": parts.optimizer.steps, "loss": loss}
@@ -203,10 +203,16 @@ class Study:
     # ---- what plans do -----------------------------------------------------------------------------------------
 
     def evaluations(self, checkpoint: str, targets: tuple[float, ...]) -> list[Piece]:
-        """The loss of every distinct plan at the switch; dgrad and wgrad do not matter for it."""
+        """The loss of every distinct plan at the switch; dgrad and wgrad do not matter for it.
+
+        At other targets than the setting's first, ``quality.LEFT_OUT`` are left out.
+        """
         chosen, plans = self.read_plans(checkpoint)
         groups = ["uniform", *(f"{g} {t}" for t in targets for g in ("linear", "gemm"))]
-        keys = dict.fromkeys(key for group in groups for key in chosen[group].values())
+        few = targets != self.setting.targets[:1]
+        keys = dict.fromkeys(
+            key for group in groups for arm, key in chosen[group].items() if not (few and arm in quality.LEFT_OUT)
+        )
         distinct = {plans[key]["switch"]: plans[key]["linears"] for key in keys}
         return [
             Piece("plan", self.folder / checkpoint / "switch" / f"{switch}.json",
