@@ -36,7 +36,12 @@ def cells(figures: Figures) -> Iterator[tuple[str, str, Figures]]:
 
 
 def _titles(figures: Figures, group: str) -> list[tuple[str, str, Figures]]:
-    return [cell for cell in cells(figures) if group in cell[2].get("increase", {})]
+    """Cells where most of a group's plans were evaluated; some are known from another group that has them too."""
+
+    def most(one: Figures) -> bool:
+        return len(one.get("increase", {}).get(group, {})) > 0.6 * len(one["plans"].get(group, {1: 1}))
+
+    return [cell for cell in cells(figures) if most(cell[2])]
 
 
 def _arms(columns: Sequence[tuple[str, str, Figures]], group: str) -> list[str]:
@@ -97,6 +102,22 @@ def switch_tables(figures: Figures, group: str) -> list[str]:
                     for _, _, one in columns)] for arm in _arms(columns, group)]  # fmt: skip
     texts.append(table(["arm", *head], rows))
     return texts
+
+
+def summary(figures: Figures, group: str) -> list[str]:
+    """Over all cells: how each arm's plan did against dL's of the same target."""
+    columns = _titles(figures, group)
+    rows = []
+    for arm in _arms(columns, group):
+        found = [one["increase"][group][arm] for _, _, one in columns if arm in one["increase"][group]]
+        found = [row for row in found if "less dL" in row]
+        other = [row for row in found if row["less dL"] or row["less dL, error"]]
+        better, worse = (sum(sign * row["less dL"] < -2 * row["less dL, error"] for row in other) for sign in (1, -1))
+        mean = interval([row["less dL"] for row in found]) if found else None
+        rows.append([arm, str(len(found)), str(len(found) - len(other)), str(better), str(worse), _interval(mean)])
+    head = ["arm", "cells", "dL's plan", "better by 2 errors", "worse by 2 errors", "mean and 95% interval over cells"]
+    title = f"### Over all cells, {group}: loss increase at the switch less dL's, milli-nats\n"
+    return [title, table(head, rows)] if columns else []
 
 
 def _with_error(row: Figures | None, mean: str, error: str) -> str:
@@ -208,7 +229,9 @@ def _further_over_cells(figures: Figures) -> list[str]:
                     found.setdefault(arm, []).append(row["less dL"]["mean"] if "less dL" in row else 0.0)
     if not found:
         return []
-    rows = [[arm, _interval(interval(values)), str(len(values))] for arm, values in found.items()]
+    target = str(next(iter(figures.values()))["about"]["setting"]["targets"][0])
+    rows = [[arm.replace(f" {target}", ""), _interval(interval(values)), str(len(values))]
+            for arm, values in sorted(found.items(), key=lambda item: np.mean(item[1]))]  # fmt: skip
     return ["### After more steps, over all cells: less dL's plan by linear, milli-nats\n",
             table(["arm", "mean and 95% interval", "cells"], rows)]  # fmt: skip
 
@@ -225,6 +248,8 @@ def tables(figures: Figures) -> str:
     groups = list(dict.fromkeys(g for _, _, one in cells(figures) for g in one["plans"] if g != "uniform"))
     groups.sort(key=lambda group: (group.split()[1] != "0.75", group.split()[0] != "linear"))
     texts = [_settings(figures)]
+    for group in groups:
+        texts += summary(figures, group)
     for group in groups:
         texts += switch_tables(figures, group)
         if group.endswith(" 0.75"):
