@@ -51,7 +51,7 @@ def _increases(folder: Path, chosen: dict[str, dict[str, str]], plans: dict[str,
 
     for group, arms in chosen.items():
         of = {arm: losses.get(plans[key]["switch"]) for arm, key in arms.items()}
-        rows = {}
+        rows: dict[str, Figures] = {}
         for arm, key in arms.items():
             if (mine := of[arm]) is None:
                 continue

@@ -62,10 +62,12 @@ def ratio_to_oracle(one: Figures, group: str, arm: str) -> float:
 
 
 def share_of_avoidable(one: Figures, group: str, arm: str) -> float:
-    """(plan - oracle) / (all FP4 - oracle), of loss increases."""
+    """(plan - oracle) / (all FP4 - oracle), of loss increases; NaN where all FP4 is within four of its errors of the oracle."""
     rows, target = one["increase"], group.partition(" ")[2]
     best, worst = rows.get(f"linear {target}", {}).get(ORACLE), rows["uniform"].get("all fp4")
     if best is None or worst is None or arm not in rows[group]:
+        return float("nan")
+    if worst["mean"] - best["mean"] <= 4 * worst["error"]:
         return float("nan")
     return (rows[group][arm]["mean"] - best["mean"]) / (worst["mean"] - best["mean"])
 
@@ -211,8 +213,9 @@ def further_tables(figures: Figures) -> list[str]:
                          *(_interval(row.get(key)) for key in ("less bf16", "less dL")),
                          str(row["loss"]["count"])])  # fmt: skip
         texts += [
-            f"### {setting}, {checkpoint}: validation loss after {about['further_steps']} steps with the plan, in its "
-            "own precision; differences of the same seed in milli-nats with 95% intervals\n",
+            f"### {setting}, {checkpoint}: validation loss after {about['further_steps']} steps with the plan at a "
+            f"learning rate of {about['further_lr']:g}, in its own precision; differences of the "
+            "same seed in milli-nats with 95% intervals\n",
             table(["plan", "FP4 share", "nats", "less BF16", "less dL by linear", "seeds"], rows),
         ]
     return [*texts, *_further_over_cells(figures)]
