@@ -35,10 +35,14 @@ from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
 
 COMPUTES = {"float32": False, "bf16": True}
-#: Plans that train on, at the setting's first target; the later ones matter less.
-FURTHER = (
-    ("linear", "dL"), ("linear", "dL+own"), ("linear", "snip"), ("linear", "oracle"), ("gemm", "dL"),
-    ("gemm", "dL+own"), ("gemm", "snip"), ("linear", "random_0"), ("linear", "abs_err"), ("linear", "random_1"),
+#: Plans that train on, at the setting's first target: with every seed, and beside them with the first alone.
+EVERY_SEED = (
+    ("uniform", "bf16"), ("linear", "dL"), ("linear", "dL+own"), ("linear", "snip"), ("gemm", "dL"),
+    ("gemm", "dL+own"), ("gemm", "snip"),
+)  # fmt: skip
+FIRST_SEED = (
+    ("uniform", "all fp8"), ("uniform", "all fp4"), ("linear", "oracle"), ("linear", "random_0"),
+    ("linear", "abs_err"), ("linear", "random_1"),
 )  # fmt: skip
 
 
@@ -230,17 +234,18 @@ class Study:
             write_json(path, {"losses": losses_of(parts, over).tolist()})
 
     def further(self, checkpoint: str, seeds: int) -> list[Piece]:
-        """Steps with a plan in force, the first seeds of every plan of ``FURTHER`` that is another one."""
+        """Steps with a plan in force: every plan of ``EVERY_SEED`` and ``FIRST_SEED`` that is another one."""
         chosen, plans = self.read_plans(checkpoint)
-        target = self.setting.targets[0]
-        keys = list(chosen["uniform"].values())
-        keys += [chosen[f"{granularity} {target}"][arm] for granularity, arm in FURTHER]
-        return [
-            Piece("further", self.folder / checkpoint / "further" / f"{key}-{seed}.json",
-                  partial(self._train_on, checkpoint, plans[key]["linears"], seed))
-            for seed in self.setting.further_seeds[:seeds]
-            for key in dict.fromkeys(keys)
-        ]  # fmt: skip
+        target, pieces = self.setting.targets[0], []
+        for seed in self.setting.further_seeds[:seeds]:
+            arms = EVERY_SEED + (FIRST_SEED if seed == self.setting.further_seeds[0] else ())
+            keys = [chosen[group if group == "uniform" else f"{group} {target}"][arm] for group, arm in arms]
+            pieces += [
+                Piece("further", self.folder / checkpoint / "further" / f"{key}-{seed}.json",
+                      partial(self._train_on, checkpoint, plans[key]["linears"], seed))
+                for key in dict.fromkeys(keys)
+            ]  # fmt: skip
+        return pieces
 
     def _train_on(self, checkpoint: str, linears: Mapping[str, str], seed: int, path: Path) -> None:
         name, s = f"further {seed}", self.setting

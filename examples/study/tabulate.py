@@ -62,7 +62,7 @@ def ratio_to_oracle(one: Figures, group: str, arm: str) -> float:
 
 
 def share_of_avoidable(one: Figures, group: str, arm: str) -> float:
-    """(plan - oracle) / (all FP4 - oracle), of loss increases; NaN where all FP4 is within four of its errors of the oracle."""
+    """(plan - oracle) / (all FP4 - oracle), of loss increases; NaN where all FP4 is within four errors of oracle."""
     rows, target = one["increase"], group.partition(" ")[2]
     best, worst = rows.get(f"linear {target}", {}).get(ORACLE), rows["uniform"].get("all fp4")
     if best is None or worst is None or arm not in rows[group]:

@@ -43,7 +43,9 @@ def test_tables_tell_what_was_measured(done):
     assert rows["fwd"]["plan"] == rows["dL"]["plan"] == rows["dL+fwd"]["plan"]  # fwd is in proportion to dL
     assert middle["regret"]["linear 0.75"][quality.ORACLE] == pytest.approx(0, abs=1e-12)
     assert sum(middle["composition"]["float32"]["sum"][t] for t in quality.SUMS["snip"]) == pytest.approx(1)
-    assert all(row["loss"]["count"] == 2 for row in middle["further"].values())
+    further = middle["further"]
+    assert further[middle["plans"]["uniform"]["bf16"]]["loss"]["count"] == 2
+    assert further[middle["plans"]["uniform"]["all fp4"]]["loss"]["count"] == 1
     assert {path.name for path in folder.glob("*.png")} == {"study-switch.png", "study-after.png"}
 
 
