@@ -50,7 +50,7 @@ SUMS = {
 OTHERS = ("ggn", "norms", "paper", "abs_err", "rel_err", "layer_id", "layer_type")
 RANDOM = 5
 ORACLE = "oracle"
-#: Arms that need not be evaluated at every target.
+#: Arms that need not be evaluated at every target and checkpoint.
 LEFT_OUT = ("layer_id", "layer_type", *(f"random_{seed}" for seed in range(1, RANDOM)))
 #: Arms of single GEMMs, and those taken from the BF16 probe too.
 BY_GEMM = ("dL", "dL+own", "dL+own+prop", "snip")

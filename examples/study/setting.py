@@ -19,6 +19,7 @@ class Setting:
     planted: tuple[tuple[int, int], ...] = ()  # (block, place) as in planted.PLANTED
     planted_seed: int = 0
     checkpoints: dict[str, int] = dataclasses.field(default_factory=lambda: {"early": 75, "middle": 150, "late": 300})
+    thorough: str = "middle"  # the checkpoint where every arm is evaluated at the first target
     targets: tuple[float, ...] = (0.75, 0.90, 0.80, 0.50)  # the first is that of further training
     truth_batches: int = 8
     token_batches: int = 8  # that regret against probe tokens is told from

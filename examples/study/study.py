@@ -212,11 +212,12 @@ class Study:
     def evaluations(self, checkpoint: str, targets: tuple[float, ...]) -> list[Piece]:
         """The loss of every distinct plan at the switch; dgrad and wgrad do not matter for it.
 
-        At other targets than the setting's first, ``quality.LEFT_OUT`` are left out.
+        At other targets than the setting's first, and at other checkpoints than its thorough one, the arms of
+        ``quality.LEFT_OUT`` are left out.
         """
         chosen, plans = self.read_plans(checkpoint)
         groups = ["uniform", *(f"{g} {t}" for t in targets for g in ("linear", "gemm"))]
-        few = targets != self.setting.targets[:1]
+        few = targets != self.setting.targets[:1] or checkpoint != self.setting.thorough
         keys = dict.fromkeys(
             key for group in groups for arm, key in chosen[group].items() if not (few and arm in quality.LEFT_OUT)
         )
