@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from examples.study.planted import State, make_parts, plant, train
+from examples.study.truth import loss_of, precisions
 from megatron_snip.config import Config
 from megatron_snip.quant import GEMMS, LinearPrecision
 from megatron_snip.snip.cost import achieved
@@ -14,8 +14,6 @@ from megatron_snip.snip.objectives import ObjectiveInputs, finite_or_held, get_o
 from megatron_snip.snip.options import read_choices, solve_request
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts, snip_shapes
-from tests.validation.planted import make_parts, plant, train
-from tests.validation.truth import loss_of, precisions
 
 OBJECTIVE, TARGET = "snip", 0.75
 #: Iterations before the probe, and those after it that a plan trains.
@@ -54,21 +52,6 @@ def plan_of(config: Config, stats: ProbeStats, granularity: str, target: float) 
     return {shape.name: choices.options[int(option)] for shape, option in zip(shapes, chosen, strict=True)}
 
 
-class State:
-    """Weights and moments as they stand, to go back to."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.steps = parts, parts.optimizer.steps
-        self.tensors = {name: tensor.clone() for name, tensor in parts.tensors().items()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Go back."""
-        for name, tensor in self.parts.tensors().items():
-            tensor.copy_(self.tensors[name])
-        self.parts.optimizer.set_steps(self.steps)
-
-
 def loss_after(config: Config, parts: Parts, plan: Precisions, over: list[Any]) -> float:
     """Validation loss after the steps with a plan, in its own precisions as a user's run has it."""
     with precisions(parts, plan):
@@ -100,7 +83,7 @@ def measure(folder: Path, seed: int, target: float = TARGET) -> dict[str, Any]:
     plans["gemm"] = plan_of(config, stats, "gemm", achieved(snip_shapes(config), plans["linear"]))
     state, after = State(parts), {}
     for name, plan in plans.items():
-        state.restore()
+        state.restore(parts)
         after[name] = loss_after(config, parts, plan, over)
     parts.train_loader.close()
     flops = [shape.gemm_flops for shape in snip_shapes(config)]

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from examples.study.plans import FP4, OPTIONS, oracle_quality, parts_batch, plan_by, probe, regret, shapes_of
+from examples.study.planted import State, linears_of, make_parts, plant, train
+from examples.study.truth import batches, even_truth, loss_of, losses_of, precisions
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, efficiency
 from megatron_snip.snip.divergence import (
     loss_divergence,
     own_divergence,
@@ -18,50 +20,17 @@ from megatron_snip.snip.divergence import (
     residual_gain,
     weight_divergence,
 )
-from megatron_snip.snip.ilp import solve
 from megatron_snip.snip.objectives import OBJECTIVES, ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
-from tests.validation.planted import linears_of, make_parts, plant, train
-from tests.validation.truth import Updates, batches, even_truth, loss_of, losses_of, precisions, tiles_along_channels
+from tests.validation.truth import Updates, tiles_along_channels
 
-FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
-OPTIONS = [FP8, FP4]
 ITERATIONS = {"early": 75, "mid": 150, "late": 300}
 TARGETS = (0.75, 0.80)
 RANDOM_PLANS = 5
 #: Whole batches that gave no statistics, of as many sequences each: with 80 sequences in all, two plans that differ by
 #: a fifth over 256 differed by half.
 EVALUATED, EACH = 32, 8
-
-
-def probe(parts: Parts, iteration: int, formats: tuple[str, ...] = ("fp4", "fp8")) -> ProbeStats:
-    """Statistics of the coming batch with all passes that any objective asks for."""
-    measured = parts.coordinator.probe
-    before, measured.formats = measured.formats, sorted(formats)
-    batch = parts.train_loader.make((iteration - 1) * parts_batch(parts))
-    passes = {name for objective in OBJECTIVES.values() for name in objective.passes or ()}
-    try:
-        return measured.run(parts.stepper.pass_runner(batch, iteration), parts.optimizer.zero_grad, iteration, passes)
-    finally:
-        measured.formats = before
-
-
-def parts_batch(parts: Parts) -> int:
-    """Sequences in a batch of the run."""
-    return int(parts.train_loader.make(0).tokens.flatten(0, 1).shape[0])
-
-
-def shapes_of(parts: Parts) -> list[LinearShape]:
-    """Shapes of all linears, in order."""
-    return [LinearShape(name, linear.out_features, linear.in_features) for name, linear in linears_of(parts).items()]
-
-
-def plan_by(quality: np.ndarray, parts: Parts, target: float) -> dict[str, LinearPrecision]:
-    """The plan of least quality loss [L, O] at a share of FP4."""
-    shapes = shapes_of(parts)
-    chosen = solve(quality, efficiency(shapes, OPTIONS), target, gap=0.0).choice
-    return {shape.name: OPTIONS[option] for shape, option in zip(shapes, chosen, strict=True)}
 
 
 def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[Any]) -> dict[str, np.ndarray]:
@@ -76,38 +45,24 @@ def end_to_end(parts: Parts, stats: ProbeStats, truth: np.ndarray, over: list[An
                 known[key] = losses_of(parts, over) - base
         return known[key]
 
-    oracle = np.stack([np.zeros_like(truth), truth], axis=1)
     shapes = shapes_of(parts)
     for target in TARGETS:
-        found[f"oracle {target}"] = increase(plan_by(oracle, parts, target))
+        found[f"oracle {target}"] = increase(plan_by(oracle_quality(truth), shapes, target))
         for name in OBJECTIVES:
             seeds = range(RANDOM_PLANS) if name == "random" else [0]
             given = stats if get_objective(name).needs_stats else None
             for seed in seeds:
                 quality = quality_loss(name, ObjectiveInputs(shapes, OPTIONS, given, seed=seed))
                 key = f"random_{seed} {target}" if name == "random" else f"{name} {target}"
-                found[key] = increase(plan_by(quality, parts, target))
+                found[key] = increase(plan_by(quality, shapes, target))
     found["all fp4"] = increase(dict.fromkeys(stats.linears, FP4))
     return found
-
-
-def regret(predicted: np.ndarray, truth: np.ndarray, parts: Parts, target: float) -> float:
-    """(plan - best) / (all FP4 - best) by the true costs of single linears."""
-
-    def cost(costs: np.ndarray) -> float:
-        plan = plan_by(np.stack([np.zeros_like(costs), costs], axis=1), parts, target)
-        return float(sum(t for t, precision in zip(truth, plan.values(), strict=True) if precision == FP4))
-
-    best = cost(truth)
-    return (cost(predicted) - best) / (float(truth.sum()) - best)
 
 
 def gains_in_bf16(folder: Path, parts: Parts, iteration: int, stats: ProbeStats) -> np.ndarray:
     """Gain of the backward noise with BF16 compute by that with float32, where there is one."""
     _, other = make_parts(folder, precision="snip", snip_start=10**6, bf16=True)
-    for name, tensor in other.tensors().items():
-        tensor.copy_(parts.tensors()[name])
-    other.optimizer.set_steps(parts.optimizer.steps)
+    State(parts).restore(other)
     low = probe(other, iteration)
     both = [(residual_gain(low, name), residual_gain(stats, name)) for name in stats.linears]
     other.train_loader.close()
@@ -139,7 +94,7 @@ def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[s
     """
     size = parts_batch(parts)
     others = batches(parts, iteration * size, 8, size)
-    before = {name: tensor.clone() for name, tensor in parts.tensors().items()}
+    before = State(parts)
     plain = loss_of(parts, others)
     plant(parts)
     stats = probe(parts, iteration)
@@ -164,7 +119,7 @@ def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[s
         "rho": (np.sqrt(weight_divergence(stats, names, [FP4])[:, 0]), true_change),
         "rho without fwd": (without, true_change),
         "rho without fwd, of dgrad and wgrad": (without, updates.change(LinearPrecision("bf16", "fp4", "fp4"))),
-        "regret": regret(predicted, truth, parts, 0.75),
+        "regret": regret(predicted, truth, shapes_of(parts), 0.75),
         "noise by sigma": scaled_with_sigma(parts, iteration),
         "stats": stats,
     }
@@ -180,9 +135,7 @@ def at_checkpoint(parts: Parts, iteration: int, *, plans: bool, formats: tuple[s
         one = probe(parts, iteration, (fmt,))
         precision = [LinearPrecision.uniform(fmt)]
         found[fmt] = (loss_divergence(one, names, precision)[:, 0], even_truth(parts, others, fmt, names))
-    with torch.no_grad():
-        for name, tensor in parts.tensors().items():
-            tensor.copy_(before[name])
+    before.restore(parts)
     return found
 
 

@@ -1,0 +1,132 @@
+"""The truth that predictions of loss face, by brute force: losses with changed outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from examples.study.planted import linears_of
+from megatron_snip.quant import LinearPrecision, fake_quantize
+from megatron_snip.snip.cost import block_of
+from megatron_snip.train.setup import Parts
+
+BF16 = LinearPrecision.uniform("bf16")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Some sequences as one batch of one microbatch."""
+
+    tokens: Tensor  # [1, B, S]
+    labels: Tensor
+    sample_index: Tensor
+
+
+def batches(parts: Parts, first: int, count: int, each: int) -> list[Sequences]:
+    """``count`` batches of ``each`` sequences from sample ``first`` on; ``each`` divides the run's own batch."""
+    found: list[Sequences] = []
+    while len(found) < count:
+        batch = parts.train_loader.make(first)
+        tokens, labels, index = (t.flatten(0, 1) for t in (batch.tokens, batch.labels, batch.sample_index))
+        first += len(tokens)
+        found += [
+            Sequences(tokens[i : i + each][None], labels[i : i + each][None], index[i : i + each][None])
+            for i in range(0, len(tokens), each)
+        ]
+    return found[:count]
+
+
+def loss_of(parts: Parts, over: Sequence[Any]) -> float:
+    """Mean loss in nats a token with the precisions that are set."""
+    return float(np.mean(losses_of(parts, over)))
+
+
+def losses_of(parts: Parts, over: Sequence[Any]) -> np.ndarray:
+    """Loss of each batch [B] in nats a token; the stage divides by its own batch's tokens."""
+    (stage,) = parts.stages.values()
+    scale = stage.loss_tokens / over[0].tokens.numel()
+    return np.array([parts.stepper.evaluate(batch, 1) for batch in over]) * scale
+
+
+@contextmanager
+def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[None]:
+    """Inside, linears have these precisions."""
+    before = {name: linear.precision for name, linear in linears_of(parts).items()}
+    for name, precision in chosen.items():
+        linears_of(parts)[name].precision = precision
+    try:
+        yield
+    finally:
+        for name, linear in linears_of(parts).items():
+            linear.precision = before[name]
+
+
+@contextmanager
+def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
+    """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
+    plain = type(linear)._local_linear
+
+    def forward(x: Tensor, key: Any, casts: Any = None) -> Tensor:
+        y = plain(linear, x, key)
+        flat, w = x.flatten(0, 1), linear.weight
+        qx = fake_quantize(flat, fmt, role="input", dim=1)
+        qw = fake_quantize(w.detach(), fmt, role="weight", dim=1)
+        return y + sign * (qx @ qw.T - flat @ w.T).view_as(y)
+
+    linear._local_linear = forward
+    try:
+        yield
+    finally:
+        del linear._local_linear
+
+
+@contextmanager
+def streams_kept(parts: Parts, streams: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Inside, the residual stream that each block reads is kept, one entry an evaluated batch."""
+    (stage,) = parts.stages.values()
+
+    def keep(index: int) -> Any:
+        return lambda block, args: streams.setdefault(index, []).append(args[0])
+
+    hooks = [block.register_forward_pre_hook(keep(index)) for index, block in stage.blocks().items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def begun_at(parts: Parts, index: int, streams: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
+    """Inside, blocks before ``index`` do nothing, and it reads what was kept: the same bits, in less time."""
+    (stage,) = parts.stages.values()
+    coming, earlier = iter(streams[index]), [block for i, block in stage.blocks().items() if i < index]
+    hook = stage.blocks()[index].register_forward_pre_hook(lambda block, args: (next(coming), *args[1:]))
+    for block in earlier:
+        block.forward = lambda x, *rest: x
+    try:
+        yield
+    finally:
+        hook.remove()
+        for block in earlier:
+            del block.forward
+
+
+def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]) -> np.ndarray:
+    """[L(+dY) + L(-dY)]/2 - L0 of each linear, nats, over batches that gave no statistics: [L]."""
+    streams: dict[int, list[Tensor]] = {}
+    with streams_kept(parts, streams):
+        base = loss_of(parts, over)
+    truth = []
+    for name in names:
+        both = []
+        for sign in (1.0, -1.0):
+            with begun_at(parts, block_of(name) or 0, streams), shifted(linears_of(parts)[name], fmt, sign):
+                both.append(loss_of(parts, over))
+        truth.append(sum(both) / 2 - base)
+    return np.array(truth)
