@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from examples.study.pieces import read_json
 from examples.study.plans import FP4, FP8, cost_of, oracle_quality, plan_by, regret
-from examples.study.quality import ORACLE, SUMS, terms
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape
-from megatron_snip.snip.stats import ProbeStats
+from examples.study.quality import ORACLE, terms
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.measure.statistics import Statistics
 
 Floats = NDArray[np.float64]
 Figures = dict[str, Any]
@@ -30,10 +29,6 @@ def interval(values: Sequence[float]) -> Figures:
     near = max((df for df in _T if df <= count - 1), default=0)
     half = _T[near] * float(np.std(values, ddof=1)) / math.sqrt(count) if near else None
     return {"mean": float(np.mean(values)), "half": half, "count": count}
-
-
-def _shapes(stats: ProbeStats) -> list[LinearShape]:
-    return [LinearShape(name, one.out_features, one.in_features) for name, one in stats.linears.items()]
 
 
 def _increases(folder: Path, chosen: dict[str, dict[str, str]], plans: dict[str, Any]) -> Figures:
@@ -98,11 +93,10 @@ def _regret_by_tokens(folder: Path, truth: Floats, shapes: list[LinearShape], ta
     return found
 
 
-def _composition(stats: ProbeStats) -> Figures:
-    """Each term's share in snip's Q of FP4 over FP8: of the sum over linears, and the median over them."""
-    names = list(stats.linears)
-    known = {term: values[:, 1] for term, values in terms(stats, names, [FP8, FP4]).items()}
-    whole = sum((known[term] for term in SUMS["snip"]), np.zeros(len(names)))
+def _composition(stats: Statistics) -> Figures:
+    """Each term's share in the sum of all terms, of FP4 over FP8: of the sum over linears, and the median over them."""
+    known = {term: values[:, 1] for term, values in terms(stats, [FP8, FP4]).items()}
+    whole = sum(known.values(), np.zeros(len(stats.shapes)))
     return {
         "sum of Q": float(whole.sum()),
         "sum": {term: float(values.sum() / whole.sum()) for term, values in known.items()},
@@ -111,15 +105,14 @@ def _composition(stats: ProbeStats) -> Figures:
 
 
 def _probe_in_bf16(
-    chosen: dict[str, dict[str, str]], plans: dict[str, Any], low: ProbeStats, high: ProbeStats
+    chosen: dict[str, dict[str, str]], plans: dict[str, Any], low: Statistics, high: Statistics
 ) -> Figures:
     """Terms from the BF16 probe by those from float32's (of linears' FP4: median, least, most), and how many linears
     the plans of both have apart.
     """
-    names = list(high.linears)
-    a, b = (terms(stats, names, [FP8, FP4]) for stats in (low, high))
+    a, b = (terms(stats, [FP8, FP4]) for stats in (low, high))
     ratios = {}
-    for term in ("dL", "own", "prop", "fwd"):
+    for term in b:
         positive = b[term][:, 1] > 0
         r = a[term][positive, 1] / b[term][positive, 1]
         ratios[term] = {"median": float(np.median(r)), "least": float(r.min()), "most": float(r.max())}
@@ -129,7 +122,7 @@ def _probe_in_bf16(
             if (twin := arms.get(f"{arm} (BF16 probe)")) is not None:
                 mine, theirs = plans[key]["linears"], plans[twin]["linears"]
                 apart[f"{group} {arm}"] = sum(mine[name] != theirs[name] for name in mine)
-    return {"ratios": ratios, "linears apart": apart, "linears": len(names)}
+    return {"ratios": ratios, "linears apart": apart, "linears": len(high.shapes)}
 
 
 def _further(folder: Path, chosen: dict[str, dict[str, str]], plans: dict[str, Any]) -> Figures:
@@ -167,8 +160,8 @@ def figures_of(folder: Path) -> Figures:
             continue
         values = read_json(place / "plans.json")
         chosen, plans = values["chosen"], values["plans"]
-        low, high = (ProbeStats.load(place / f"probe-{compute}.json") for compute in ("bf16", "float32"))
-        truth, shapes = np.array(list(read_json(place / "truth.json").values())), _shapes(high)
+        low, high = (Statistics.load(place / f"probe-{compute}.json") for compute in ("bf16", "float32"))
+        truth, shapes = np.array(list(read_json(place / "truth.json").values())), list(high.shapes)
         found["checkpoints"][checkpoint] = {
             **_increases(place, chosen, plans),
             "regret": _regrets(chosen, plans, truth, shapes),

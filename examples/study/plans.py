@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.study.planted import linears_of
 from megatron_snip.config import Config
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.cost import LinearShape, efficiency
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.cost import efficiency
 from megatron_snip.snip.ilp import solve
-from megatron_snip.snip.objectives import OBJECTIVES
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.options import read_choices, solve_request
-from megatron_snip.snip.stats import ProbeStats
 from megatron_snip.train.setup import Parts
 
 Floats = NDArray[np.float64]
@@ -23,7 +22,6 @@ Precisions = dict[str, LinearPrecision]
 
 FP8, FP4 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4"))
 OPTIONS = [FP8, FP4]
-ALL_PASSES = frozenset(name for objective in OBJECTIVES.values() for name in objective.passes or ())
 
 
 def parts_batch(parts: Parts) -> int:
@@ -32,25 +30,28 @@ def parts_batch(parts: Parts) -> int:
 
 
 def probe(
-    parts: Parts,
-    iteration: int,
-    formats: Sequence[str] = ("fp4", "fp8"),
-    passes: Iterable[str] = ALL_PASSES,
-) -> ProbeStats:
-    """Statistics of the coming batch, with all passes that any objective asks for."""
+    parts: Parts, iteration: int, formats: Sequence[str] = ("fp4", "fp8"), batches: int = 1, *, updates: bool = True
+) -> Statistics:
+    """Statistics of the coming batches."""
     assert parts.coordinator is not None
     measured = parts.coordinator.probe
     before, measured.formats = measured.formats, sorted(formats)
-    batch = parts.train_loader.make((iteration - 1) * parts_batch(parts))
+    size = parts_batch(parts)
+
+    def batch(ahead: int) -> Any:
+        return parts.train_loader.make((iteration - 1 + ahead) * size)
+
+    run_pass = parts.stepper.pass_runner(batch(0), iteration, batch)
     try:
-        return measured.run(parts.stepper.pass_runner(batch, iteration), parts.optimizer.zero_grad, iteration, passes)
+        return measured.run(run_pass, parts.optimizer.zero_grad, iteration, batches, updates=updates)
     finally:
         measured.formats = before
 
 
 def shapes_of(parts: Parts) -> list[LinearShape]:
     """Shapes of all linears, in order."""
-    return [LinearShape(name, linear.out_features, linear.in_features) for name, linear in linears_of(parts).items()]
+    assert parts.coordinator is not None
+    return parts.coordinator.shapes
 
 
 def plan_by(quality: Floats, shapes: Sequence[LinearShape], target: float) -> Precisions:
@@ -62,7 +63,7 @@ def plan_by(quality: Floats, shapes: Sequence[LinearShape], target: float) -> Pr
 def options_of(config: Config, granularity: str, shapes: Sequence[LinearShape]) -> tuple[LinearPrecision, ...]:
     """What each linear may take at a granularity, from FP8 and FP4."""
     snip = config.replace(snip_granularity=granularity).snip
-    return read_choices(snip, [shape.name for shape in shapes]).options
+    return read_choices(snip, shapes).options
 
 
 def plan_as_run(
@@ -70,7 +71,7 @@ def plan_as_run(
 ) -> Precisions:
     """The plan that a run would take by a quality loss [L, O] over ``options_of``."""
     snip = config.replace(snip_granularity=granularity, snip_target=target).snip
-    choices = read_choices(snip, [shape.name for shape in shapes])
+    choices = read_choices(snip, shapes)
     chosen = solve_request(snip, shapes, choices, quality).solve().choice
     return {shape.name: choices.options[int(option)] for shape, option in zip(shapes, chosen, strict=True)}
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from examples.study.planted import linears_of
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.snip.cost import block_of
 from megatron_snip.train.setup import Parts
 
 BF16 = LinearPrecision.uniform("bf16")
@@ -122,11 +121,13 @@ def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]
     streams: dict[int, list[Tensor]] = {}
     with streams_kept(parts, streams):
         base = loss_of(parts, over)
+    assert parts.coordinator is not None
+    blocks = {shape.name: shape.block for shape in parts.coordinator.shapes}
     truth = []
     for name in names:
         both = []
         for sign in (1.0, -1.0):
-            with begun_at(parts, block_of(name) or 0, streams), shifted(linears_of(parts)[name], fmt, sign):
+            with begun_at(parts, blocks[name], streams), shifted(linears_of(parts)[name], fmt, sign):
                 both.append(loss_of(parts, over))
         truth.append(sum(both) / 2 - base)
     return np.array(truth)
