@@ -220,7 +220,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 PROGRAM = (PACKAGE, "tools", "pretrain_llama.py")
-ALL = (*PROGRAM, "setup.py", "tests", "benchmarks")
+ALL = (*PROGRAM, "setup.py", "tests", "benchmarks", "examples")
 HOME = "/".join(["", "home", "someone", "data"])
 # rule -> the files it holds for, and a snippet (with the module it would stand in) that breaks it.
 RULES: dict[Rule, tuple[tuple[str, ...], str, str]] = {

@@ -6,6 +6,8 @@ A tiny plain model hardly notices FP4.  Outliers are planted without changing th
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +29,35 @@ PLANTED_CHANNELS = 4
 #: Where outliers stand, as (block, place): a quarter of the linears' FLOPs reads them.  Place 0 is the norm before
 #: attention, 1 the norm before the SwiGLU, 2 up_proj's rows.
 PLANTED = ((0, 2), (1, 0), (2, 1), (3, 0))
+TEXT = ("torch", "distributed")
 
 
-def write_bytes_of_torch(prefix: Path, limit: int) -> None:
-    """PyTorch's own sources, one byte a token, as an indexed dataset: the same text under every Python."""
+def write_bytes_of(prefix: Path, package: str, folder: str, limit: int) -> None:
+    """A package's own sources, one byte a token, as an indexed dataset: the same text under every Python.
+
+    Tests are left out; of each file the first 64 KiB are taken, of all a little more than ``limit`` bytes.
+    """
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ValueError(f"package {package!r} of the setting's text is not installed; install the dev extra")
+    root, total = Path(found.origin).parent / folder, 0
     with IndexedDatasetBuilder(prefix, np.uint8) as builder:
-        total = 0
-        for path in sorted((Path(torch.__file__).parent / "distributed").rglob("*.py")):
+        for path in sorted(root.rglob("*.py")):
             data = path.read_bytes()[: 1 << 16]
-            builder.add_document(np.frombuffer(data, np.uint8))
-            total += len(data)
+            if "tests" not in path.relative_to(root).parts:
+                builder.add_document(np.frombuffer(data, np.uint8))
+                total += len(data)
             if total > limit:
                 break
 
 
-def make_parts(folder: Path, **options: Any) -> tuple[Config, Parts]:
-    """A run over bytes of PyTorch's sources, in this process."""
+def make_parts(
+    folder: Path, text: tuple[str, str] = TEXT, limit: int = 3_000_000, **options: Any
+) -> tuple[Config, Parts]:
+    """A run over bytes of a package's sources (package, folder in it), in this process."""
     prefix = folder / "bytes"
     if not prefix.with_suffix(".idx").is_file():
-        write_bytes_of_torch(prefix, 3_000_000)
+        write_bytes_of(prefix, *text, limit)
     config, plan = check(Config().replace(**{**OPTIONS, "data_path": (str(prefix),), **options}), 1)
     return config, build(config, runtime.start("gloo", 1.0), plan)
 
@@ -59,11 +71,11 @@ def train(config: Config, parts: Parts, first: int, last: int) -> float:
 
 
 @torch.no_grad()
-def plant(parts: Parts, seed: int = 0) -> None:
+def plant(parts: Parts, seed: int = 0, places: Sequence[Sequence[int]] = PLANTED) -> None:
     """Plant outliers: factors of 8 to 60 in a few channels, which the linears that read them divide by again."""
     draw = np.random.RandomState(seed)
     (stage,) = parts.stages.values()
-    for index, place in PLANTED:
+    for index, place in places:
         block = stage.blocks()[index]
         attention, mlp = block.self_attn, block.mlp
         weight, nexts = (
@@ -82,3 +94,18 @@ def linears_of(parts: Parts) -> dict[str, ColumnParallelLinear | RowParallelLine
     """The quantisable linears by name."""
     (stage,) = parts.stages.values()
     return stage.linears()
+
+
+class State:
+    """Weights and moments as they stand, to go back to, or to give to another run of the same model."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.steps = parts.optimizer.steps
+        self.tensors = {name: tensor.clone() for name, tensor in parts.tensors().items()}
+
+    @torch.no_grad()
+    def restore(self, parts: Parts) -> None:
+        """Go back, or there."""
+        for name, tensor in parts.tensors().items():
+            tensor.copy_(self.tensors[name])
+        parts.optimizer.set_steps(self.steps)

@@ -1,0 +1,1 @@
+"""Runs to start from, and the study of which terms of the objective matter."""
