@@ -108,7 +108,7 @@ class BackgroundSolver:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._child = subprocess.Popen(
-                list(command or (sys.executable, "-m", __name__)),
+                [*(command or (sys.executable, "-m", __name__)), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=self._stdout,
                 stderr=self._stderr,
@@ -250,7 +250,7 @@ def _exit_with_parent(parent: int) -> NoReturn:
 
 def main() -> None:
     """Read one request from stdin, write one answer to stdout; the child's whole life."""
-    parent = os.getppid()
+    parent = int(sys.argv[1])  # who may be gone by now, and somebody else our parent
     # The default action ends the process even where no Python code can run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides

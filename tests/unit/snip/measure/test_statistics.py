@@ -33,7 +33,9 @@ def test_round_trip(tmp_path):
 
 
 def test_non_finite_numbers_survive(tmp_path):
-    found = statistics([LinearShape("a", 8, 4)], {"fp4": [math.nan]}, [1.0], {"fp4": [-math.inf]}, loss=math.inf)
+    found = statistics(
+        [LinearShape("a", 8, 4, 0, "up")], {"fp4": [math.nan]}, [1.0], {"fp4": [-math.inf]}, loss=math.inf
+    )
     found.save(tmp_path / "s.json")
     again = Statistics.load(tmp_path / "s.json")
     assert math.isinf(again.loss) and math.isnan(again.column("token/fp4")[0])
@@ -60,7 +62,10 @@ def linear(values: dict) -> dict:
         (lambda v: linear(v).update(in_features=-4), r"up_proj'\]\.in_features is -4"),
         (lambda v: linear(v).update(in_features=0), r"up_proj'\]\.out_features or in_features is 0, but must be 1"),
         (lambda v: linear(v).update(block=-1), r"up_proj'\]\.block is -1, but must be a whole number"),
-        (lambda v: linear(v).update(kind=None), r"up_proj'\]\.kind is None, but must be a string"),
+        (
+            lambda v: linear(v).update(kind=None),
+            r"up_proj'\]\.kind is None, but must be one of q, k, v, o, gate, up, down",
+        ),
         (lambda v: v["linears"].update(a=3), r"linears\['a'\] is 3"),
         (lambda v: linear(v).pop("values"), r"up_proj'\]\.values is missing"),
         (lambda v: linear(v)["values"].pop(), r"up_proj'\]\.values is \[.*, but must be a list of 44 numbers"),
@@ -93,9 +98,11 @@ def test_files_of_the_version_before_are_refused(tmp_path):
 
 def test_a_column_that_was_not_measured():
     assert stats().column("update").tolist() == [3.5] and stats().formats == ["fp4", "fp8"]
-    with pytest.raises(ValueError, match="iteration 100 have no own/e3m2; measured formats: fp4, fp8; probe with the"):
+    with pytest.raises(
+        ValueError, match="iteration 100 have no own/e3m2; measured formats: fp4, fp8, with updates; probe with the"
+    ):
         stats().column("own/e3m2")
-    with pytest.raises(ValueError, match="have no token/fp4; measured formats: none;"):
+    with pytest.raises(ValueError, match="have no token/fp4; measured formats: none, with updates;"):
         statistics([UP], {}, [1.0], {}).column("token/fp4")
 
 

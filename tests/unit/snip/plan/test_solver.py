@@ -190,7 +190,7 @@ def test_cancel_reaps_and_repeats():
 
 
 def started_slow_child() -> subprocess.Popen:
-    child = subprocess.Popen(python(SLOW), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen([*python(SLOW), str(os.getpid())], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"ready\n"
     return child
 
@@ -208,7 +208,9 @@ def test_child_ends_when_stdin_closes():
 
 def test_child_has_an_alarm_of_its_own():
     code = SLOW.replace("print(", "solver.GRACE_SECONDS = 1; print(")
-    child = subprocess.Popen(python(code), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [*python(code), str(os.getpid())], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
     child.stdin.write(json.dumps(request(time_limit=0.0).to_dict()).encode() + b"\n")
     child.stdin.flush()
     assert child.wait(20) == -signal.SIGALRM

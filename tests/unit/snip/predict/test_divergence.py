@@ -50,7 +50,9 @@ def test_no_update_yet_has_no_weight_divergence():
 
 def test_formats_that_were_not_measured_are_named():
     other = LinearPrecision.uniform("e3m2")
-    with pytest.raises(ValueError, match="have no own/e3m2; measured formats: fp8, fp4; probe with the options that"):
+    with pytest.raises(
+        ValueError, match="have no own/e3m2; measured formats: fp8, fp4, with updates; probe with the options that"
+    ):
         weight_divergence(two_linears(), [other])
     with pytest.raises(ValueError, match="have no token/e3m2; measured formats: fp8, fp4"):
         loss_divergence(two_linears(), [FP8, other])

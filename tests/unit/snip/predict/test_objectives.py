@@ -74,7 +74,9 @@ def test_what_measured_objectives_ask_for(name):
         with pytest.raises(ValueError, match="statistics of iteration 7 are of other linears; probe this model"):
             quality_loss(name, ObjectiveInputs(others, [FP8, FP4], stats()))
     e3m2 = LinearPrecision.uniform("e3m2")
-    with pytest.raises(ValueError, match="have no .*e3m2.*; measured formats: fp8, fp4; probe with the options"):
+    with pytest.raises(
+        ValueError, match="have no .*e3m2.*; measured formats: fp8, fp4, with updates; probe with the options"
+    ):
         quality_loss(name, ObjectiveInputs(UP, [FP8, e3m2], stats()))
 
 
@@ -89,7 +91,7 @@ def test_the_loss_must_be_above_0(loss):
 def test_non_finite_linears_are_held(column, value):
     broken = changed(stats(), NAMES[0], column, value)
     assert broken.not_finite == (NAMES[0],)
-    found, held = quality_loss("snip", ObjectiveInputs(UP, [FP4, FP8], broken))
+    found, held = quality_loss("snip", ObjectiveInputs(UP, [FP4, FP8], broken, update_weight=1.0))
     assert held.tolist() == [1, -1] and np.isfinite(found).all() and held.dtype == np.int64
     total = 12.0 if column == "update" else 16.0
     assert found[1, 0] == pytest.approx(0.1 / 5 + 3.2 / total / 2)
