@@ -26,6 +26,10 @@ SHOWN = (
     "rel_err",
     "random_0",
 )
+AFTER = (
+    "all fp8", "gemm dL", "gemm snip", "gemm dL+own", "linear dL", "linear dL+own", "linear snip", "linear oracle",
+    "linear abs_err", "linear random_0", "linear random_1", "all fp4",
+)  # fmt: skip
 
 
 def draw_switch(figures: dict[str, Any], path: Path) -> None:
@@ -52,23 +56,26 @@ def draw_switch(figures: dict[str, Any], path: Path) -> None:
 
 
 def draw_after(figures: dict[str, Any], path: Path) -> None:
-    """Validation loss after more steps over BF16's of the same seed, a panel a setting."""
-    fig, axes = plt.subplots(1, len(figures), figsize=(4.5 * len(figures), 4.5), squeeze=False)
+    """Validation loss after more steps over BF16's of the same seed, a panel a setting, one point a seed."""
+    fig, axes = plt.subplots(1, len(figures), figsize=(4 * len(figures), 4), sharey=True, squeeze=False)
     for axis, (_, one) in zip(axes[0], figures.items()):
-        target = str(one["about"]["setting"]["targets"][0])
-        for checkpoint, values in one["checkpoints"].items():
-            rows = {}
-            for row in values["further"].values():
-                for arm in row["arms"] if "less bf16" in row else ():
-                    if "BF16" not in arm and (arm in ("all fp8", "all fp4") or f" {target} " in arm):
-                        rows[arm.replace(f" {target}", "")] = row["less bf16"]
-            names = sorted(rows, key=lambda arm: rows[arm]["mean"])
-            axis.errorbar([1000 * rows[name]["mean"] for name in names], names, fmt="o", ms=4, lw=1, label=checkpoint,
-                          xerr=[1000 * (rows[name]["half"] or 0.0) for name in names])  # fmt: skip
-        axis.set_title(one["about"]["setting"]["name"], fontsize=8)
+        about = one["about"]["setting"]
+        for number, (checkpoint, values) in enumerate(one["checkpoints"].items()):
+            of = {arm.replace(f" {about['targets'][0]}", ""): row["by seed"]
+                  for row in values["further"].values() for arm in row["arms"]}  # fmt: skip
+            points = [
+                (1000 * (loss - of["bf16"][seed]), AFTER.index(arm))
+                for arm in of if arm in AFTER for seed, loss in of[arm].items() if seed in of.get("bf16", {})
+            ]  # fmt: skip
+            if points:
+                axis.plot(*zip(*points), "o", ms=4, alpha=0.6, color=f"C{number}", label=checkpoint)
+        axis.set_title(f"{about['name']}, lr {about['further_lr']:g}", fontsize=8)
         axis.set_xlabel("validation loss over BF16's, milli-nats")
+        axis.set_yticks(range(len(AFTER)), AFTER)
+        axis.set_xscale("symlog", linthresh=5)
+        axis.axvline(0, color="grey", lw=0.8)
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    axes[0][0].invert_yaxis()
     fig.tight_layout()
     fig.savefig(path, dpi=110)
     plt.close(fig)

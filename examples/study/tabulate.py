@@ -218,25 +218,37 @@ def further_tables(figures: Figures) -> list[str]:
             "same seed in milli-nats with 95% intervals\n",
             table(["plan", "FP4 share", "nats", "less BF16", "less dL by linear", "seeds"], rows),
         ]
-    return [*texts, *_further_over_cells(figures)]
+    return [*_further_over_cells(figures), *texts]
 
 
 def _further_over_cells(figures: Figures) -> list[str]:
-    """Mean over cells of each arm's difference from dL's plan, with the interval over cells."""
-    found: dict[str, list[float]] = {}
+    """Differences from BF16's and from dL's plan over all models and seeds of one learning rate, by arm."""
+    found: dict[float, dict[str, dict[str, list[float]]]] = {}
     for setting, _, one in cells(figures):
-        target = str(figures[setting]["about"]["setting"]["targets"][0])
-        for row in one["further"].values():
-            for arm in row["arms"]:
-                if "BF16 probe" not in arm and (arm in UNIFORM or f" {target} " in arm):
-                    found.setdefault(arm, []).append(row["less dL"]["mean"] if "less dL" in row else 0.0)
-    if not found:
-        return []
-    target = str(next(iter(figures.values()))["about"]["setting"]["targets"][0])
-    rows = [[arm.replace(f" {target}", ""), _interval(interval(values)), str(len(values))]
-            for arm, values in sorted(found.items(), key=lambda item: np.mean(item[1]))]  # fmt: skip
-    return ["### After more steps, over all cells: less dL's plan by linear, milli-nats\n",
-            table(["arm", "mean and 95% interval", "cells"], rows)]  # fmt: skip
+        about = figures[setting]["about"]["setting"]
+        target, rows = str(about["targets"][0]), one["further"].values()
+        of = {arm: row["by seed"] for row in rows for arm in row["arms"]}
+        for arm, losses in of.items():
+            if "BF16 probe" in arm or not (arm in UNIFORM or f" {target} " in arm):
+                continue
+            row = found.setdefault(about["further_lr"], {}).setdefault(arm.replace(f" {target}", ""), {})
+            for other in ("bf16", f"linear {target} dL"):
+                row.setdefault(other.split()[-1], []).extend(
+                    losses[seed] - of[other][seed] for seed in losses if seed in of.get(other, {})
+                )
+    texts = []
+    for rate, arms in found.items():
+        order = sorted(arms, key=lambda arm: _mean(arms[arm]["bf16"]))
+        rows = []
+        for arm in order:
+            both = [arms[arm][other] for other in ("bf16", "dL")]
+            rows.append([arm, *(_interval(interval(v)) if v else DASH for v in both), str(len(both[0]))])
+        title = f"### After more steps at a learning rate of {rate:g}, over all models and seeds"
+        texts += [
+            f"{title}: milli-nats, 95% intervals\n",
+            table(["arm", "less BF16", "less dL by linear", "runs"], rows),
+        ]
+    return texts
 
 
 def _interval(one: Figures | None) -> str:
