@@ -12,23 +12,10 @@ import matplotlib.pyplot as plt
 
 from examples.study.quality import ORACLE
 
-SHOWN = (
-    "dL",
-    "dL+own",
-    "dL+own+prop",
-    "snip",
-    "own",
-    "prop",
-    "ggn",
-    "norms",
-    "paper",
-    "abs_err",
-    "rel_err",
-    "random_0",
-)
+SHOWN = ("dL", "dL+own", "own", "abs_err", "rel_err", "random_0")
 AFTER = (
-    "all fp8", "gemm dL", "gemm snip", "gemm dL+own", "linear dL", "linear dL+own", "linear snip", "linear oracle",
-    "linear abs_err", "linear random_0", "linear random_1", "all fp4",
+    "all fp8", "gemm dL", "gemm dL+own", "linear dL", "linear dL+own", "linear oracle", "linear abs_err",
+    "linear random_0", "linear random_1", "all fp4",
 )  # fmt: skip
 
 

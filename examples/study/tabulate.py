@@ -175,19 +175,19 @@ def probe_tables(figures: Figures) -> list[str]:
     rows, low = [], []
     for setting, checkpoint, one in cells(figures):
         c = one["composition"]["float32"]
-        order = ("dL", "own", "prop-far", "near-plain", "prop", "fwd")
+        order = ("dL", "own")
         both = (f"{c['sum'][t]:.1%} ({c['median'][t]:.1%})" for t in order)
         rows.append([f"{setting}, {checkpoint}", f"{c['sum of Q']:.3f}", *both])
         b = one["bf16 probe"]
         ratios = (f"{r['median']:.2f} ({r['least']:.2f} to {r['most']:.2f})" for r in b["ratios"].values())
         apart = ", ".join(f"{n} {name}" for name, n in b["linears apart"].items() if n) or "none"
         low.append([f"{setting}, {checkpoint}", *ratios, f"{apart} of {b['linears']}"])
-    head = ["cell", "sum of Q", "dL", "own", "prop-far", "near-plain", "prop (in Q)", "fwd"]
+    head = ["cell", "sum of Q", "dL", "own"]
     return [
         "### Shares of Q(FP4) - Q(FP8) by term: of the sum over linears (median of a linear's own)\n",
         table(head, rows),
         "### BF16 probe by float32 probe, linears' FP4: median (least to most); linears whose option differs\n",
-        table(["cell", "dL", "own", "prop", "fwd", "linears apart"], low),
+        table(["cell", "dL", "own", "linears apart"], low),
     ]
 
 

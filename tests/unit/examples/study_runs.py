@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_snip.snip.divergence import near_change, prop_divergence
-from megatron_snip.snip.objectives import ObjectiveInputs, quality_loss
-
 from examples.study import quality, run, tabulate
 from examples.study.plans import FP4, FP8, probe
-from examples.study.planted import linears_of, make_parts
+from examples.study.planted import make_parts
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 TOY = """
 name = "toy"
@@ -57,18 +55,12 @@ def quality_of_arms(folder: Path) -> dict:
     """Statistics of an untrained model, and Q of some arms beside the package's."""
     shape = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 1}
     _, parts = make_parts(folder, precision="snip", snip_start=10**6, micro_batch_size=2, global_batch_size=2, **shape)
-    stats, names = probe(parts, 1), list(linears_of(parts))
-    inputs = ObjectiveInputs(parts.coordinator.shapes, [FP8, FP4], stats)
-    known = quality.terms(stats, names, [FP8, FP4])
-    whole = prop_divergence(stats, names, [FP8, FP4])
-    near = {name: [near_change(stats, name, fmt) for fmt in ("fp8", "fp4")] for name in names}
-    plain = {name: [quality.near_plain(stats, name, fmt) for fmt in ("fp8", "fp4")] for name in names}
-    updates = sum(one.update_norm_sq for one in stats.linears.values())
-    far = known["prop-far"][:, 1] * 2 * updates
+    stats, shapes = probe(parts, 1), parts.coordinator.shapes
     parts.train_loader.close()
     return {
-        "snip": [quality.quality_of("snip", stats, inputs.shapes, inputs.options), quality_loss("snip", inputs)],
-        "prop": [far + [b - a for a, b in near.values()], (whole[:, 1] - whole[:, 0]) * updates],
-        "between": {name for name, values in plain.items() if any(values)},
-        "near": near,
+        arm: [
+            quality.quality_of(arm, stats, shapes, [FP8, FP4]),
+            quality_loss("snip", ObjectiveInputs(shapes, [FP8, FP4], stats, weight))[0],
+        ]
+        for arm, weight in (("dL", 0.0), ("dL+own", 1.0))
     }
