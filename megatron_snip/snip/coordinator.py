@@ -141,9 +141,10 @@ class Coordinator:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
         start, stats = time.perf_counter(), None
         try:
-            if get_objective(self.snip.snip_objective).needs_stats:
-                batches = self._batches(iteration)
-                stats = self.probe.run(run_pass, zero_grad, iteration, batches, updates=self.snip.snip_weight > 0)
+            objective = get_objective(self.snip.snip_objective)
+            if objective.needs_stats:
+                everything = objective.needs_operands or self.snip.snip_weight > 0
+                stats = self.probe.run(run_pass, zero_grad, iteration, self._batches(iteration), updates=everything)
         except ProbeFailed as error:
             return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}

@@ -29,9 +29,12 @@ EVALUATED, EACH = 32, 8
 TRUE = {"early": 16, "mid": 8, "late": 8}
 
 
-def end_to_end(parts: Parts, stats: Statistics, truth: np.ndarray, over: list[Any]) -> dict[str, np.ndarray]:
+def end_to_end(
+    parts: Parts, stats: Statistics, snip: np.ndarray, truth: np.ndarray, over: list[Any]
+) -> dict[str, np.ndarray]:
     """Loss increase in nats of each objective's plan on each batch [B], by "objective target"; also of the oracle's
-    and of all FP4."""
+    and of all FP4.  snip [L, 2]: the quality loss of FP8 and FP4 by all tokens, of the rules by one batch.
+    """
     base, found = losses_of(parts, over), {}
     known: dict[tuple[str, ...], np.ndarray] = {}  # by plan: objectives often agree
 
@@ -48,8 +51,9 @@ def end_to_end(parts: Parts, stats: Statistics, truth: np.ndarray, over: list[An
             seeds = range(RANDOM_PLANS) if name == "random" else [0]
             given = stats if get_objective(name).needs_stats else None
             for seed in seeds:
-                weight = SnipConfig().snip_weight
-                quality, _ = quality_loss(name, ObjectiveInputs(shapes, OPTIONS, given, weight, seed))
+                quality = snip
+                if name != "snip":
+                    quality, _ = quality_loss(name, ObjectiveInputs(shapes, OPTIONS, given, seed=seed))
                 key = f"random_{seed} {target}" if name == "random" else f"{name} {target}"
                 found[key] = increase(plan_by(quality, shapes, target))
     found["all fp4"] = increase(dict.fromkeys(stats.names, FP4))
@@ -91,24 +95,26 @@ def at_checkpoint(parts: Parts, iteration: int, *, true: int, plans: bool, forma
     before = State(parts)
     plain = loss_of(parts, others)
     plant(parts)
-    stats, one = probe(parts, iteration, batches=probed), probe(parts, iteration)
-    truth = even_truth(parts, others, "fp4", stats.names)
-    predicted, of_one = (loss_divergence(each, [FP4])[:, 0] for each in (stats, one))
+    one = probe(parts, iteration)
+    more = [probe(parts, iteration + ahead, updates=False) for ahead in range(1, probed)]
+    each = [loss_divergence(stats, OPTIONS) for stats in (one, *more)]
+    truth = even_truth(parts, others, "fp4", one.names)
+    of_one, every = each[0][:, 1], np.mean(each, axis=0)
     batch = parts.train_loader.make((iteration - 1) * size)
     found = {
-        "names": stats.names,
+        "names": one.names,
         "losses": (plain, loss_of(parts, others)),
         "dL": (of_one, truth),
-        "dL, all tokens": (predicted, truth),
+        "dL, all tokens": (every[:, 1], truth),
         "own": (np.sqrt(weight_divergence(one, [FP4])[:, 0]), change_of_wgrad(parts, batch, iteration, "fp4")),
         "regret": regret(of_one, truth, shapes_of(parts), 0.75),
     }
     if plans:
         over = batches(parts, (iteration - 1 + probed) * size, EVALUATED, EACH)
-        found["end to end"] = end_to_end(parts, stats, truth, over)
+        found["end to end"] = end_to_end(parts, one, every - every[:, :1], truth, over)
     for fmt in formats:
-        other = loss_divergence(probe(parts, iteration, (fmt,)), [LinearPrecision.uniform(fmt)])
-        found[fmt] = (other[:, 0], even_truth(parts, others, fmt, stats.names))
+        other = loss_divergence(probe(parts, iteration, (fmt,), updates=False), [LinearPrecision.uniform(fmt)])
+        found[fmt] = (other[:, 0], even_truth(parts, others, fmt, one.names))
     before.restore(parts)
     return found
 

@@ -107,7 +107,8 @@ class Shown:
 class LinearProbe:
     """Sums what one linear's backward passes show, in ``sums``; ``weight_error`` is E_w of each format's rows.
 
-    Without ``updates`` there is no E_w: it is most of what a probe takes beside a plain iteration.
+    Without ``updates`` only fprop's operands are cast and there is no E_w, which is most of what a probe holds beside a
+    plain iteration.
     """
 
     def __init__(
@@ -148,9 +149,9 @@ class LinearProbe:
         judged_behind = self.shape.kind in ("q", "k", "v")
         output = x @ w.T if judged_behind and self.formats else None
         found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
-        # only now: casts of W are as large, and gone
-        for fmt in self.formats:
-            self._add_weight_error(fmt, operands)
+        if self.updates:
+            for fmt in self.formats:  # only now: casts of W are as large, and gone
+                self._add_backward_errors(fmt, operands)
         self._seen = True
         if judged_behind:
             return Shown({}, output, found)
@@ -161,20 +162,13 @@ class LinearProbe:
     def collectives(self, cut: Collection[str]) -> int:
         """How many largest magnitudes over tp a microbatch needs; ``cut``: roles of which a process has a part."""
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
-        roles = [operand.rpartition("/")[2] for operand in OPERANDS]
-        shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut)
+        operands = OPERANDS if self.updates else [operand for operand in OPERANDS if operand.startswith("fprop")]
+        roles = [operand.rpartition("/")[2] for operand in operands]
+        shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
         return len(tensors) * sum(role in cut for role in roles) - shared
 
     def _fprop_error(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor:
         """fprop's error token by token [T]; given the ``output`` [T,N], the error of that [T,N]."""
-        shared = _weight_is_shared(fmt)
-        if not shared:
-            qw, w = self._cast(operands, "dgrad", "weight", fmt)
-            self._add_error(f"{fmt}/dgrad/weight", qw, w)
-            del qw
-        qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
-        self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
-        del qg
         qw, w = self._cast(operands, "fprop", "weight", fmt)
         qx, x = self._cast(operands, "fprop", "input", fmt)
         error = (qx @ qw.T).sub_(output) if output is not None else None
@@ -186,32 +180,37 @@ class LinearProbe:
             error.add_(_row_sums(e_x.mul_(dx)))
         else:
             self._add_error(f"{fmt}/fprop/input", qx, x)
-        if shared:
-            for kind in ("error", "nonzero", "underflow", "saturated"):
-                self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
         return error
 
-    def _add_weight_error(self, fmt: str, operands: Operands) -> None:
-        """wgrad's error in some rows, summed over microbatches, and those of its operands."""
+    def _add_backward_errors(self, fmt: str, operands: Operands) -> None:
+        """wgrad's error in some rows, summed over microbatches, and those of dgrad's and wgrad's operands."""
+        if _weight_is_shared(fmt):
+            for kind in ("error", "nonzero", "underflow", "saturated"):
+                self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
+        else:
+            qw, w = self._cast(operands, "dgrad", "weight", fmt)
+            self._add_error(f"{fmt}/dgrad/weight", qw, w)
+            del qw
+        qg, g = self._cast(operands, "dgrad", "grad_output", fmt)
+        self._add_error(f"{fmt}/dgrad/grad_output", qg, g)
+        del qg
         qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, x = self._cast(operands, "wgrad", "input", fmt)
-        if self.updates:
-            rows = slice(self._rows.start, None, self._step)
-            if self._step == 1 and operands.grad_weight is not None:
-                exact = operands.grad_weight()  # the pass's own
-            else:
-                exact = operands.grad_output[:, rows].T @ operands.x
-            self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
+        rows = slice(self._rows.start, None, self._step)
+        if self._step == 1 and operands.grad_weight is not None:
+            exact = operands.grad_weight()  # the pass's own
+        else:
+            exact = operands.grad_output[:, rows].T @ operands.x
+        self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
         self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
         self._add_error(f"{fmt}/wgrad/input", qx, x)
 
     def _add_norms(self, x: Tensor, w: Tensor, g: Tensor) -> None:
-        for name, role, tensor in (("X", "input", x), ("G", "grad_output", g)):
+        for name, role, tensor in (("X", "input", x), ("W", "weight", w), ("G", "grad_output", g)):
+            if (role == "weight" and self._seen) or (role == "grad_output" and not self.updates):
+                continue
             self.sums.add(f"norm/{name}", square(tensor), self._share[role])
-        self._nonzero = {"input": _count_nonzero(x), "grad_output": _count_nonzero(g)}
-        if not self._seen:
-            self.sums.add("norm/W", square(w), self._share["weight"])
-            self._nonzero["weight"] = _count_nonzero(w)
+            self._nonzero[role] = _count_nonzero(tensor)
 
     def _counts(self, operand: str) -> bool:
         """Whether an operand's scalars are to be summed now: a weight's once."""

@@ -88,7 +88,8 @@ class Probe:
     ) -> Statistics:
         """Measure; of several batches the mean.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
 
-        updates: also what wgrad's error does to the optimiser's update, which weight divergences are made of.
+        updates: also the errors of the backward GEMMs' operands, and what wgrad's error does to the optimiser's
+        update, which weight divergences are made of.
         Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
         included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
         """

@@ -5,7 +5,8 @@
     update            |u(g)|_F^2, the optimiser's update without noise
     own/f             |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
     norm/A            |A|_F^2 of the operands X, W and G
-    error/f/gemm/role |Q_f(A) - A|_F^2 of an operand of a GEMM, such as error/fp4/wgrad/input
+    error/f/gemm/role |Q_f(A) - A|_F^2 of an operand of a GEMM, such as error/fp4/wgrad/input; of fprop's operands alone
+                      where updates were not measured
     underflow/...     share of that operand's nonzero elements that became 0
     saturated/...     share of them beyond the format's largest value
 

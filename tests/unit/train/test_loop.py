@@ -10,7 +10,14 @@ import pytest
 from megatron_snip.train import loop
 from megatron_snip.train.checkpoint import latest_iteration, read_state
 
-SNIP = {"precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_target": 0.0, "train_iters": 6}
+SNIP = {
+    "snip_probe_tokens": 1,
+    "precision": "snip",
+    "snip_start": 2,
+    "snip_interval": 2,
+    "snip_target": 0.0,
+    "train_iters": 6,
+}
 
 
 def curve(rows: list[dict]) -> list[tuple]:

@@ -21,7 +21,7 @@ pytest.importorskip("wandb")
 PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_llama.py"
 WORDS = """--num-layers 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 128
 --vocab-size 128 --global-batch-size 1 --train-iters 3 --mock-data --precision snip --snip-start 1
---snip-interval 4 --snip-target 0.5 --wandb-project demo --wandb-exp-name first --run-dir run"""
+--snip-interval 4 --snip-target 0.5 --snip-weight 1 --wandb-project demo --wandb-exp-name first --run-dir run"""
 
 
 def records(data: bytes) -> Iterator[bytes]:

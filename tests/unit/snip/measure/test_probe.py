@@ -248,7 +248,7 @@ def test_a_probe_leaves_no_trace(parts):
     assert before["grads"] == [] and all(linear.observer is None for linear in parts.linears.values())
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise RuntimeError("out of memory\nwith a long tail")
 
 
