@@ -31,7 +31,8 @@ def cases(name: str, gpus: int) -> tuple[str, list[tuple[str, float, float]], fl
     dp = gpus // tp // pp
     microbatches, tokens = t.global_batch_size // dp // t.micro_batch_size, m.seq_length * t.micro_batch_size
     shapes = snip_shapes(config)
-    now = footprint(shapes, 2, Layout(tp, dp, tokens, microbatches))
+    layout = Layout(tp, dp, tokens, microbatches)
+    now, loss = (footprint(shapes, 2, layout, updates=updates) for updates in (True, False))
     first = [shape for shape in shapes if shape.stage == 0]
     weights = sum(shape.out_features * shape.in_features for shape in first) / tp
     whole = 2 * 4 * weights  # float32 errors of two formats
@@ -41,13 +42,14 @@ def cases(name: str, gpus: int) -> tuple[str, list[tuple[str, float, float]], fl
         ("all rows, scattered once", whole + rest[0], whole * (dp > 1) + rest[1]),
         ("all rows in bf16, scattered once", whole / 2 + rest[0], whole / 2 * (dp > 1) + rest[1]),
         ("1024 rows or more, summed once", now.held, now.sent_over_dp + rest[1]),
+        ("none: the default, without updates", loss.held, loss.sent_over_tp),
     ]
     blocks = len({shape.block for shape in first})
     activations = blocks * 8 * 2 * tokens * m.hidden_size * microbatches * (tp > 1)
     gathers = 2 * microbatches if pp == 1 else 1
     iteration = activations + (2 * weights * gathers + 4 * weights) * (dp > 1)
-    layout = f"tp {tp} x pp {pp} x dp {dp}, {microbatches} microbatches of {tokens} tokens"
-    return layout, [(how, held / GIB, sent / GIB) for how, held, sent in rows], iteration / GIB
+    said = f"tp {tp} x pp {pp} x dp {dp}, {microbatches} microbatches of {tokens} tokens"
+    return said, [(how, held / GIB, sent / GIB) for how, held, sent in rows], iteration / GIB
 
 
 def main() -> None:

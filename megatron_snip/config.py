@@ -169,7 +169,7 @@ class SnipConfig:
     snip_fix: str = ""  # Linears that are not planned: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
-    snip_weight: float = 0.0  # c of the objective: weight of the weight divergence, which is measured if it has one.
+    snip_weight: float = 0.0  # c of the objective: weight of the weight divergence; 0 leaves it unmeasured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan holds.
     # Of every pipeline stage: nothing; the target; the least time.  auto: each where there are several, else none.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"

@@ -6,8 +6,8 @@ r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
 --load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
 batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  Formats are those of --snip-options.  What is probed is what the run itself would probe next: the
-coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
+not taken from it.  Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
+did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.snip.coordinator import batches_of
+from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.checkpoint import load_tensors
 from megatron_snip.train.run_folder import Start, refuse_other_model, with_saved_options
@@ -37,6 +38,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
         precision="snip",
         precision_plan=None,
         snip_target=0.0,  # nothing is planned
+        snip_objective="snip",  # whatever the run's was called
         eval_interval=None,
         wandb_project=None,
         train_iters=max(config.training.train_iters, iteration + batches),  # a run that has ended has no next batch
@@ -67,8 +69,12 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
 
     runtime.seed_iteration(config.training.seed, iteration)
     run_pass = parts.stepper.pass_runner(batch(0), iteration, batch)
-    stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
-    parts.train_loader.close()
+    try:
+        stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
+    except ProbeFailed as error:  # on every process alike
+        raise ValueError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
+    finally:
+        parts.train_loader.close()
     LOGGER.info(f"probed {batches} batches: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
     return stats, parts.mesh.rank == 0
 

@@ -3,8 +3,9 @@ r"""Make plans from statistics: SNIP's, those that it is compared with, and the 
     python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
         --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
-Writes to --output-dir best.json (objective --snip-objective, by default snip), random_0.json ..., abs_err.json,
-rel_err.json, layer_id.json and layer_type.json, each for `pretrain_llama.py --precision plan --precision-plan FILE`,
+Writes to --output-dir best.json (objective --snip-objective, by default snip), random_0.json ..., layer_id.json,
+layer_type.json and, where the statistics have what they need, abs_err.json and rel_err.json, each for
+`pretrain_llama.py --precision plan --precision-plan FILE`,
 and pareto.json and pareto.png: the quality loss that has to be paid for each share saved.
 
 The model's shape is in the statistics; where --load, the run folder that they lie in
@@ -30,14 +31,14 @@ from numpy.typing import NDArray
 from megatron_snip.config import Config, parse
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.jsonfile import write_atomic
-from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
 from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
@@ -57,6 +58,11 @@ class Planner:
     shapes: Sequence[LinearShape]
     choices: Choices
     times: GemmTimes
+
+    @property
+    def baselines(self) -> list[str]:
+        """Those that the statistics are enough for: a probe of the loss divergence alone sees fprop's operands only."""
+        return [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
 
     def request(self, objective: str, seed: int = 0) -> SolveRequest:
         """What the solver is asked for an objective."""
@@ -144,7 +150,7 @@ def make_plans(planner: Planner, num_random: int, seed: int) -> dict[str, Plan]:
     """File name -> plan; the one of --snip-objective first."""
     plans = {"best": planner.solve(planner.config.snip.snip_objective)}
     plans |= {f"random_{i}": planner.solve("random", seed + i) for i in range(num_random)}
-    return plans | {name: planner.solve(name) for name in BASELINES}
+    return plans | {name: planner.solve(name) for name in planner.baselines}
 
 
 def describe(planner: Planner, plan: Plan, predictions: Predictions, request: SolveRequest) -> dict[str, Any]:
@@ -198,7 +204,9 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     )
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
-    return table(rows, objective) + held
+    left = [name for name in BASELINES if name not in planner.baselines]
+    why = f"\nno {' and '.join(left)}: these statistics have fprop's operands alone; {WHERE_UPDATES}" if left else ""
+    return table(rows, objective) + held + why
 
 
 def in_own_words(message: str, own: argparse.Namespace) -> str:

@@ -50,7 +50,9 @@ class RunningMean:
 
     def summary(self) -> dict[str, float]:
         """The mean, the count and, of two values or more, the standard error."""
-        found: dict[str, float] = {"mean": self.mean, "count": self.count}
+        found: dict[str, float] = {"count": self.count}
+        if self.count > 0:
+            found["mean"] = self.mean
         if self.count > 1:
             found["standard_error"] = math.sqrt(self.squares / (self.count - 1) / self.count)
         return found

@@ -142,7 +142,7 @@ def statistics(options: dict[str, Any], folder: Path, iterations: int, rows: int
 
 
 def trace(
-    options: dict[str, Any], iterations: int, probed: set[int], failing: str = "", rank: int = 0
+    options: dict[str, Any], iterations: int, probed: set[int], failing: str = "", rank: int = 0, updates: bool = True
 ) -> dict[str, Any]:
     """Train in mixed precision with probes before some iterations: what was told, and what is left.
 
@@ -159,7 +159,8 @@ def trace(
         batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
         if i in probed:
             try:
-                parts.coordinator.probe.run(parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad, i)
+                run_pass = parts.stepper.pass_runner(batch, i)
+                parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, i, updates=updates)
             except ProbeFailed as error:
                 errors.append(str(error))
         result = parts.stepper.step(batch, i)
@@ -253,5 +254,5 @@ def counted_probe(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "held": sum(held),
         "sent": {axis: both.get(axis, 0) - sent.get(axis, 0) for axis in ("tp", "dp", "pp")},
-        "expected": footprint(shapes, len(probe.formats), layout),
+        "expected": footprint(shapes, len(probe.formats), layout, updates=True),
     }

@@ -26,7 +26,8 @@ def plain_of_four():
 def test_probes_change_no_bit_of_a_run(layout, bf16):
     options, world = {**SMALL, **LAYOUTS[layout], "bf16": bf16}, world_of(layout)
     plain, probed = (run_ranks(trace, world, options, ITERATIONS, when) for when in (set(), PROBED))
-    for one, other in zip(plain, probed, strict=True):
+    of_loss = run_ranks(trace, world, options, ITERATIONS, PROBED, "", 0, False)
+    for one, other in [*zip(plain, probed, strict=True), *zip(plain, of_loss, strict=True)]:
         assert len({loss for loss, _, skipped in one["told"] if not skipped}) == ITERATIONS
         assert other["told"] == one["told"]
         assert other["tensors"].keys() == one["tensors"].keys() != set()
@@ -35,10 +36,13 @@ def test_probes_change_no_bit_of_a_run(layout, bf16):
 
 
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("failing", ["__init__", "measure", "add_updates"])
-def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing, rank, plain_of_four):
-    """Out of memory while it makes its tensors, in the pass of the model, and after it."""
-    got = run_ranks(trace, 4, FOUR, ITERATIONS, PROBED, failing, rank)
+@pytest.mark.parametrize(
+    ("failing", "updates"),
+    [("__init__", True), ("measure", True), ("_cast", True), ("add_updates", True), ("measure", False), ("_cast", False)],
+)
+def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing, updates, rank, plain_of_four):
+    """Out of memory while it makes its tensors, in the pass of the model, between two of a linear's casts, after it."""
+    got = run_ranks(trace, 4, FOUR, ITERATIONS, PROBED, failing, rank, updates)
     for one, other in zip(plain_of_four, got, strict=True):
         assert other["errors"] == [f"the probe failed on rank {rank}: OutOfMemoryError: no memory left"] * len(PROBED)
         assert other["told"] == one["told"] and not one["errors"]

@@ -28,14 +28,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Failure:
     """What went wrong first in this process's part of a probe; "" so far.
 
-    Text, not the exception: that would hold the memory of the frames it passed.
+    Text, not the exception: that would hold the memory of the frames it passed.  ``probes`` are let go of with it.
     """
 
     def __init__(self) -> None:
         self.text = ""
+        self.probes: list[LinearProbe] = []
 
     def note(self, error: BaseException | str) -> None:
-        """Keep the first."""
+        """Keep the first, and free what was measured: the pass itself may need the memory."""
+        for probe in self.probes:
+            probe.weight_error.clear()
         kind = f"{type(error).__name__}: " if isinstance(error, BaseException) else ""
         self.text = self.text or f"{kind}{str(error).strip()}".splitlines()[0]
 
@@ -72,10 +75,7 @@ class BlockProbe:
             self._add(self._shown.pop(row0), len(operands.x))
 
     def _give_up(self, error: Exception) -> None:
-        """Note it, and free what was measured: the pass itself may need the memory."""
         self.failure.note(error)
-        for probe in self.probes.values():
-            probe.weight_error.clear()
         for shown in self._shown.values():
             shown.update(dict.fromkeys(shown))
 

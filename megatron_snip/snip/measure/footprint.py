@@ -3,8 +3,9 @@
 Per process, of the stage with the most weights:
 
     held   wgrad's error in some rows of each weight, float32 [R, K] a format, from before the pass until after it;
-           and of one block and microbatch the outputs of q, k and v with their errors in each format
-    sent   over tp, per block and microbatch, the token sums [7 F, T] in float32; over dp, once, wgrad's errors
+           where updates are measured; and of one block and microbatch the outputs of q, k and v with their errors in
+           each format, and the gradient of what o reads
+    sent   over tp, per block and microbatch, the token sums [7 F, T] in float32; over dp, once, those errors of wgrad
 
 Source: linear_probe.py and block_probe.py, against whose tensors and collectives tests hold these counts.
 Convention: bytes are those that a process hands to collectives; T tokens of a microbatch, F formats.
@@ -48,21 +49,22 @@ class Footprint:
         return self.weight_errors + self.outputs
 
 
-def footprint(shapes: Sequence[LinearShape], formats: int, layout: Layout) -> Footprint:
-    """The footprint of the stage that holds most; ``formats`` counts those that quantise."""
+def footprint(shapes: Sequence[LinearShape], formats: int, layout: Layout, *, updates: bool) -> Footprint:
+    """The footprint of the stage that holds most; ``formats`` counts those that quantise, updates as for a probe."""
     elements: Counter[int] = Counter()
     blocks: dict[int, set[int]] = {}
     for shape in shapes:
         rows = len(range(0, shape.out_features, row_step(shape.out_features)))
         elements[shape.stage] += rows * shape.in_features // layout.tp
         blocks.setdefault(shape.stage, set()).add(shape.block)
-    errors = formats * _FLOAT32 * max(elements.values())
-    channels = sum(shape.out_features for shape in shapes if shape.block == 0 and shape.kind in ("q", "k", "v"))
+    errors = formats * _FLOAT32 * max(elements.values()) if updates else 0
+    first = {shape.kind: shape for shape in shapes if shape.block == 0}
+    behind = sum(first[kind].out_features for kind in ("q", "k", "v"))
     linears = sum(shape.block == 0 for shape in shapes)
     tokens = layout.microbatches * layout.tokens
     return Footprint(
         weight_errors=errors,
-        outputs=(1 + formats) * layout.element_size * layout.tokens * channels // layout.tp,
+        outputs=((1 + formats) * behind + first["o"].in_features) * layout.element_size * layout.tokens // layout.tp,
         sent_over_tp=max(map(len, blocks.values())) * linears * formats * _FLOAT32 * tokens if layout.tp > 1 else 0,
         sent_over_dp=errors if layout.dp > 1 else 0,
     )

@@ -149,9 +149,14 @@ class LinearProbe:
         judged_behind = self.shape.kind in ("q", "k", "v")
         output = x @ w.T if judged_behind and self.formats else None
         found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
-        if self.updates:
-            for fmt in self.formats:  # only now: casts of W are as large, and gone
-                self._add_backward_errors(fmt, operands)
+        if self.updates:  # only now: casts of W are as large, and gone
+            rows = slice(self._rows.start, None, self._step)
+            if self._step == 1 and operands.grad_weight is not None:
+                exact = operands.grad_weight()  # the pass's own
+            else:
+                exact = g[:, rows].T @ x
+            for fmt in self.formats:
+                self._add_backward_errors(fmt, operands, exact)
         self._seen = True
         if judged_behind:
             return Shown({}, output, found)
@@ -182,8 +187,11 @@ class LinearProbe:
             self._add_error(f"{fmt}/fprop/input", qx, x)
         return error
 
-    def _add_backward_errors(self, fmt: str, operands: Operands) -> None:
-        """wgrad's error in some rows, summed over microbatches, and those of dgrad's and wgrad's operands."""
+    def _add_backward_errors(self, fmt: str, operands: Operands, exact: Tensor) -> None:
+        """wgrad's error in some rows, summed over microbatches, and those of dgrad's and wgrad's operands.
+
+        exact [R,K]: those rows of wgrad's product without quantisation.
+        """
         if _weight_is_shared(fmt):
             for kind in ("error", "nonzero", "underflow", "saturated"):
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
@@ -196,12 +204,7 @@ class LinearProbe:
         del qg
         qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, x = self._cast(operands, "wgrad", "input", fmt)
-        rows = slice(self._rows.start, None, self._step)
-        if self._step == 1 and operands.grad_weight is not None:
-            exact = operands.grad_weight()  # the pass's own
-        else:
-            exact = operands.grad_output[:, rows].T @ operands.x
-        self.weight_error[fmt].add_(qg[:, rows].T @ qx).sub_(exact)
+        self.weight_error[fmt].add_(qg[:, self._rows.start :: self._step].T @ qx).sub_(exact)
         self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
         self._add_error(f"{fmt}/wgrad/input", qx, x)
 

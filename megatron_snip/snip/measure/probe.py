@@ -161,6 +161,7 @@ class Probe:
     @contextmanager
     def _observed(self, probes: Mapping[str, LinearProbe], failure: Failure) -> Iterator[None]:
         """Inside, every linear shows its operands to its probe."""
+        failure.probes = list(probes.values())
         for index, attend in self.attends.items():
             mine = {name: probe for name, probe in probes.items() if probe.shape.block == index}
             block = BlockProbe(mine, attend, self.mesh.tp, failure)

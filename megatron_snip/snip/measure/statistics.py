@@ -2,13 +2,14 @@
 
     token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k and v with the
                       attention's output, its gradient and what dY_f does to it
-    update            |u(g)|_F^2, the optimiser's update without noise
-    own/f             |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
-    norm/A            |A|_F^2 of the operands X, W and G
-    error/f/gemm/role |Q_f(A) - A|_F^2 of an operand of a GEMM, such as error/fp4/wgrad/input; of fprop's operands alone
-                      where updates were not measured
+    update *          |u(g)|_F^2, the optimiser's update without noise
+    own/f *           |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
+    norm/A            |A|_F^2 of the operands X, W and G *
+    error/f/gemm/role |Q_f(A) - A|_F^2 of an operand of a GEMM, such as error/fp4/fprop/input; dgrad's and wgrad's *
     underflow/...     share of that operand's nonzero elements that became 0
     saturated/...     share of them beyond the format's largest value
+
+* only where updates were measured.
 
 Source: docs/numerics.md, "Loss divergence" and "Weight divergence".  T is the tokens of the global batch and
 G = dL/dY contains 1/T.  Values are sums over the batch, the data-parallel ranks and the tensor shards; formats that
@@ -44,6 +45,8 @@ Floats = NDArray[np.float64]
 
 VERSION = 4
 _WAY_OUT = "collect the statistics anew"
+#: How statistics get updates, and the operands of the backward GEMMs.
+WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
 _FIELDS = {
     "version": is_count,
     "iteration": is_count,
@@ -105,8 +108,8 @@ class Statistics:
         if name not in self.columns:
             raise ValueError(
                 f"statistics of iteration {self.iteration} have no {name}; measured formats: "
-                f"{', '.join(self.formats) or 'none'}, {'with' if self.has_updates else 'without'} updates; "
-                "probe with the options that you plan with"
+                f"{', '.join(self.formats) or 'none'}, {'with' if self.has_updates else 'without'} updates; probe with "
+                f"the options that you plan with{'' if self.has_updates else f', or {WHERE_UPDATES}'}"
             )
         return self.values[:, self.columns.index(name)]
 

@@ -63,7 +63,6 @@ class Objective:
     """A quality objective: inputs -> Q [L, O], any unit; NaN in the rows of linears that cannot be judged."""
 
     compute: Callable[[ObjectiveInputs], Floats]
-    summary: str
     needs_stats: bool = True
     needs_operands: bool = False  # errors of the operands of all three GEMMs
 
@@ -164,10 +163,10 @@ def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "snip": Objective(_snip, "loss divergence / loss + c/2 weight divergence"),
-    "abs_err": Objective(_abs_err, "absolute quantisation error", needs_operands=True),
-    "rel_err": Objective(_rel_err, "relative quantisation error", needs_operands=True),
-    "random": Objective(_rule(random_ranks), "linears in an order drawn from the seed", needs_stats=False),
-    "layer_id": Objective(_rule(layer_id_ranks), "blocks in the middle first", needs_stats=False),
-    "layer_type": Objective(_rule(layer_type_ranks), "kinds of linear, down last", needs_stats=False),
+    "snip": Objective(_snip),
+    "abs_err": Objective(_abs_err, needs_operands=True),
+    "rel_err": Objective(_rel_err, needs_operands=True),
+    "random": Objective(_rule(random_ranks), needs_stats=False),
+    "layer_id": Objective(_rule(layer_id_ranks), needs_stats=False),
+    "layer_type": Objective(_rule(layer_type_ranks), needs_stats=False),
 }

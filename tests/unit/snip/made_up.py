@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -43,8 +44,9 @@ def changed(stats: Statistics, name: str, column: str, value: float) -> Statisti
 
 
 def without_updates(stats: Statistics) -> Statistics:
-    """As of a probe that measured none."""
-    kept = [i for i, name in enumerate(stats.columns) if name != "update" and not name.startswith("own/")]
+    """As of a probe that measured none, which sees fprop's operands alone."""
+    gone = re.compile(r"update|own/.*|norm/G|.*/(dgrad|wgrad)/.*")
+    kept = [i for i, name in enumerate(stats.columns) if not gone.fullmatch(name)]
     return dataclasses.replace(stats, columns=tuple(stats.columns[i] for i in kept), values=stats.values[:, kept])
 
 

@@ -135,6 +135,7 @@ def test_order_and_microbatches_in_flight_do_not_matter():
 def test_a_failure_is_noted_once_and_frees_what_was_measured():
     errors = {kind: torch.ones(8, 16) for kind in READ}
     block, probes = made_block([0], errors)
+    block.failure.probes = list(probes.values())
     del probes["o"].shows[0]
     for kind in ("up", "o", "q", "k", "v"):
         see(block, kind, 0)

@@ -115,11 +115,20 @@ def test_an_objective_gives_nan_for_them_itself(name):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_only_a_weight_needs_updates(name):
+def test_an_objective_says_what_it_needs(name):
+    """Of statistics of the loss divergence alone there are plans by that; a weight needs updates."""
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
-    assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
-    with pytest.raises(ValueError, match="have no (update|own/fp8); .* without updates; probe"):
-        quality("snip", dataclasses.replace(inputs, update_weight=1.0))
+    if get_objective(name).needs_operands:
+        with pytest.raises(
+            ValueError, match="have no error/fp8/dgrad/.* without updates; probe with .*collect_stats.py"
+        ):
+            quality(name, inputs)
+    else:
+        assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
+        with pytest.raises(
+            ValueError, match="have no (update|own/fp8); .* without updates; probe .* --snip-weight above 0"
+        ):
+            quality(name, dataclasses.replace(inputs, update_weight=1.0))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
