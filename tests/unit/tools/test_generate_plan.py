@@ -115,19 +115,17 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
 
 
 def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
-    without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(tmp_path / "loss.json")
+    loss = tmp_path / "loss.json"
+    without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(loss)
     with pytest.raises(ValueError, match="statistics of iteration 3 have no (update|own/fp8)"):
-        generate("--snip-weight", "1", stats=tmp_path / "loss.json")
-    said = generate(stats=tmp_path / "loss.json")
+        generate("--snip-weight", "1", stats=loss)
+    with pytest.raises(ValueError, match="have no error/fp8/dgrad/grad_output"):
+        generate("--snip-objective", "abs_err", stats=loss)
+    said = generate(stats=loss)
     rows = said.splitlines()[1:6]
     assert [row.split()[0] for row in rows] == ["best", "random_0", "random_1", "layer_id", "layer_type"]
     assert [re.split(r"  +", row)[3] for row in rows] == ["-"] * 5, "no weight divergence"
-    assert (
-        "no abs_err and rel_err: these statistics have fprop's operands alone; probe with tools/collect_stats.py"
-        in said
-    )
-    with pytest.raises(ValueError, match="have no error/fp8/dgrad/grad_output"):
-        generate("--snip-objective", "abs_err", stats=tmp_path / "loss.json")
+    assert "no abs_err and rel_err: these statistics have fprop's operands alone; probe with tools/" in said
 
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
