@@ -44,6 +44,10 @@ class SolverFailed(RuntimeError):
     """The child died, could not be started, or its answer is no answer."""
 
 
+class SolverKilled(SolverFailed):
+    """A signal ended the child, as where memory ran out; the same request may well be solved by another."""
+
+
 @dataclass(frozen=True, eq=False)
 class SolveRequest:
     """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
@@ -167,7 +171,8 @@ class BackgroundSolver:
         self._end()
         if code != 0:
             how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-            return SolverFailed(f"the solver's process failed ({how}){_last_line(errors)}")
+            kind = SolverKilled if code < 0 else SolverFailed
+            return kind(f"the solver's process failed ({how}){_last_line(errors)}")
         return _parse_answer(output, len(self.request.quality_loss))
 
     def _end(self) -> None:
