@@ -100,9 +100,12 @@ def read_manifest(folder: Path) -> Manifest:
     if digest != _digest(body):
         raise Damaged(f"{MANIFEST} is not what was written: its SHA-256 differs")
     del body["version"]
-    tensors = {name: tuple(map(tuple, records)) for name, records in body.pop("tensors").items()}
-    small = {name: tuple(facts) for name, facts in body.pop("small").items()}
-    return Manifest(tensors=tensors, small=small, not_finite=tuple(body.pop("not_finite")), **body)
+    try:
+        tensors = {name: tuple(map(tuple, records)) for name, records in body.pop("tensors").items()}
+        small = {name: tuple(facts) for name, facts in body.pop("small").items()}
+        return Manifest(tensors=tensors, small=small, not_finite=tuple(body.pop("not_finite")), **body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} has fields that no version writes ({error!r})") from error
 
 
 def check(save: Path, iteration: int) -> Manifest:

@@ -132,8 +132,10 @@ class Saver:
 
     def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
         """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if on_gpu:
+            torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the update
         if self._stager is None:
-            on_gpu = torch.cuda.is_available() and any(tensor.is_cuda for tensor in tensors.values())
             self._stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
         running = async_save(tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group)
         assert isinstance(running, AsyncSaveResponse), "the stager copies in a thread"
