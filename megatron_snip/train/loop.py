@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
-from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
+from megatron_snip.train.run_folder import Start, advice, changed_options, check_folders, find_start, open_run_folder
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
+from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -216,18 +219,29 @@ class Trainer:
             parts.coordinator.load_state(state["snip"])
 
 
-def train(config: Config) -> None:
-    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input."""
+def train(config: Config, ending: Ending | None = None) -> None:
+    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input.
+
+    ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
+    """
     config, plan = check(config, runtime.environment_world_size())
+    check_restarts(config, runtime.environment_restarts())
     config = with_defaults(config)
     start = find_start(config)
-    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    check_folders(config)
+    if ending is not None:
+        ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
+    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan), start)
+    if ending is not None:
+        ending.open()
     try:
         trainer.run()
     except BaseException:
         trainer.close(report=False)  # what went wrong is told first and alone
         raise
     trainer.close(report=True)
+    if ending is not None:
+        ending.close()
     runtime.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_snip.config import TILE, Config, option_groups
 
@@ -84,6 +85,23 @@ def validate(config: Config, world_size: int) -> None:
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
+
+
+def check_restarts(config: Config, restarts: int) -> None:
+    """ValueError if torchrun may start the run again, but these options would not let it continue."""
+    c = config.checkpoint
+    if restarts < 1:
+        return
+    if c.finetune:
+        raise ValueError(
+            f"--finetune begins anew at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
+            f"or --load {config.save_dir} without --finetune once the run has saved"
+        )
+    if c.load is None or Path(c.load).absolute() != config.save_dir.absolute():
+        raise ValueError(
+            f"--max-restarts is {restarts}, and a restart would continue from --load {c.load}, not from "
+            f"{config.save_dir}, where the run saves; give --load {config.save_dir}, or torchrun --max-restarts 0"
+        )
 
 
 def _validate_stages(config: Config, microbatches: int) -> None:
