@@ -148,6 +148,12 @@ def set_up_logging(rank: int) -> None:
     LOGGER.propagate = False
 
 
+def say(text: str) -> None:
+    """Print to stdout; where that is a file on a full disk, the run goes on without the line."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def seed_of(*parts: int | str) -> int:
     """A 63-bit seed that is a function of its parts alone, the same in every process."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()

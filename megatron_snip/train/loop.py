@@ -78,6 +78,8 @@ class Trainer:
             if leave:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
+        if (reason := self._unwritten()) is not None:
+            raise ValueError(reason)
 
     def close(self, *, report: bool) -> None:
         """Let go of files, threads and the solver; write the report if asked."""
@@ -100,7 +102,11 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late
+        return self.signal.received or late or self._unwritten() is not None
+
+    def _unwritten(self) -> str | None:
+        """Why the run must end: too much that this process could not write.  None while it may go on."""
+        return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
 
     def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
@@ -140,13 +146,13 @@ class Trainer:
     def _validate(self) -> dict[str, Any]:
         """Mean loss over the first batches of the validation data, the same ones each time."""
         loader, log = self.parts.valid_loader, self.config.logging
-        if loader is None or not log.eval_interval:
+        if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
         size = self.config.training.global_batch_size
         losses = [self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)]
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
-            print(validation_line(self.iteration, loss), flush=True)
+            runtime.say(validation_line(self.iteration, loss))
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
 
     def _validate_new_weights(self) -> None:
@@ -174,7 +180,7 @@ class Trainer:
                 tflops = flops / seconds / self.parts.mesh.world_size / 1e12
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
-            print(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops), flush=True)
+            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops))
 
     def _save(self) -> None:
         start = time.perf_counter()
