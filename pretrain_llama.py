@@ -9,5 +9,5 @@ from megatron_snip.runtime import report_errors
 from megatron_snip.train.loop import train
 
 if __name__ == "__main__":
-    with report_errors():
-        train(parse(sys.argv[1:]))
+    with report_errors() as ending:
+        train(parse(sys.argv[1:]), ending)

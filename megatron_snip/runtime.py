@@ -19,7 +19,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+import megatron_snip
+from megatron_snip.faults.ending import Ending
+from megatron_snip.faults.rendezvous import agree_on_start
+from megatron_snip.faults.watch import Watch
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -45,6 +51,24 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def environment_restarts() -> int:
+    """How often torchrun may start a node's processes again after a failure; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def end_with_agent() -> None:
+    """Let the system end this process as soon as torchrun's agent, its parent, is gone, on Linux.
+
+    Without it a killed torchrun leaves its processes training.  A process that a shell or srun started has no agent.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != megatron_snip.PARENT:  # it was gone before the call
+        os._exit(1)
+
+
 def resolve_backend(backend: str) -> tuple[str, str]:
     """--distributed-backend with auto resolved, and the type of device that goes with it."""
     if backend == "auto":
@@ -64,8 +88,11 @@ def keep_freed_memory() -> None:
         mallopt(-1, of_top)  # M_TRIM_THRESHOLD
 
 
-def start(backend: str, timeout_minutes: float) -> Runtime:
-    """Join the process group and take a device.  Every process calls it once; `stop` undoes it."""
+def start(backend: str, timeout_minutes: float, ending: Ending | None = None) -> Runtime:
+    """Join the process group and take a device.  Every process calls it once; `stop` undoes it.
+
+    ending: gets a watch over the other processes.
+    """
     rank, world_size = environment_rank(), environment_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     backend, _ = resolve_backend(backend)
@@ -82,13 +109,27 @@ def start(backend: str, timeout_minutes: float) -> Runtime:
     else:
         device = torch.device("cpu")
         keep_freed_memory()
-    timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:  # a lone process needs no address
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        _join(backend, rank, world_size, timeout_minutes, ending)
     return Runtime(rank, world_size, local_rank, device, backend)
+
+
+def _join(backend: str, rank: int, world_size: int, timeout_minutes: float, ending: Ending | None) -> None:
+    """Make the process group, under keys that no earlier start has used, and begin to watch the other processes."""
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" not in os.environ:  # a lone process needs no address
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    own, key = next(rendezvous("env://", rank, world_size, timeout=timeout))[0], "start"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
+        key = agree_on_start(own, rank, world_size, timeout.total_seconds())
+    store = PrefixStore(key, own)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if ending is not None and world_size > 1:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        second = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        place = PrefixStore(f"{key}/watch", second)
+        ending.watch = Watch(place, rank, world_size, timeout.total_seconds(), ending.from_watch)
 
 
 def stop() -> None:
@@ -107,6 +148,12 @@ def set_up_logging(rank: int) -> None:
     LOGGER.propagate = False
 
 
+def say(text: str) -> None:
+    """Print to stdout; where that is a file on a full disk, the run goes on without the line."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def seed_of(*parts: int | str) -> int:
     """A 63-bit seed that is a function of its parts alone, the same in every process."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
@@ -119,33 +166,53 @@ def seed_iteration(seed: int, iteration: int) -> None:
 
 
 class StopSignal:
-    """Remembers SIGTERM, so that the loop can save and leave at the end of an iteration."""
+    """Remembers SIGTERM and Ctrl-C, so that the loop can save and leave at the end of an iteration.
+
+    A second Ctrl-C ends the process at once.  Within a second of the first it counts as the same: a terminal sends
+    it to all processes, and a launcher may pass it on.
+    """
 
     def __init__(self, listen: bool) -> None:
         self.received = False
+        self._interrupted: float | None = None
         if listen:
             signal.signal(signal.SIGTERM, self._receive)
+            signal.signal(signal.SIGINT, self._receive)
 
-    def _receive(self, *_: object) -> None:
+    def _receive(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is not None and now - self._interrupted > 1.0:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            if self._interrupted is None:
+                self._interrupted = now
+                LOGGER.warning("Ctrl-C: the run saves and leaves after this iteration; a second one ends it at once")
         self.received = True
 
 
 @contextlib.contextmanager
-def report_errors() -> Iterator[None]:
-    """Turn a ValueError, which is the user's, into one line and exit status 2; set up logging.
+def report_errors() -> Iterator[Ending]:
+    """Turn every error into one line; set up logging.  Gives what the run fills in so that the line can say more.
 
-    An error that every process finds is told by rank 0 alone: the others wait a moment before they tell it,
-    because torchrun ends all of them as soon as one has failed.
+    A ValueError is the user's and leaves with status 2.  One that every process finds is told by rank 0 alone: the
+    others wait a moment before they tell it, because torchrun ends all of them as soon as one has failed.  Any other
+    error is told by the process that meets it first, its traceback goes into the run folder.
     """
     rank = environment_rank()
     set_up_logging(rank)
+    end_with_agent()
+    ending = Ending(rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
     try:
-        yield
+        yield ending
+    except SystemExit:
+        raise
     except ValueError as error:
         if rank > 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
             time.sleep(3.0)
-        where = f" [rank {rank}]" if rank > 0 else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(2)  # other processes may be inside a collective: no leave-taking
+        ending.tell_user(error)
+    except BaseException as error:
+        if ending.folder is None and not isinstance(error, KeyboardInterrupt):
+            raise  # nothing has begun: the traceback is all that there is to tell
+        ending.after(error)

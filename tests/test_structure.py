@@ -22,6 +22,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LEVELS = [
     {"formats"},
     {"config"},
+    {"faults"},
     {"runtime", "mesh"},
     {"quant"},
     {"parallel"},

@@ -327,7 +327,7 @@ class Torchrun:
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
         world = int(options["tensor_model_parallel_size"]) * int(options["pipeline_model_parallel_size"])
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
+        words = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
                  str(PROGRAM)]  # fmt: skip
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"
@@ -337,7 +337,6 @@ class Torchrun:
         # Through a pipe, since a limit on the size of files would end what the run says, too.
         self._process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self._reader = subprocess.Popen(["tee", "-a", str(log)], stdin=self._process.stdout, stdout=subprocess.DEVNULL)
         assert self._process.stdout is not None

@@ -121,8 +121,8 @@ class Saver:
         """Wait for a save in the background, whatever becomes of it, and let go of the folder."""
         try:
             self.wait()
-        except ValueError as error:  # the run ends for another reason, which is told
-            LOGGER.warning(str(error))
+        except Exception as error:  # the run ends for another reason, which is told
+            LOGGER.warning(f"the last save in the background did not end well: {error}")
         if self._stager is not None:
             self._stager.close()
         if self._lock is not None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
@@ -36,6 +37,8 @@ from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective
 
 LOGGER = logging.getLogger("megatron_snip")
 Metrics = dict[str, Any]
+#: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
+FILES_KEPT = 100
 
 
 def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
@@ -100,6 +103,8 @@ class Coordinator:
         self.history: list[dict[str, Any]] = []
         self.predictions: Predictions | None = None  # of the last statistics
         self._solver: BackgroundSolver | None = None
+        self._unwritten: dict[Path, Statistics | Plan] = {}
+        self._failed = FailedWrites(f"plans and statistics in {run_dir}", limit=FILES_KEPT)
 
     def before_step(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Apply what is due and probe what is due; every process calls it before every iteration."""
@@ -112,10 +117,20 @@ class Coordinator:
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
 
     def close(self) -> None:
-        """End a solve under way."""
+        """End a solve under way, and write what could not be written before."""
+        self._cancel()
+        if self._unwritten:
+            self._failed.attempt(self._write_all)
+
+    def _cancel(self) -> None:
         if self._solver is not None:
             self._solver.cancel()
             self._solver = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run must end: too many files in a row could not be written.  None while it may go on."""
+        return self._failed.reason
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -181,7 +196,7 @@ class Coordinator:
         return wanted if self.last_iteration is None else min(wanted, self.last_iteration - iteration + 1)
 
     def _start(self, pending: Pending) -> None:
-        self.close()
+        self._cancel()
         self.pending = pending
         if self.mesh.rank == 0:
             try:
@@ -210,13 +225,15 @@ class Coordinator:
         return self._apply(plan)
 
     def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
-        """Rank 0 keeps a file for people; a full disk must not end the run."""
+        """Rank 0 keeps a file for people; one that cannot be written is tried again with the next."""
         if self.mesh.rank == 0:
-            path = self.run_dir / kind / f"iter_{iteration:07d}.json"
-            try:
-                what.save(path)
-            except OSError as error:
-                LOGGER.warning(f"{path} was not written: {error}")
+            self._unwritten[self.run_dir / kind / f"iter_{iteration:07d}.json"] = what
+            self._failed.attempt(self._write_all)
+
+    def _write_all(self) -> None:
+        for path, what in list(self._unwritten.items()):
+            what.save(path)
+            del self._unwritten[path]
 
     def _answer(self, pending: Pending) -> tuple[float, dict[str, Any] | str]:
         """Rank 0: seconds that training stood still for the solver, and the plan or why there is none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ from megatron_snip.checkpoint.manifest import Damaged
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
+from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
-from megatron_snip.train.run_folder import Start, changed_options, earlier_start, find_start, open_run_folder
+from megatron_snip.train.run_folder import (
+    Start,
+    advice,
+    changed_options,
+    check_folders,
+    earlier_start,
+    find_start,
+    open_run_folder,
+)  # fmt: skip
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
+from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -80,6 +91,8 @@ class Trainer:
             if leave:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
+        if (reason := self._unwritten()) is not None:
+            raise ValueError(reason)
 
     def close(self, *, report: bool) -> None:
         """Let go of files, threads and the solver; write the report if asked."""
@@ -103,7 +116,11 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late
+        return self.signal.received or late or self._unwritten() is not None
+
+    def _unwritten(self) -> str | None:
+        """Why the run must end: too much that this process could not write.  None while it may go on."""
+        return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
 
     def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
@@ -143,13 +160,13 @@ class Trainer:
     def _validate(self) -> dict[str, Any]:
         """Mean loss over the first batches of the validation data, the same ones each time."""
         loader, log = self.parts.valid_loader, self.config.logging
-        if loader is None or not log.eval_interval:
+        if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
         size = self.config.training.global_batch_size
         losses = [self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)]
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
-            print(validation_line(self.iteration, loss), flush=True)
+            runtime.say(validation_line(self.iteration, loss))
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
 
     def _validate_new_weights(self) -> None:
@@ -177,7 +194,7 @@ class Trainer:
                 tflops = flops / seconds / self.parts.mesh.world_size / 1e12
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
-            print(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops), flush=True)
+            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops))
 
     def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
@@ -227,18 +244,29 @@ class Trainer:
             parts.coordinator.load_state(state["snip"])
 
 
-def train(config: Config) -> None:
-    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input."""
+def train(config: Config, ending: Ending | None = None) -> None:
+    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input.
+
+    ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
+    """
     config, plan = check(config, runtime.environment_world_size())
+    check_restarts(config, runtime.environment_restarts())
     config = with_defaults(config)
     start = find_start(config)
-    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    check_folders(config)
+    if ending is not None:
+        ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
+    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan), start)
+    if ending is not None:
+        ending.open()
     try:
         trainer.run()
     except BaseException:
         trainer.close(report=False)  # what went wrong is told first and alone
         raise
     trainer.close(report=True)
+    if ending is not None:
+        ending.close()
     runtime.stop()

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 
 LOGGER = logging.getLogger("megatron_snip")
+#: Rows that are kept while they cannot be written; one more iteration in a row ends the run.
+ROWS_KEPT = 1000
 #: Of a plan's table in wandb: divergences in nats and relative to the squared update.
 PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
 
@@ -64,15 +67,31 @@ def _json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a last line that a kill cut short is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a metrics file, each with its row; one warning if any that is damaged is left out."""
+    found, damaged = [], []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+            row = json.loads(line.decode())
+            if not isinstance(row["iteration"], int):
+                raise TypeError("an iteration is a whole number")
+            found.append((line + b"\n", row))
+        except (ValueError, KeyError, TypeError):  # no text, no JSON, or no row
+            if number < len(lines):  # a kill may have cut the last one short
+                damaged.append(str(number))
+    if damaged:
+        shown = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+        LOGGER.warning(f"{path}: damaged lines are left out: {len(damaged)} of {len(lines)}, by number {shown}")
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file.
+
+    A damaged line is left out with a warning; a last line that a kill cut short, without one.
+    """
+    return [row for _, row in _read_lines(path)]
 
 
 def plan_rows(plan: Plan, predictions: Predictions | None = None) -> list[list[Any]]:
@@ -89,10 +108,14 @@ def metrics_file(run_dir: Path, rank: int = 0) -> Path:
     return run_dir / f"metrics/rank_{rank:04d}.jsonl" if rank else run_dir / "metrics.jsonl"
 
 
-def cut_back(path: Path, iteration: int) -> None:
-    """Drop the rows of later iterations, and make the file if it is not there."""
-    rows = [row for row in read_metrics(path) if row["iteration"] <= iteration]
-    write_atomic(path, "".join(map(_json_line, rows)))
+def cut_back(path: Path, iteration: int) -> int | None:
+    """Drop the rows of later iterations, and make the file if it is not there; what stays is byte for byte the same.
+
+    Returns the last iteration that has a row.
+    """
+    lines = [(line, row["iteration"]) for line, row in _read_lines(path) if row["iteration"] <= iteration]
+    write_atomic(path, b"".join(line for line, _ in lines).decode())
+    return max((number for _, number in lines), default=None)
 
 
 def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) -> None:
@@ -107,23 +130,41 @@ def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) ->
 
 
 class MetricsWriter:
-    """A process's metrics file and, on rank 0, wandb."""
+    """A process's metrics file and, on rank 0, wandb.
+
+    A row that cannot be written, as on a full disk, is kept and written before the next one; see `FailedWrites`.
+    """
 
     def __init__(self, config: Config, run_id: str, iteration: int, rank: int = 0) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
-        cut_back(self.path, iteration)
-        self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
+        last = cut_back(self.path, iteration)
+        if last is not None and last < iteration:
+            LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._left = bytearray()  # bytes that the file does not have yet
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
+        self.failed = FailedWrites(str(self.path), ROWS_KEPT)
+        self._failed_wandb = FailedWrites("wandb", ROWS_KEPT)
 
     def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
         """One iteration's metrics; the line is handed to the system at once.
 
         tables: what only wandb shows, made by `wandb_plan`.
         """
-        self._file.write(_json_line(row))
-        self._file.flush()
-        if self._wandb is not None:
-            self._wandb.log({**row, **(tables or {})})
+        self._left += _json_line(row).encode()
+        self.failed.attempt(self._write_left)
+        if (run := self._wandb) is not None:
+            self._failed_wandb.attempt(lambda: run.log({**row, **(tables or {})}))
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run must end: too many writes in a row failed.  None while it may go on."""
+        return self.failed.reason or self._failed_wandb.reason
+
+    def _write_left(self) -> None:
+        """All bytes that the file does not have yet, in order; what a failing write took is not written again."""
+        while self._left:
+            del self._left[: self._file.write(self._left) or 0]
 
     def wandb_plan(self, plan: Plan, predictions: Predictions | None = None) -> dict[str, Any]:
         """A plan as a wandb Table, with what it is predicted to cost, and as a picture; nothing without wandb."""
@@ -141,11 +182,14 @@ class MetricsWriter:
             return {}
 
     def close(self) -> None:
-        """End the file and the wandb run."""
-        os.fsync(self._file.fileno())
+        """End the file and the wandb run; never raises."""
+        self.failed.attempt(self._write_left)
+        if self._left:
+            LOGGER.warning(f"{self.path} lacks the last {self._left.count(bytes([10]))} rows")
+        self.failed.attempt(lambda: os.fsync(self._file.fileno()))
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._failed_wandb.attempt(self._wandb.finish)
 
 
 def check_wandb(config: Config) -> None:

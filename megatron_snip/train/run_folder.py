@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,6 +192,40 @@ def _save_dir_of(run_dir: Path) -> Path | None:
         return None
     saved = json.loads((run_dir / "config.json").read_text())["checkpoint"]["save"]
     return Path(saved or run_dir / "checkpoints")
+
+
+def check_folders(config: Config) -> None:
+    """ValueError if nothing can be written to the run folder or to --save; nothing is left of the trial.
+
+    A folder that does not exist yet is tried where it would be made.
+    """
+    for option, folder in (("--run-dir", Path(config.logging.run_dir)), ("--save", config.save_dir)):
+        there = folder.absolute()
+        while not there.exists():
+            there = there.parent
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"{option} {folder} cannot be written ({error.strerror}); give another folder, or make room or mend it"
+            ) from error
+
+
+def advice(config: Config) -> str:
+    """What to do after a run has failed, as the end of a line."""
+    save = config.save_dir
+    try:
+        saved, _ = newest(save)
+    except (OSError, ValueError):
+        saved = None
+    if saved is None:
+        return f"it has no checkpoint yet, start it again (stacks are in {config.logging.run_dir}/stacks)"
+    return (
+        f"its last checkpoint is iteration {saved}, continue it with --load {save} "
+        f"(stacks are in {config.logging.run_dir}/stacks)"
+    )
 
 
 def open_run_folder(config: Config, start: Start) -> None:

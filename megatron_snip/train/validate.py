@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_snip.config import TILE, Config, option_groups
 
@@ -85,6 +86,24 @@ def validate(config: Config, world_size: int) -> None:
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
+    _validate_pairs(config)
+
+
+def check_restarts(config: Config, restarts: int) -> None:
+    """ValueError if torchrun may start the run again, but these options would not let it continue."""
+    c = config.checkpoint
+    if restarts < 1:
+        return
+    if c.finetune:
+        raise ValueError(
+            f"--finetune begins anew at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
+            f"or --load {config.save_dir} without --finetune once the run has saved"
+        )
+    if c.load is None or Path(c.load).absolute() != config.save_dir.absolute():
+        raise ValueError(
+            f"--max-restarts is {restarts}, and a restart would continue from --load {c.load}, not from "
+            f"{config.save_dir}, where the run saves; give --load {config.save_dir}, or torchrun --max-restarts 0"
+        )
 
 
 def _validate_stages(config: Config, microbatches: int) -> None:
@@ -144,3 +163,27 @@ def _validate_choices(config: Config) -> None:
         raise ValueError("--mock-data is given together with paths of real data; drop one of them")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
+
+
+def _validate_pairs(config: Config) -> None:
+    """ValueError for two options that contradict each other, of which one would quietly win or the run would end."""
+    s, t = config.snip, config.training
+    waits, limit = s.snip_solve_timeout, 60.0 * config.parallel.distributed_timeout_minutes
+    if config.precision.precision == "snip" and waits >= limit:
+        raise ValueError(
+            f"--snip-solve-timeout is {waits:g} seconds, and --distributed-timeout-minutes {limit / 60.0:g} ends a run "
+            f"whose processes wait for {limit:g} seconds; lower the first or raise the second"
+        )
+    if t.min_lr > t.lr and t.lr_decay_style != "constant":
+        raise ValueError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+    if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
+        raise ValueError(
+            f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
+        )
+    if config.model.use_rope_scaling and config.model.rope_low_freq_factor >= config.model.rope_high_freq_factor:
+        raise ValueError(
+            f"--rope-low-freq-factor {config.model.rope_low_freq_factor:g} must be below --rope-high-freq-factor "
+            f"{config.model.rope_high_freq_factor:g}; change one"
+        )
+    if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
+        raise ValueError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")

@@ -24,10 +24,10 @@ def run_and_tell(options: Mapping[str, Any], pipe: str) -> None:
     words = os.open(pipe, os.O_WRONLY)
     os.dup2(words, 1)
     os.dup2(words, 2)
-    with runtime.report_errors():
+    with runtime.report_errors() as ending:
         from megatron_snip.train import loop
 
-        loop.train(Config().replace(**options))
+        loop.train(Config().replace(**options), ending)
 
 
 def run_carelessly(options: Mapping[str, Any], pipe: str) -> None:

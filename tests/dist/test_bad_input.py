@@ -24,7 +24,7 @@ from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 MODEL = {
     "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,
-    "vocab_size": 64, "global_batch_size": 2, "train_iters": 2, "distributed_timeout_minutes": 1,
+    "vocab_size": 64, "global_batch_size": 2, "train_iters": 2, "distributed_timeout_minutes": 2,
 }  # fmt: skip
 
 

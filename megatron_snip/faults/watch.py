@@ -1,0 +1,189 @@
+"""A thread in every process that tells the others it lives, and notices who does not and when the run has failed.
+
+Each process leaves a sign of life in the store every period: a count, its process id and host, and where its main
+thread stands.  Each looks after the next rank's sign.  The first process that fails takes the word, so that one
+alone tells why the run ends; all others find that in the store, write their stacks and end, whatever they wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from torch._C._distributed_c10d import Store
+
+LOGGER = logging.getLogger("megatron_snip")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LONGEST_PERIOD, _PERIODS = 2.0, 30  # seconds; a time-out has at least so many periods
+_READINGS_APART = 2.5  # periods: who lives gives a sign in between
+#: Files in which the innermost frames of a process stand that waits for others.
+_WAITING = ("distributed_c10d.py", "_functional_collectives.py", "/pipelining/", "/fsdp/")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a process last told of itself."""
+
+    count: int
+    pid: int
+    host: str
+    state: str  # waiting (for other processes), busy, failed
+    place: str  # innermost line of this package that its main thread is in
+
+    def describe(self, rank: int, what: str) -> str:
+        """One process and what is wrong with it."""
+        return f"rank {rank} (process {self.pid} on {self.host}) {what}"
+
+
+def where(frame: FrameType | None) -> tuple[str, str]:
+    """(waiting or busy, `file:line in function`) of a stack, by its innermost frames."""
+    state, place, depth = "busy", "", 0
+    while frame is not None and not place:
+        path = frame.f_code.co_filename
+        if depth < 3 and any(part in path for part in _WAITING):
+            state = "waiting"
+        if Path(path).is_relative_to(_PACKAGE):
+            place = f"{Path(path).relative_to(_PACKAGE.parent)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame, depth = frame.f_back, depth + 1
+    return state, place
+
+
+def process_state(pid: int) -> str | None:
+    """What is wrong with a process of this host, "has ended" or "is stopped"; None if nothing is that shows."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "has ended"
+    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)
+
+
+class Watch:
+    """The thread and what it knows.  `close` ends it; it never ends a process by itself but through `leave`.
+
+    store: a connection of its own, which nothing else uses, with keys that no other start has.
+    seconds: a process that gives no sign for so long has failed.
+    leave: called in this thread, with the line to tell or, where another process has told it, None.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, seconds: float, leave: Callable[[str | None], None]
+    ) -> None:
+        self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
+        self.period = min(_LONGEST_PERIOD, seconds / _PERIODS)
+        self.failed = False
+        self._leave, self._count = leave, 0
+        self._closed = threading.Event()
+        self._main = threading.main_thread().ident
+        self._next = (rank + 1) % world_size
+        self._next_sign: Sign | None = None
+        self._next_came = self._last_turn = time.monotonic()
+        self._warned = False
+        self._give_sign()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; signs of life end with it, so every process calls it when nothing can fail any more."""
+        self._closed.set()
+        self._thread.join(self.period + 5.0)  # it may be stuck where the store is: then it ends with the process
+
+    def take_the_word(self) -> bool:
+        """Whether this process is the first that failed, and so tells why; others find it in `told`."""
+        self.failed = True
+        self._give_sign()
+        return self.store.add("word", 1) == 1
+
+    def tell(self, line: str) -> None:
+        """Let all processes know that the run has failed."""
+        self.store.set("over", line)
+
+    def told(self) -> bool:
+        """Whether some process has told why the run ends."""
+        return self.store.check(["over"])
+
+    def missing(self) -> list[str]:
+        """Who is to blame for a lost connection or a time-out, best guess first kind alone; may be empty.
+
+        Processes of this host that have ended or are stopped; else those that give no sign of life; else those
+        that do not wait while others do.  Takes up to 2.5 periods.
+        """
+        first = self._signs()
+        here = socket.gethostname()
+        others = {r: sign for r, sign in first.items() if r != self.rank and sign.state != "failed"}
+        ended = {r: process_state(sign.pid) for r, sign in others.items() if sign.host == here}
+        if found := [others[r].describe(r, what) for r, what in ended.items() if what]:
+            return found
+        time.sleep(_READINGS_APART * self.period)
+        later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "failed"}
+        if silent := [r for r, sign in later.items() if sign.count == others[r].count]:
+            return [others[r].describe(r, "gives no sign of life") for r in silent]
+        busy = [r for r, sign in later.items() if sign.state == "busy" == others[r].state]
+        return [later[r].describe(r, f"does not wait for the others: it is in {later[r].place}") for r in busy]
+
+    def wake_stopped(self) -> None:
+        """Let stopped processes of this host go on, so that they find out and write their stacks."""
+        for rank, sign in self._signs().items():
+            if rank != self.rank and sign.host == socket.gethostname() and process_state(sign.pid) == "is stopped":
+                with contextlib.suppress(OSError):
+                    os.kill(sign.pid, signal.SIGCONT)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.period):
+            try:
+                self._turn()
+            except Exception:  # the store has gone with its process: lost connections tell the rest
+                return
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._give_sign()
+        if self.told():
+            self._closed.wait(2.0)  # the main thread may be about to leave by itself
+            if not self._closed.is_set():
+                self._leave(None)
+            return
+        if now - self._last_turn > 5 * self.period:  # this process stood still itself, perhaps all did
+            self._next_came = now
+        self._last_turn = now
+        self._look_after_next(now)
+
+    def _look_after_next(self, now: float) -> None:
+        sign = self._signs([self._next]).get(self._next)
+        if sign is not None and (self._next_sign is None or sign.count != self._next_sign.count):
+            self._next_sign, self._next_came, self._warned = sign, now, False
+        elif self._next_sign is not None and self._next_sign.state != "failed":
+            silent = now - self._next_came
+            if silent > self.seconds:
+                line = self._next_sign.describe(self._next, f"has given no sign of life for {silent:.0f} s")
+                self._leave(line)
+            elif silent > self.seconds / 2 and not self._warned:
+                self._warned = True
+                line = self._next_sign.describe(self._next, f"has given no sign of life for {silent:.0f} s")
+                LOGGER.error(f"{line}; the run ends after {self.seconds:.0f} s")
+
+    def _give_sign(self) -> None:
+        self._count += 1
+        state, place = where(sys._current_frames().get(self._main or 0))
+        sign = Sign(self._count, os.getpid(), socket.gethostname(), "failed" if self.failed else state, place)
+        self.store.set(f"sign/{self.rank}", json.dumps(asdict(sign)))
+
+    def _signs(self, ranks: list[int] | None = None) -> dict[int, Sign]:
+        """The last signs of some ranks, of all by default; those that never gave one are left out."""
+        found = {}
+        for rank in range(self.world_size) if ranks is None else ranks:
+            if self.store.check([f"sign/{rank}"]):
+                found[rank] = Sign(**json.loads(self.store.get(f"sign/{rank}")))
+        return found
