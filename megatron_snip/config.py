@@ -102,7 +102,7 @@ class TrainingConfig:
     max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.
     exit_interval: Optional[int] = None  # Save and leave when the iteration divides by this.
     exit_duration_in_mins: Optional[float] = None  # Save and leave after this many minutes.
-    exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM.
+    exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM or Ctrl-C.
 
 
 @dataclass(frozen=True)

@@ -327,8 +327,8 @@ class Torchrun:
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
         world = int(options["tensor_model_parallel_size"]) * int(options["pipeline_model_parallel_size"])
-        words = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
-                 str(PROGRAM)]  # fmt: skip
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        words = ["env", "OMP_NUM_THREADS=1", *agent, str(PROGRAM)]
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"
             words += [] if value is None or value is False else [flag] if value is True else [flag, str(value)]

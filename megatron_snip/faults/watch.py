@@ -38,7 +38,7 @@ class Sign:
     count: int
     pid: int
     host: str
-    state: str  # waiting (for other processes), busy, failed
+    state: str  # waiting (for other processes), busy, leaving
     place: str  # innermost line of this package that its main thread is in
 
     def describe(self, rank: int, what: str) -> str:
@@ -83,7 +83,7 @@ class Watch:
     ) -> None:
         self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
         self.period = min(_LONGEST_PERIOD, seconds / _PERIODS)
-        self.failed = False
+        self.leaving = False
         self._leave, self._count = leave, 0
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
@@ -96,13 +96,16 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; signs of life end with it, so every process calls it when nothing can fail any more."""
+        """End the thread, and let the others know that no more signs of life will come."""
         self._closed.set()
+        self.leaving = True
+        with contextlib.suppress(Exception):
+            self._give_sign()
         self._thread.join(self.period + 5.0)  # it may be stuck where the store is: then it ends with the process
 
     def take_the_word(self) -> bool:
         """Whether this process is the first that failed, and so tells why; others find it in `told`."""
-        self.failed = True
+        self.leaving = True
         self._give_sign()
         return self.store.add("word", 1) == 1
 
@@ -122,12 +125,12 @@ class Watch:
         """
         first = self._signs()
         here = socket.gethostname()
-        others = {r: sign for r, sign in first.items() if r != self.rank and sign.state != "failed"}
+        others = {r: sign for r, sign in first.items() if r != self.rank and sign.state != "leaving"}
         ended = {r: process_state(sign.pid) for r, sign in others.items() if sign.host == here}
         if found := [others[r].describe(r, what) for r, what in ended.items() if what]:
             return found
         time.sleep(_READINGS_APART * self.period)
-        later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "failed"}
+        later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "leaving"}
         if silent := [r for r, sign in later.items() if sign.count == others[r].count]:
             return [others[r].describe(r, "gives no sign of life") for r in silent]
         busy = [r for r, sign in later.items() if sign.state == "busy" == others[r].state]
@@ -164,7 +167,7 @@ class Watch:
         sign = self._signs([self._next]).get(self._next)
         if sign is not None and (self._next_sign is None or sign.count != self._next_sign.count):
             self._next_sign, self._next_came, self._warned = sign, now, False
-        elif self._next_sign is not None and self._next_sign.state != "failed":
+        elif self._next_sign is not None and self._next_sign.state != "leaving":
             silent = now - self._next_came
             if silent > self.seconds:
                 line = self._next_sign.describe(self._next, f"has given no sign of life for {silent:.0f} s")
@@ -177,7 +180,7 @@ class Watch:
     def _give_sign(self) -> None:
         self._count += 1
         state, place = where(sys._current_frames().get(self._main or 0))
-        sign = Sign(self._count, os.getpid(), socket.gethostname(), "failed" if self.failed else state, place)
+        sign = Sign(self._count, os.getpid(), socket.gethostname(), "leaving" if self.leaving else state, place)
         self.store.set(f"sign/{self.rank}", json.dumps(asdict(sign)))
 
     def _signs(self, ranks: list[int] | None = None) -> dict[int, Sign]:

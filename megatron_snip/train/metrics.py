@@ -186,7 +186,8 @@ class MetricsWriter:
         self.failed.attempt(self._write_left)
         if self._left:
             LOGGER.warning(f"{self.path} lacks the last {self._left.count(bytes([10]))} rows")
-        self.failed.attempt(lambda: os.fsync(self._file.fileno()))
+        else:
+            self.failed.attempt(lambda: os.fsync(self._file.fileno()))
         self._file.close()
         if self._wandb is not None:
             self._failed_wandb.attempt(self._wandb.finish)

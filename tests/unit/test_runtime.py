@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import megatron_snip
 from megatron_snip import runtime
 
 
@@ -52,16 +57,60 @@ def test_an_iteration_reseeds_torch():
 
 
 def test_sigterm_is_remembered_if_it_is_listened_to():
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         deaf = runtime.StopSignal(listen=False)
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGTERM) is before[0]
         heard = runtime.StopSignal(listen=True)
         assert not heard.received
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.received and not deaf.received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+def test_ctrl_c_is_remembered_and_a_second_one_ends_the_process():
+    """In a process of its own, without torch's start: what a second one does is the end of it."""
+    code = """if True:
+        import os, signal, sys, time
+        from megatron_snip import runtime
+        heard = runtime.StopSignal(listen=True)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a launcher passed on what the terminal had sent
+        print(heard.received, flush=True)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("still here", flush=True)
+    """
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (got.returncode, got.stdout) == (-signal.SIGINT, "True\n")
+
+
+def test_a_process_whose_agent_has_gone_ends(monkeypatch):
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(megatron_snip, "PARENT", -1)
+    runtime.end_with_agent()
+    assert left == [], "a shell's or srun's process stays"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    runtime.end_with_agent()
+    assert left == [1]
+    monkeypatch.setattr(megatron_snip, "PARENT", os.getppid())
+    runtime.end_with_agent()
+    assert left == [1]
+
+
+def test_a_full_disk_under_stdout_does_not_end_the_run(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        runtime.say("x")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 @pytest.fixture
@@ -109,6 +158,6 @@ def test_other_ranks_wait_before_they_tell(logger, monkeypatch, capsys):
     assert capsys.readouterr().err == "error [rank 2]: odd\n"
 
 
-def test_our_own_errors_keep_their_traceback(logger, monkeypatch):
+def test_before_a_run_has_begun_our_own_errors_keep_their_traceback(logger, monkeypatch):
     with pytest.raises(AssertionError, match="mine"):
         leave_with(monkeypatch, AssertionError("mine"))

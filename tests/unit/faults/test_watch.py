@@ -80,10 +80,16 @@ def test_the_innermost_line_of_the_package_is_the_place():
     assert where(seen[0])[1].startswith("megatron_snip/faults/ending.py:") and "in one_line" in where(seen[0])[1]
 
 
+def freeze(one: Watch) -> None:
+    """No more signs of life, and no word that there will be none."""
+    one._closed.set()
+    one._thread.join()
+
+
 def test_who_gives_no_sign_of_life_is_missing(make, monkeypatch):
     monkeypatch.setattr(watch, "process_state", lambda pid: None)  # as if the others were on another host
     first, second, _ = make(0, 3), make(1, 3), make(2, 3)
-    second.close()
+    freeze(second)
     (said,) = first.missing()
     assert said.startswith("rank 1 (process ") and said.endswith(" gives no sign of life")
 
@@ -97,6 +103,23 @@ def test_who_has_failed_itself_is_not_to_blame(make, monkeypatch):
     assert first.missing() == []
 
 
+def test_who_computes_while_others_wait_is_missing(make, monkeypatch):
+    monkeypatch.setattr(watch, "process_state", lambda pid: None)
+    first, _ = make(0, 2), make(1, 2)
+    (said,) = first.missing()  # the main thread of both is this one, which sleeps in it
+    assert " does not wait for the others: it is in megatron_snip/faults/watch.py:" in said
+
+
+def test_who_has_left_is_not_missed(make, monkeypatch):
+    """At the end of a run, while rank 0 writes its report."""
+    monkeypatch.setattr(watch, "process_state", lambda pid: None)
+    said: list[str | None] = []
+    first, second = make(0, 2, said.append, 1.0), make(1, 2)
+    second.close()
+    time.sleep(1.5)
+    assert said == [] and first.missing() == []
+
+
 def test_a_silent_rank_is_noticed_by_the_one_before_it(make):
     said: list[str | None] = []
     came = threading.Event()
@@ -107,7 +130,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it(make):
 
     make(0, 2, leave)
     silent = make(1, 2, seconds=60.0)
-    silent.close()
+    freeze(silent)
     begin = time.monotonic()
     assert came.wait(4 * SECONDS)
     assert "rank 1 (process " in str(said[0]) and "has given no sign of life for" in str(said[0])

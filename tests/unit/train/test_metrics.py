@@ -95,6 +95,93 @@ def test_a_line_that_a_kill_cut_is_left_out(tmp_path):
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
 
 
+def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
+    """Zeros that a crash left, half a line, no object, no iteration; a resume keeps the bytes of the others."""
+    caplog.set_level("WARNING", "megatron_snip")
+    good = [b'{"iteration": %d, "lm loss": 2.50}\n' % i for i in range(1, 6)]
+    damaged = [
+        b"\x00\x00\x00\n",
+        b'{"iteration": 2, "lm lo\n',
+        b"7\n",
+        b'{"lm loss": 1.0}\n',
+        b'{"a": "\xff"}\n',
+        b"\n",
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join([*good[:2], *damaged, *good[2:]]))
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert caplog.messages == [f"{path}: damaged lines are left out: 6 of 12, by number 3, 4, 5, 6, 7, ..."]
+    writer(tmp_path, iteration=4).close()
+    assert path.read_bytes() == b"".join(good[:4])
+
+
+def test_a_last_row_without_its_end_of_line_is_a_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}')
+    writer(tmp_path, iteration=2).close()
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+
+
+def test_a_resume_tells_of_rows_that_were_never_written(tmp_path, caplog):
+    """The disk was full until the run was killed, and its checkpoints lie on another."""
+    caplog.set_level("WARNING", "megatron_snip")
+    fill(tmp_path, [{"iteration": i} for i in (1, 2)])
+    writer(tmp_path, iteration=2).close()
+    assert caplog.messages == []
+    writer(tmp_path, iteration=6).close()
+    (said,) = caplog.messages
+    assert said == f"{tmp_path / 'metrics.jsonl'} has no rows of iterations 3 to 6: they were never written"
+
+
+class FullDisk:
+    """A file that takes so many bytes and no more, until there is room again."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data) -> int:
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        taken = self.file.write(bytes(data[: self.room]))
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 7, 16, 17, 18, 40])
+def test_no_row_is_lost_once_the_disk_is_back(tmp_path, room, caplog):
+    """Wherever in a row the disk was full; rows are 17 bytes."""
+    caplog.set_level("WARNING", "megatron_snip")
+    one = writer(tmp_path)
+    one._file = disk = FullDisk(one._file, room)
+    for i in range(1, 6):
+        one.write({"iteration": i})
+    whole = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]]
+    assert [row["iteration"] for row in whole] == list(range(1, room // 17 + 1))
+    assert one.reason is None and "No space left on device" in caplog.text
+    disk.room = 10**6
+    one.write({"iteration": 6})
+    one.close()
+    expected = "".join(f'{{"iteration": {i}}}\n' for i in range(1, 7))
+    assert (tmp_path / "metrics.jsonl").read_text() == expected
+    assert "is written again" in caplog.text
+
+
+def test_a_disk_that_stays_full_is_the_end_at_last(tmp_path, monkeypatch, caplog):
+    caplog.set_level("WARNING", "megatron_snip")
+    monkeypatch.setattr(metrics, "ROWS_KEPT", 3)
+    one = writer(tmp_path)
+    one._file = FullDisk(one._file, 0)
+    for i in range(1, 4):
+        assert one.reason is None
+        one.write({"iteration": i})
+    assert one.reason is not None and "could not be written 3 times in a row" in one.reason
+    one.close()
+    assert caplog.messages[-1].endswith("metrics.jsonl lacks the last 3 rows")
+
+
 ROW = {
     "iteration": 10, "consumed-samples": 160, "iteration-time": 0.6676, "learning-rate": 4.915152e-7, "batch-size": 8,
     "lm loss": 11.60323, "grad-norm": 5.658,

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.train.validate import RANGES, validate
+from megatron_snip.train.validate import RANGES, check_restarts, validate
 
 GOOD = {
     "num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4,
@@ -154,3 +154,51 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
            "hidden_size": 288, "ffn_hidden_size": 513, "global_batch_size": 24}  # fmt: skip
     assert "--seq-length by tensor parallel: 256 is not a multiple of 3" in error(18, **odd)
     validate(Config().replace(**{**GOOD, **odd, "sequence_parallel": False}), 18)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"precision": "snip", "snip_solve_timeout": 60.0, "distributed_timeout_minutes": 1.0},
+            "--snip-solve-timeout is 60 seconds, and --distributed-timeout-minutes 1 ends a run whose processes wait",
+        ),
+        ({"lr": 1e-3, "min_lr": 2e-3}, "--min-lr 0.002 is above --lr 0.001"),
+        ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
+        (
+            {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
+            "--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4; change one",
+        ),
+        ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint needs --load"),
+    ],
+)
+def test_options_that_contradict_each_other(changes, said):
+    assert error(**changes).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "snip", "snip_solve_timeout": 59.0, "distributed_timeout_minutes": 1.0},
+        {"precision": "fp4", "snip_solve_timeout": 60.0, "distributed_timeout_minutes": 1.0},
+        {"lr": 1e-3, "min_lr": 2e-3, "lr_decay_style": "constant"},
+        {"lr_wsd_decay_iters": 3, "lr_decay_style": "WSD"},
+        {"exit_on_missing_checkpoint": True, "load": "a"},
+    ],
+)
+def test_options_that_agree_pass(changes):
+    validate(Config().replace(**{**GOOD, **changes}), WORLD)
+
+
+def test_a_restart_must_be_able_to_continue():
+    def said(restarts: int = 3, **changes) -> str:
+        try:
+            check_restarts(Config().replace(**GOOD, run_dir="r", **changes), restarts)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert said(load="r/checkpoints") == said(load="s", save="s") == said(restarts=0) == ""
+    assert said().startswith("--max-restarts is 3, and a restart would continue from --load None, not from r/check")
+    assert "give --load s" in said(load="r/checkpoints", save="s")
+    assert said(load="r/checkpoints", finetune=True).startswith("--finetune begins anew at each start, and --max-res")
