@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from megatron_snip.files import one_line
+
 LOGGER = logging.getLogger("megatron_snip")
 
 
@@ -134,6 +136,8 @@ class StopSignal:
 def report_errors() -> Iterator[None]:
     """Turn a ValueError, which is the user's, into one line and exit status 2; set up logging.
 
+    So is an OSError that names a path; one that names none is ours and keeps its traceback.
+
     An error that every process finds is told by rank 0 alone: the others wait a moment before they tell it,
     because torchrun ends all of them as soon as one has failed.
     """
@@ -141,11 +145,13 @@ def report_errors() -> Iterator[None]:
     set_up_logging(rank)
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        if not isinstance(error, ValueError) and error.filename is None:
+            raise
         if rank > 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
             time.sleep(3.0)
         where = f" [rank {rank}]" if rank > 0 else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        print(f"error{where}: {one_line(error)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)  # other processes may be inside a collective: no leave-taking

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_snip.data.files import atomic_output
+from megatron_snip.files import atomic_output
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
 # Installed packages differ between machines; test folders hold broken files and tables on purpose.

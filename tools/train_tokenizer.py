@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_snip.data.files import atomic_output
+from megatron_snip.files import atomic_output
 
 LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they are cut.
 

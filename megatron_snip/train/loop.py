@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.model.flops import iteration_flops
+from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
+from megatron_snip.train.same_data import agreed, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 
@@ -29,6 +33,7 @@ class Trainer:
         self.iteration = start.iteration
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
+        self.data_problem = ""  # a file that went bad, the same on every process
         self.divergence = RunningMean()  # measured, of the plan in force
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
@@ -48,6 +53,7 @@ class Trainer:
         """Train to the last iteration, or until something asks to leave."""
         t, parts = self.config.training, self.parts
         self._validate_new_weights()
+        self._end_if_data_failed()
         while self.iteration < t.train_iters:
             begin = time.perf_counter()
             iteration = self.iteration + 1
@@ -69,9 +75,11 @@ class Trainer:
                 row |= self._validate()
             self._log(row, result)
             self._end_if_never_finite()
-            leave = result.stop or self._due(t.exit_interval)
+            self._ask_about_data(result.stop)
+            leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
                 self._save()
+            self._end_if_data_failed()
             if leave:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
@@ -97,7 +105,22 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late
+        return self.signal.received or late or bool(self._coming_problem(self.iteration + 1))
+
+    def _coming_problem(self, done: int) -> str:
+        """What this process finds wrong with the batch after ``done`` iterations, if there is one."""
+        t = self.config.training
+        return self.parts.train_loader.problem(done * t.global_batch_size) if done < t.train_iters else ""
+
+    def _ask_about_data(self, stopped: bool) -> None:
+        """If some process asked to stop, find out whether because of a bad file."""
+        if stopped and not self.data_problem:
+            self.data_problem = first_problem(self._coming_problem(self.iteration), self.parts.mesh)
+
+    def _end_if_data_failed(self) -> None:
+        if self.data_problem:
+            saved = f" (iteration {self.iteration} is saved)" if self.iteration > self.start.iteration else ""
+            raise ValueError(self.data_problem + saved)
 
     def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
@@ -121,8 +144,11 @@ class Trainer:
 
     def _later_batch(self, ahead: int) -> Any:
         """The batch of ``ahead`` iterations after the coming one; read here and now."""
-        size = self.config.training.global_batch_size
-        return self.parts.train_loader.make((self.iteration + ahead) * size)
+        size, loader = self.config.training.global_batch_size, self.parts.train_loader
+        try:
+            return agreed(partial(loader.make, (self.iteration + ahead) * size), self.parts.mesh)
+        except IndexedDatasetError as error:  # on every process alike; training will come to it
+            raise ProbeFailed(str(error)) from None
 
     def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
         """What low precision cost this batch and on average under this plan, beside what statistics predict."""
@@ -140,7 +166,14 @@ class Trainer:
         if loader is None or not log.eval_interval:
             return {}
         size = self.config.training.global_batch_size
-        losses = [self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)]
+        losses = []
+        for i in range(log.eval_iters):
+            try:
+                batch = agreed(partial(loader.batch, i * size), self.parts.mesh)
+            except IndexedDatasetError as error:  # on every process alike
+                self.data_problem = str(error)
+                return {}
+            losses.append(self.parts.stepper.evaluate(batch, self.iteration))
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
             print(validation_line(self.iteration, loss), flush=True)
@@ -187,6 +220,7 @@ class Trainer:
             "divergence": vars(self.divergence),
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
+            "data": self.parts.data,
         }
         save_checkpoint(self.config.save_dir, self.iteration, self.parts.tensors(), state, self.parts.mesh)
         LOGGER.info(
@@ -223,7 +257,10 @@ def train(config: Config) -> None:
     start = find_start(config)
     here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
     start = agree_on(config, start)
-    trainer = Trainer(config, build(config, here, plan), start)
+    parts = build(config, here, plan)
+    loaders = parts.train_loader, parts.valid_loader
+    parts.data = settle_data(config, start.state, *loaders, parts.mesh, reads=here.local_rank == 0)
+    trainer = Trainer(config, parts, start)
     try:
         trainer.run()
     except BaseException:

@@ -27,8 +27,9 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "distributed_timeout_minutes", "snip_solve_timeout",
+        "adam_eps",
     ),
+    "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
     "0 to 4294967295": ("seed",),  # what numpy's generator takes
     "a share, 0 to 1": ("snip_target",),
@@ -37,6 +38,7 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
     "a positive number": lambda value: value >= 1,
     "0 or more": lambda value: value >= 0,
     "a number above 0": lambda value: value > 0,
+    "a number above 0, at most 1000000": lambda value: 0 < value <= 1e6,
     "0 or more and less than 1": lambda value: 0 <= value < 1,
     "0 to 4294967295": lambda value: 0 <= value < 2**32,
     "a share, 0 to 1": lambda value: 0 <= value <= 1,

@@ -32,7 +32,7 @@ WORDS = {
     "eval_interval": "5", "eval_iters": "2",
     "wandb_project": "p", "wandb_exp_name": "-name", "wandb_save_dir": "w", "wandb_mode": "online", "save": "s",
     "load": "l", "save_interval": "8", "no_load_optim": True, "finetune": True,
-    "exit_on_missing_checkpoint": True, "precision": "snip", "precision_plan": "plan.json",
+    "exit_on_missing_checkpoint": True, "accept_changed_data": True, "precision": "snip", "precision_plan": "plan.json",
     "linear_impl": "emulated", "snip_target": "0.5", "snip_interval": "11", "snip_start": "12",
     "snip_apply_lag": "2", "snip_options": "fp8,fp4/fp4/fp8", "snip_granularity": "gemm", "snip_fix": "layers.0.*=fp8",
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",

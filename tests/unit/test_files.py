@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_snip.data.files import atomic_output, temporary_beside
+from megatron_snip.files import atomic_output, temporary_beside
 
 
 def test_file_appears_only_at_the_end(tmp_path):
