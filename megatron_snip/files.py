@@ -11,6 +11,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import stat
 import uuid
 from collections import Counter
@@ -41,6 +42,8 @@ _WAYS_OUT = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
+_TEMPORARY = ".tmp"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
@@ -62,11 +65,11 @@ def one_line(error: ValueError | OSError) -> str:
 
 @contextmanager
 def about(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the path in an OSError of the block that names none, as one of writing to an open file does."""
+    """Name the path in an OSError of the block that names none, as one of writing does, or a temporary file."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno is not None and (error.filename is None or str(error.filename).endswith(_TEMPORARY)):
             error.filename = os.fspath(path)
         raise
 
@@ -76,6 +79,18 @@ def path_word(text: str) -> str:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"the path is {text!r}; give one that names something")
     return text
+
+
+def check_output(option: str, path: Path) -> None:
+    """Find out before the work whether its result can be written: ValueError if not.  The folder is made."""
+    try:
+        is_folder, temporary = path.is_dir(), temporary_beside(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}); give another path") from None
+    if is_folder:
+        raise ValueError(f"{option} {path} is a folder; give a file")
 
 
 def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
@@ -96,15 +111,22 @@ def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int =
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8.  ValueError also for a key that an object has twice, and for deep nesting."""
+    """The value of a JSON text in UTF-8.
+
+    ValueError also for a key that an object has twice, for half of a surrogate pair, and for deep nesting.
+    """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_pairs_hook=_object)
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    for pair in pairs:
+        for part in pair:
+            if isinstance(part, str) and not part.isascii() and (half := _HALF_PAIR.search(part)):
+                raise ValueError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
@@ -115,7 +137,7 @@ def temporary_beside(path: str | Path) -> Path:
     """A fresh name in ``path``'s folder, which is made if need be; two processes never get the same one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+    return path.parent / f".{path.name[:40]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"
 
 
 @contextmanager

@@ -226,6 +226,8 @@ class IndexedDatasetBuilder:
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
+        if self.prefix.endswith(os.sep):
+            raise ValueError(f"prefix {self.prefix} is a folder's; add a name to it")
         wanted = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == wanted]
         if not codes:
@@ -233,8 +235,9 @@ class IndexedDatasetBuilder:
             raise ValueError(f"dtype {np.dtype(dtype)} has no code in an .idx; use one of {known}")
         self._code, self.dtype = codes[0], wanted
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._bin_temporary = temporary_beside(self.prefix + ".bin")
-        self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
+        with about(self.prefix + ".bin"):
+            self._bin_temporary = temporary_beside(self.prefix + ".bin")
+            self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
         self._open = True
         self._num_tokens = 0
         self._least: int | None = None
@@ -337,8 +340,9 @@ class IndexedDatasetBuilder:
             # An old index must not meet the new tokens, so it goes first; a record of its ids goes with it.
             idx_path.unlink(missing_ok=True)
             record_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._bin_temporary, self.prefix + ".bin")
-            os.replace(idx_temporary, idx_path)
+            with about(self.prefix + ".bin"):
+                os.replace(self._bin_temporary, self.prefix + ".bin")
+                os.replace(idx_temporary, idx_path)
             self._open = False
             if self._least is not None and self._largest is not None and self.dtype.kind in "iu":
                 write_record(self.prefix, IndexedDataset(self.prefix).fingerprint, self._least, self._largest)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.files import about, parse_json
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
@@ -65,13 +66,19 @@ def _json_line(row: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a last line that a kill cut short is left out."""
+    """The whole lines of a metrics file; a last line that a kill cut short is left out.
+
+    Raises ValueError for a line that is whole and no row.
+    """
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+            raise ValueError(f"{path}: line {number} is no row of metrics; remove it, or move the file aside")
+        rows.append(row)
     return rows
 
 
@@ -120,8 +127,9 @@ class MetricsWriter:
 
         tables: what only wandb shows, made by `wandb_plan`.
         """
-        self._file.write(_json_line(row))
-        self._file.flush()
+        with about(self.path):
+            self._file.write(_json_line(row))
+            self._file.flush()
         if self._wandb is not None:
             self._wandb.log({**row, **(tables or {})})
 
@@ -142,8 +150,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """End the file and the wandb run."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with about(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -13,8 +13,9 @@ from megatron_snip.config import TILE, Config, option_groups
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
+    "a positive number up to 9999": ("num_layers",),
     "a positive number": (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
@@ -35,6 +36,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "a share, 0 to 1": ("snip_target",),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
+    "a positive number up to 9999": lambda value: 1 <= value <= 9999,
     "a positive number": lambda value: value >= 1,
     "0 or more": lambda value: value >= 0,
     "a number above 0": lambda value: value > 0,

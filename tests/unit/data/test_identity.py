@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_of_a_large_file_samples_are_read(tmp_path, monkeypatch):
     first = write(tmp_path / "a", [whole])
     ranges = identity._samples(40_000)
     assert ranges[0] == (0, 64) and ranges[-1] == (39_936, 40_000) and len(ranges) == identity.BLOCKS
-    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "none overlap"
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "none overlap"
     changed = whole.copy()
     changed[::64] += 1  # one token in two blocks: some sample sees one
     assert differing(first, write(tmp_path / "b", [changed])) == ["content"]

@@ -154,3 +154,13 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
            "hidden_size": 288, "ffn_hidden_size": 513, "global_batch_size": 24}  # fmt: skip
     assert "--seq-length by tensor parallel: 256 is not a multiple of 3" in error(18, **odd)
     validate(Config().replace(**{**GOOD, **odd, "sequence_parallel": False}), 18)
+
+
+@pytest.mark.parametrize("option", ["distributed_timeout_minutes", "snip_solve_timeout"])
+def test_a_time_that_no_clock_holds_is_refused(option):
+    name = option.replace("_", "-")
+    assert error(**{option: 1e300}) == f"--{name} is 1e+300; give a number above 0, at most 1000000"
+
+
+def test_no_model_has_as_many_blocks():
+    assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"
