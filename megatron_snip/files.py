@@ -93,6 +93,16 @@ def check_output(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} is a folder; give a file")
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Raise ValueError unless there is a folder to write to, or one could be made; nothing is made."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        below = f" lies below {nearest}, which" if nearest != path else ""
+        raise ValueError(f"{option} {path}{below} is no folder; give another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path} cannot be written: you may not write to {nearest}; give another")
+
+
 def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
     """The bytes of a regular file of at most ``most`` bytes.  ValueError names the file and says why it is none."""
     try:

@@ -54,7 +54,7 @@ class SentencePieceTokenizer:
             data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
             self._processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
-            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model: {error}") from error
+            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
@@ -86,7 +86,7 @@ class TokenizerJson:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json: {error}") from error
+            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         named = _configured_eos(path.parent)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config, option_groups, parse
+from megatron_snip.files import check_folder
+from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.checkpoint import STATE, latest_iteration, read_state
 
@@ -47,8 +49,8 @@ def find_start(config: Config) -> Start:
     """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs."""
     c, run_dir = config.checkpoint, Path(config.logging.run_dir)
     for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{option} {folder} is no folder; give another")
+        if environment_rank() == 0:  # other nodes need not see them
+            check_folder(option, folder)
     saved = latest_iteration(Path(c.load)) if c.load else None
     if c.load and saved is None and c.exit_on_missing_checkpoint:
         raise ValueError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
@@ -148,6 +150,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     """Write config.json, and put aside what a killed run wrote after the checkpoint; rank 0 calls it."""
     run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    config.save_dir.mkdir(parents=True, exist_ok=True)  # what cannot be made is told now, not at the first save
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()
