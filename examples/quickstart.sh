@@ -44,7 +44,7 @@ make_once() {
 }
 
 gather() {
-    local bytes="${QUICKSTART_BYTES:-16000000}"
+    local bytes="$1"
     python tools/gather_text.py --output "$data/text.partial" --max-bytes "$bytes" \
         --min-bytes "$((bytes < 4000000 ? bytes : 4000000))"
 }
@@ -63,7 +63,11 @@ tokenize() {
     done
 }
 
-make_once "$data/text" gather
+bytes="${QUICKSTART_BYTES:-16000000}"
+case "$bytes" in # bash would evaluate anything else in arithmetic, commands included
+    *[!0-9]* | 0* | ???????????????*) give_up "QUICKSTART_BYTES is $bytes; give a number of bytes, such as 16000000" ;;
+esac
+make_once "$data/text" gather "$bytes"
 make_once "$data/tokenizer" train_tokenizer
 make_once "$data/tokens" tokenize
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from megatron_snip.files import read_file, shown
+
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
 
 
@@ -149,6 +151,7 @@ class CheckpointConfig:
     no_load_optim: bool = False  # Leave the saved optimiser state alone and start it from zero.
     finetune: bool = False  # Load the weights alone; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.
+    accept_changed_data: bool = False  # Go on from a checkpoint though the data is not what it was trained on.
 
 
 @dataclass(frozen=True)
@@ -265,12 +268,13 @@ def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Options of a TOML file; tables group them for the reader and their names mean nothing."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"--config {path}: no such file; give the path of a TOML file of options")
+    data = read_file(path, "file of options", "give the path of a TOML file of options", most=1 << 20)
     try:
-        content = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: not valid TOML: {error}") from error
+        content = tomllib.loads(_without_long_keys(data.decode("utf-8")))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
+        raise ValueError(f"--config {path}: not valid TOML: {error}; correct the file") from None
     options: dict[str, Any] = {}
     for key, value in content.items():
         for name, item in value.items() if isinstance(value, dict) else [(key, value)]:
@@ -283,6 +287,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     return options
 
 
+def _without_long_keys(text: str) -> str:
+    """The text itself; ValueError for a key of 64 parts, since tomllib's memory grows with their square."""
+    part = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
+    if re.search(rf"(?<![\w-])(?:{part}){{64}}", text):
+        raise ValueError("a key has more than 64 parts")
+    return text
+
+
 def _check_kinds(options: dict[str, Any], path: Path) -> None:
     """ValueError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
     groups = option_groups()
@@ -290,9 +302,12 @@ def _check_kinds(options: dict[str, Any], path: Path) -> None:
         default = getattr(getattr(Config(), groups[name]), name)
         if isinstance(default, bool) != isinstance(value, bool):
             wanted = "true or false" if isinstance(default, bool) else "a value, not true or false"
-            raise ValueError(f"--config {path}: option {name} is {value!r}; give {wanted}")
+            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give {wanted}")
         if isinstance(value, dict) or (isinstance(value, list) and not isinstance(default, tuple)):
-            raise ValueError(f"--config {path}: option {name} is {value!r}; give one value")
+            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give one value")
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, (bool, dict, list)):
+                raise ValueError(f"--config {path}: option {name} has the item {shown(item)}; give text or numbers")
 
 
 def _as_arguments(options: dict[str, Any]) -> list[str]:
@@ -303,7 +318,10 @@ def _as_arguments(options: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            words += [f"--{flag}", *map(str, value)]
+            items = [str(item) for item in value]
+            if odd := [item for item in items if item.startswith("-")]:
+                raise ValueError(f"--{flag} has the item {odd[0]!r}, which reads as an option; write ./{odd[0]}")
+            words += [f"--{flag}", *items]
         else:
             words.append(f"--{flag}={value}")
     return words
@@ -336,7 +354,21 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
     check_names([n for n in names if n != "help"], "the command line")
-    return _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
+    config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
+    _check_texts(config)
+    return config
+
+
+def _check_texts(config: Config) -> None:
+    """ValueError for an empty path, which would mean the current folder, and for text that no path can hold."""
+    for name, group in option_groups().items():
+        value = getattr(getattr(config, group), name)
+        for text in value if isinstance(value, tuple) else (value,):
+            option = f"--{name.replace('_', '-')}"
+            if text == "" and name != "snip_fix":
+                raise ValueError(f"{option} is empty; give it a value, or leave it out")
+            if isinstance(text, str) and "\0" in text:
+                raise ValueError(f"{option} {text!r} has a NUL character; leave that out")
 
 
 def _read_words(words: list[str]) -> Config:

@@ -26,6 +26,7 @@ import megatron_snip
 from megatron_snip.faults.ending import Ending
 from megatron_snip.faults.rendezvous import agree_on_start
 from megatron_snip.faults.watch import Watch
+from megatron_snip.files import one_line
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -195,9 +196,10 @@ class StopSignal:
 def report_errors() -> Iterator[Ending]:
     """Turn every error into one line; set up logging.  Gives what the run fills in so that the line can say more.
 
-    A ValueError is the user's and leaves with status 2.  One that every process finds is told by rank 0 alone: the
-    others wait a moment before they tell it, because torchrun ends all of them as soon as one has failed.  Any other
-    error is told by the process that meets it first, its traceback goes into the run folder.
+    A ValueError is the user's and leaves with status 2; so is an OSError that names a path.  One that every process
+    finds is told by rank 0 alone: the others wait a moment before they tell it, because torchrun ends all of them as
+    soon as one has failed.  Any other error is told by the process that meets it first, its traceback goes into the run
+    folder.
     """
     rank = environment_rank()
     set_up_logging(rank)
@@ -207,12 +209,13 @@ def report_errors() -> Iterator[Ending]:
         yield ending
     except SystemExit:
         raise
-    except ValueError as error:
-        if rank > 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
-            time.sleep(3.0)
-        ending.tell_user(error)
     except BaseException as error:
-        if ending.folder is None and not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, ValueError) or (isinstance(error, OSError) and error.filename is not None):
+            if rank > 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
+                time.sleep(3.0)
+            ending.tell_user(one_line(error))
+        elif ending.folder is None and not isinstance(error, KeyboardInterrupt):
             raise  # nothing has begun: the traceback is all that there is to tell
-        ending.after(error)
+        else:
+            ending.after(error)

@@ -232,6 +232,27 @@ def sbatch(stubs: Path, folder: Path, seconds: int = 86400, **more: str) -> subp
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["PATH[$(touch ran)]", "1e6", "-1", "08", "9" * 20, " 1"])
+def test_quickstart_evaluates_no_bytes_but_digits(value: str, stubs: Path, tmp_path: Path) -> None:
+    value = value.replace("ran", str(tmp_path / "ran"))
+    variables = {"QUICKSTART_BYTES": value, "QUICKSTART_DATA": str(tmp_path / "d")}
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "quickstart.sh")], env=environment(stubs, **variables), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and not (tmp_path / "ran").exists() and not (tmp_path / "d").exists()
+    assert f"error: QUICKSTART_BYTES is {value}; give a number of bytes" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["SAVE_LEAD_SECONDS", "SLURM_JOB_ID"])
+def test_sbatch_evaluates_nothing_but_digits(name: str, stubs: Path, tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "1"}
+    variables = {**job, name: f"x[$(touch {tmp_path}/ran)]"}
+    script = str(EXAMPLES / "slurm/pretrain.sbatch")
+    done = subprocess.run(["bash", script, "x"], env=environment(stubs, **variables), capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "ran").exists()
+    assert done.stderr.startswith(f"{name} is x[$(touch {tmp_path}/ran)]")
+
+
 def test_sbatch_starts_one_task_a_node(stubs: Path, tmp_path: Path) -> None:
     job = sbatch(stubs, tmp_path)
     output, _ = job.communicate(timeout=60)

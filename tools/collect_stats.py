@@ -23,6 +23,7 @@ from megatron_snip import runtime
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
+from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -97,22 +98,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("stats.json"), help="for tools/generate_plan.py (default: stats.json)"
+        "--output", type=path_word, default="stats.json", help="for tools/generate_plan.py (default: stats.json)"
     )
     own, rest = parser.parse_known_args(arguments)
-    if own.output.is_dir():
-        raise ValueError(f"--output {own.output} is a folder; give a file")
-    try:
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {own.output}: its folder cannot be made ({error}); give another") from None
+    output = Path(own.output)
+    check_output("--output", output)
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
     stats, writes = collect(config, start)
     if writes:
         try:
-            write(stats, own.output, Path(config.checkpoint.load or ""))
+            write(stats, output, Path(config.checkpoint.load or ""))
         except OSError as error:
-            raise ValueError(f"--output {own.output} was not written: {error}") from None
+            raise ValueError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()
 
 

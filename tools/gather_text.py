@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_snip.data.files import atomic_output
+from megatron_snip.files import atomic_output, one_line, path_word
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
 # Installed packages differ between machines; test folders hold broken files and tables on purpose.
@@ -56,14 +56,14 @@ def read_text(path: Path) -> str | None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description="Collect real text that is already on this machine.")
-    parser.add_argument("--output", required=True, help="folder for train.jsonl and valid.jsonl")
+    parser.add_argument("--output", required=True, type=path_word, help="folder for train.jsonl and valid.jsonl")
     parser.add_argument("--min-bytes", type=int, default=4_000_000, help="fail if less text than this is found")
     parser.add_argument("--max-bytes", type=int, default=None, help="stop after this much text")
     parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of the files for validation")
     parser.add_argument(
         "--source",
         nargs="+",
-        type=Path,
+        type=path_word,
         default=[Path(sysconfig.get_path("stdlib")), SYSTEM_DOCUMENTATION],
         help="folders to read; by default CPython's standard library and the system's documentation",
     )
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         totals = gather(arguments)
     except (ValueError, OSError) as error:
-        print(f"gather_text: {error}", file=sys.stderr)
+        print(f"gather_text: {one_line(error)}", file=sys.stderr)
         return 1
     for name, (files, size) in totals.items():
         print(f"{Path(arguments.output, name)}.jsonl: {files:,} files, {size:,} bytes")

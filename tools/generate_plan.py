@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.config import Config, parse
+from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
@@ -118,8 +119,9 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
         config, _ = with_saved_options(words, ("model",))
     elif stats.parent.name == "stats" and run.is_file():
         try:
-            saved = saved_options({"config": json.loads(run.read_text())}, ("model",))
-        except (OSError, ValueError, AttributeError) as error:
+            options = parse_json(read_file(run, "run's options", "give --load or --config"))
+            saved = saved_options({"config": options}, ("model",))
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"{run}: cannot be read ({error}); give the model's shape by --load or --config") from None
         config = parse(words, saved)
     return config
@@ -187,6 +189,7 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     """Write everything to a folder; returns the table.  ValueError for bad input, before anything is written."""
     if num_random < 0 or seed < 0:
         raise ValueError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
+    check_output("--output-dir", output_dir / "best.json")
     planner, objective = make_planner(config, stats), config.snip.snip_objective
     plans, frontier = make_plans(planner, num_random, seed), planner.frontier(objective)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
@@ -222,20 +225,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--stats", required=True, type=Path, help="statistics of tools/collect_stats.py or of a run")
+    parser.add_argument(
+        "--stats", required=True, type=path_word, help="statistics of tools/collect_stats.py or of a run"
+    )
     parser.add_argument("--efficiency-saving", type=float, help="share to save: FP4's of the linears' FLOPs")
     parser.add_argument("--options", help="precisions a linear may take, by comma")
     parser.add_argument("--granularity", help="linear, gemm or fused")
     parser.add_argument("--num-random", type=int, default=5, help="random plans (default: 5)")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
-    parser.add_argument("--output-dir", type=Path, default=Path("plans"), help="folder of the plans (default: plans)")
+    parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
     own, rest = parser.parse_known_args(arguments)
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
-        config = read_config(rest, own.stats).replace(**given)
-        text = generate(config, own.stats, own.output_dir, own.num_random, own.random_seed)
+        stats = Path(own.stats)
+        config = read_config(rest, stats).replace(**given)
+        text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed)
     except (ValueError, OSError) as error:
-        print(f"generate_plan: {in_own_words(str(error), own)}", file=sys.stderr)
+        print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
         return 1
     print(f"{text}\nplans and pareto.png are in {own.output_dir}")
     return 0

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron_snip.files import one_line, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:
@@ -41,13 +42,15 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns the exit status."""
     parser = argparse.ArgumentParser(description="Merge indexed datasets into one.")
-    parser.add_argument("--input", nargs="+", required=True, help="a folder of .bin/.idx pairs, or prefixes")
-    parser.add_argument("--output-prefix", required=True, help="prefix of the merged pair")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_word, help="a folder of .bin/.idx pairs, or prefixes"
+    )
+    parser.add_argument("--output-prefix", required=True, type=path_word, help="prefix of the merged pair")
     arguments = parser.parse_args(argv)
     try:
         merged = merge(prefixes_of(arguments.input), arguments.output_prefix)
     except (ValueError, OSError) as error:
-        print(f"merge_datasets: {error}", file=sys.stderr)
+        print(f"merge_datasets: {one_line(error)}", file=sys.stderr)
         return 1
     documents = len(merged.document_indices) - 1
     print(f"{merged.prefix}: {documents:,} documents, {merged.num_tokens:,} tokens, {merged.dtype.name}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import sys
 import time
 from array import array
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_snip.files import one_line, parse_json, path_word
 
 PIECE_BYTES = 1 << 19  # Input per task: some tenths of a second of work.
 PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
@@ -90,7 +90,7 @@ def _line_number(path: str, position: int) -> int:
 
 
 def _encode_line(tokenizer: Tokenizer, job: Job, line: bytes) -> dict[str, list[int]]:
-    record = json.loads(line)
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"it is a {type(record).__name__}, not an object")
     result = {}
@@ -183,8 +183,12 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description="Tokenise JSON lines into Megatron's indexed datasets.")
-    parser.add_argument("--input", nargs="+", required=True, help="JSON lines files; * and ? are expanded")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_word, help="JSON lines files; * and ? are expanded"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, type=path_word, help="writes PREFIX_KEY_document.bin and .idx"
+    )
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, a dataset each")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenise")
@@ -232,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("preprocess_data: a worker was killed (out of memory?); use fewer --workers", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
+        print(f"preprocess_data: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 

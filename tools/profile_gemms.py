@@ -27,6 +27,7 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.config import Config, parse
+from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes
@@ -199,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", required=True, type=Path, help="the table, for --gemm-times")
+    parser.add_argument("--output", required=True, type=path_word, help="the table, for --gemm-times")
     parser.add_argument("--formats", default="fp8,fp4", help="formats by comma; bf16 is measured always")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=3)
@@ -207,10 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if own.repeats < 1 or own.warmup < 0:
             raise ValueError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
-        times = profile(parse(rest), own.formats.split(","), own.repeats, own.warmup)
-        times.save(own.output)
+        config, output = parse(rest), Path(own.output)
+        check_output("--output", output)
+        times = profile(config, own.formats.split(","), own.repeats, own.warmup)
+        times.save(output)
     except (ValueError, OSError) as error:
-        print(f"profile_gemms: {error}", file=sys.stderr)
+        print(f"profile_gemms: {one_line(error)}", file=sys.stderr)
         return 1
     assert times.times is not None
     print(f"{own.output}: GEMM times of {times.hardware}, BF16 = 1 on average")

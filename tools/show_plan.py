@@ -15,9 +15,9 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_snip.config import parse
+from megatron_snip.files import one_line, path_word
 from megatron_snip.model.llama import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
@@ -91,15 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
-    parser.add_argument("--against", type=Path, help="another plan to compare with")
+    parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
+    parser.add_argument("--against", type=path_word, help="another plan to compare with")
     options, rest = parser.parse_known_args(arguments)
     try:
         plan = Plan.load(options.plan)
         other = Plan.load(options.against) if options.against else None
         each = f"\n{stages(plan, rest)}" if rest else ""
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(one_line(error), file=sys.stderr)
         return 1
     print(f"{overview(plan, other)}{each}\n\n{table(plan, other)}")
     return 0

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_snip.data.files import atomic_output
+from megatron_snip.files import atomic_output, check_output, one_line, parse_json, path_word
 
 LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they are cut.
 
@@ -21,12 +20,12 @@ LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they 
 def texts(paths: Sequence[str], key: str) -> Iterator[str]:
     """The texts under ``key`` of all lines.  Raises ValueError naming the file and line that has none."""
     for name in paths:
-        with open(name, encoding="utf-8") as stream:
+        with open(name, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
                     continue
                 try:
-                    text = json.loads(line)[key]
+                    text = parse_json(line)[key]
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f'{name}:{number} is no JSON object with the key "{key}"') from error
                 if not isinstance(text, str):
@@ -51,10 +50,10 @@ def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[s
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description="Train a sentencepiece BPE tokenizer with byte fallback.")
-    parser.add_argument("--input", nargs="+", required=True, help="JSON lines files")
+    parser.add_argument("--input", nargs="+", required=True, type=path_word, help="JSON lines files")
     parser.add_argument("--json-key", default="text", help="key of the text")
     parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, with 3 control pieces and 256 bytes")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
+    parser.add_argument("--output-prefix", required=True, type=path_word, help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--max-bytes", type=int, default=200_000_000, help="text used at most, from the start")
     return parser.parse_args(argv)
 
@@ -65,6 +64,7 @@ def train(arguments: argparse.Namespace) -> None:
         import sentencepiece
     except ImportError as error:
         raise ValueError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
+    check_output("--output-prefix", Path(f"{arguments.output_prefix}.model"))
     # Read first: sentencepiece would hide what goes wrong in an iterator of ours.
     lines = list(training_lines(arguments.input, arguments.json_key, arguments.max_bytes))
     model = io.BytesIO()
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--input {missing[0]} does not exist")
         train(arguments)
     except (ValueError, OSError) as error:
-        print(f"train_tokenizer: {error}", file=sys.stderr)
+        print(f"train_tokenizer: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_snip.data.files import atomic_output
+from megatron_snip.files import atomic_output
 
 LOGGER = logging.getLogger("megatron_snip.data")
 Array = npt.NDArray[Any]

@@ -8,11 +8,14 @@ and, last, S.  A document without tokens adds no sequence but repeats a document
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
-import shutil
 import struct
+import weakref
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_snip.data.files import temporary_beside
+from megatron_snip.data.identity import fingerprint, record_path, recorded_ids, write_record
+from megatron_snip.files import about, temporary_beside
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -30,6 +34,7 @@ DTYPES = {
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
 }
 CHECKED_AT_ONCE = 1 << 22  # Sequences whose offsets are verified in one go; bounds the memory of the check.
+COPIED_AT_ONCE = 1 << 24  # Bytes.
 
 Array = npt.NDArray[Any]
 
@@ -55,9 +60,10 @@ def _require_file(path: Path, prefix: str) -> None:
 
 
 class IndexedDataset:
-    """The sequences of one .bin/.idx pair, read through memory maps: nothing is loaded until it is asked for.
+    """The sequences of one .bin/.idx pair: the index is a memory map, tokens are read when they are asked for.
 
     ``sequence_lengths`` int32 [S] in tokens, ``document_indices`` int64 [D]: read-only views of the file.
+    Tokens are read, not mapped: of a .bin that was cut short in the meantime a map would give zeros or SIGBUS.
     Raises IndexedDatasetError (a ValueError) if a file is missing or the two do not fit each other.
     """
 
@@ -67,7 +73,9 @@ class IndexedDataset:
         _require_file(self._idx_path, self.prefix)
         _require_file(bin_path, self.prefix)
         self.dtype, num_sequences, num_documents = self._read_header()
-        raw: Array = np.memmap(self._idx_path, mode="r").view(np.ndarray)
+        index = np.memmap(self._idx_path, mode="r")
+        self._index_map: mmap.mmap = index._mmap  # type: ignore[attr-defined]
+        raw: Array = index.view(np.ndarray)
         lengths_end = HEADER.size + 4 * num_sequences
         pointers_end = lengths_end + 8 * num_sequences
         # The header is 34 bytes, so these views are unaligned; numpy reads such views correctly.
@@ -77,16 +85,14 @@ class IndexedDataset:
         self._check_documents()
         self.num_tokens = self._check_pointers()
         expected = self.num_tokens * self.dtype.itemsize
-        if (size := bin_path.stat().st_size) != expected:
+        self._bin = os.open(bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._bin)
+        if (size := os.fstat(self._bin).st_size) != expected:
             relation = "shorter" if size < expected else "longer"
             raise IndexedDatasetError(
                 f"{bin_path} has {size} bytes, {relation} than the {expected} its .idx says; "
                 "the two are not from one run, or a copy was cut: make them again"
             )
-        # np.memmap refuses an empty file.
-        self._tokens: Array = (
-            np.memmap(bin_path, dtype=self.dtype, mode="r").view(np.ndarray) if size else np.empty(0, dtype=self.dtype)
-        )
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         path, size = self._idx_path, self._idx_path.stat().st_size
@@ -148,10 +154,39 @@ class IndexedDataset:
         # Pickling the memory map would copy the tokens.
         return IndexedDataset, (self.prefix,)
 
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
-        """Tokens [offset, offset + length) of one sequence, by default to its end; a read-only view.
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the data, whatever the files are called; see data/identity.py."""
+        return fingerprint(self._bin, self.dtype, self.sequence_lengths, self.document_indices)
 
-        Raises IndexError for a sequence or a range that is not there.
+    def check_recorded_ids(self, vocab_size: int) -> None:
+        """Raise IndexedDatasetError if the record beside the pair has an id outside ``vocab_size``.
+
+        Without a record nothing is known: samples are checked as they are read.
+        """
+        ids = recorded_ids(self.prefix, self.fingerprint)
+        if ids is not None and not 0 <= ids[0] <= ids[1] < vocab_size:
+            bad = ids[0] if ids[0] < 0 else ids[1]
+            raise IndexedDatasetError(f"dataset {self.prefix} holds token id {bad}, {outside(vocab_size)}")
+
+    def check_sizes(self) -> None:
+        """Raise IndexedDatasetError if a file is shorter than when it was opened; two fstat calls.
+
+        An index that is cut between this and its use is still SIGBUS; a cut .bin never is.
+        """
+        sizes = {".bin": os.fstat(self._bin).st_size, ".idx": self._index_map.size()}
+        expected = {".bin": self.num_tokens * self.dtype.itemsize, ".idx": len(self._index_map)}
+        for suffix, size in sizes.items():
+            if size < expected[suffix]:
+                raise IndexedDatasetError(
+                    f"{self.prefix}{suffix} has {size} bytes, but had {expected[suffix]} when it was opened; "
+                    "put the whole file back and continue"
+                )
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
+        """Tokens [offset, offset + length) of one sequence, by default to its end.
+
+        Raises IndexError for a sequence or a range that is not there, IndexedDatasetError if the .bin was cut.
         """
         if not 0 <= sequence < len(self):
             raise IndexError(f"dataset {self.prefix} has {len(self)} sequences, none is number {sequence}")
@@ -161,12 +196,29 @@ class IndexedDataset:
             raise IndexError(
                 f"sequence {sequence} of dataset {self.prefix} has {available} tokens, not [{offset}, {stop})"
             )
-        start = int(self._pointers[sequence]) // self.dtype.itemsize
-        return self._tokens[start + offset : start + stop]
+        first, size = int(self._pointers[sequence]) + offset * self.dtype.itemsize, self.dtype.itemsize
+        return np.frombuffer(self._read(first, (stop - offset) * size), self.dtype)
+
+    def _read(self, first: int, size: int) -> bytes:
+        """Bytes of the .bin; the system may give fewer than it is asked for at once."""
+        with about(self.prefix + ".bin"):
+            data = os.pread(self._bin, size, first)
+            while len(data) < size:
+                more = os.pread(self._bin, size - len(data), first + len(data))
+                if not more:
+                    self.check_sizes()
+                    raise IndexedDatasetError(f"{self.prefix}.bin ends at byte {first + len(data)}; check its disk")
+                data += more
+        return data
+
+
+def outside(vocab_size: int) -> str:
+    """What is wrong with a token id, and the way out."""
+    return f"outside the vocabulary of {vocab_size}; give the data's own tokenizer, or a --vocab-size above its ids"
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither.
+    """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither; then the record of its ids.
 
     As a context manager it finalises at the end of the block, and removes what it wrote if the block raises.
     Raises ValueError for a dtype that Megatron's format cannot name.
@@ -174,6 +226,8 @@ class IndexedDatasetBuilder:
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
+        if self.prefix.endswith(os.sep):
+            raise ValueError(f"prefix {self.prefix} is a folder's; add a name to it")
         wanted = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == wanted]
         if not codes:
@@ -181,10 +235,13 @@ class IndexedDatasetBuilder:
             raise ValueError(f"dtype {np.dtype(dtype)} has no code in an .idx; use one of {known}")
         self._code, self.dtype = codes[0], wanted
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._bin_temporary = temporary_beside(self.prefix + ".bin")
-        self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
+        with about(self.prefix + ".bin"):
+            self._bin_temporary = temporary_beside(self.prefix + ".bin")
+            self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
         self._open = True
         self._num_tokens = 0
+        self._least: int | None = None
+        self._largest: int | None = None
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -207,6 +264,16 @@ class IndexedDatasetBuilder:
         """Tokens added so far."""
         return self._num_tokens
 
+    def _write(self, values: Array) -> None:
+        """Append tokens, and note the least and the largest."""
+        if values.size:
+            least, largest = values.min(), values.max()
+            self._least = int(least) if self._least is None else min(self._least, int(least))
+            self._largest = int(largest) if self._largest is None else max(self._largest, int(largest))
+        with about(self.prefix + ".bin"):
+            self._stream.write(values.tobytes())
+        self._num_tokens += values.size
+
     def add_document(self, tokens: Sequence[int] | Array) -> None:
         """Append one document as one sequence; without tokens it adds a document and no sequence.
 
@@ -222,16 +289,14 @@ class IndexedDatasetBuilder:
                         f"document {self.num_documents} for {self.prefix} has ids in [{values.min()}, "
                         f"{values.max()}], outside {self.dtype.name}; build with a wider dtype"
                     )
-            self._stream.write(values.astype(self.dtype, copy=False).tobytes())
+            self._write(values.astype(self.dtype, copy=False))
             self._lengths.append(values.size)
-            self._num_tokens += values.size
         self._documents.append(len(self._lengths))
 
     def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
         """Append many documents; ``data`` holds their ids in the dtype, ``lengths`` their sizes."""
         assert self._open and len(data) == sum(lengths) * self.dtype.itemsize, "bytes do not fit the lengths"
-        self._stream.write(data)
-        self._num_tokens += sum(lengths)
+        self._write(np.frombuffer(data, self.dtype))
         for length in lengths:
             if length:
                 self._lengths.append(length)
@@ -249,9 +314,12 @@ class IndexedDatasetBuilder:
         first = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.astype(np.intc).tobytes())
         self._documents.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
-        self._num_tokens += other.num_tokens
+        before = self._num_tokens
         with open(other.prefix + ".bin", "rb") as source:
-            shutil.copyfileobj(source, self._stream, 1 << 24)
+            while data := source.read(COPIED_AT_ONCE):
+                self._write(np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize))
+        if self._num_tokens - before != other.num_tokens:
+            raise IndexedDatasetError(f"{other.prefix}.bin changed while it was read; merge again")
 
     def finalize(self) -> None:
         """Write the index and give both files their names; an older pair of that name is replaced."""
@@ -269,22 +337,28 @@ class IndexedDatasetBuilder:
                 stream.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
                 stream.flush()
                 os.fsync(stream.fileno())
-            # An old index must not meet the new tokens, so it goes first.
+            # An old index must not meet the new tokens, so it goes first; a record of its ids goes with it.
             idx_path.unlink(missing_ok=True)
-            os.replace(self._bin_temporary, self.prefix + ".bin")
-            os.replace(idx_temporary, idx_path)
+            record_path(self.prefix).unlink(missing_ok=True)
+            with about(self.prefix + ".bin"):
+                os.replace(self._bin_temporary, self.prefix + ".bin")
+                os.replace(idx_temporary, idx_path)
             self._open = False
+            if self._least is not None and self._largest is not None and self.dtype.kind in "iu":
+                write_record(self.prefix, IndexedDataset(self.prefix).fingerprint, self._least, self._largest)
         finally:
             idx_temporary.unlink(missing_ok=True)
             self.abort()
 
     def _close_stream(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with about(self.prefix + ".bin"):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
     def abort(self) -> None:
         """Remove what was written so far; after `finalize` it does nothing."""
         self._open = False
-        self._stream.close()
+        with contextlib.suppress(OSError):  # a full disk has been told of already
+            self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)

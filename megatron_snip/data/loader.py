@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
+from megatron_snip.files import one_line
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class _Prefetch(threading.Thread):
         except BaseException as error:  # re-raised in the caller by result()
             self._result = error
 
+    def error(self) -> BaseException | None:
+        """Wait for the batch; what making it raised."""
+        self.join()
+        return self._result if isinstance(self._result, BaseException) else None
+
     def result(self) -> Batch:
         """Wait for the batch; raises what making it raised."""
         self.join()
@@ -57,8 +64,9 @@ class _Prefetch(threading.Thread):
 class Loader:
     """Batches of a dataset for data-parallel rank ``dp_rank`` of ``dp_size``.
 
-    It has no state but a batch read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on
-    any number of ranks.  Raises ValueError if the global batch does not divide into microbatches.
+    It has no state but two batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
+    number of ranks.  Two, so that the next one is there before this one's update, and processes can agree that they
+    cannot use it.  Raises ValueError if the global batch does not divide into microbatches.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class Loader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.num_microbatches = global_batch_size // together
         self._prefetch = prefetch
-        self._next: _Prefetch | None = None
+        self._ahead: dict[int, _Prefetch] = {}
 
     def sample_index(self, consumed_samples: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """The global numbers of this rank's samples, int64 [M, B]."""
@@ -94,19 +102,31 @@ class Loader:
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's share of the global batch that starts at sample ``consumed_samples``.
 
-        The next batch is then read in the background.  Raises ValueError if the dataset ends before the
+        The next two batches are then read in the background.  Raises ValueError if the dataset ends before the
         batch does, and whatever reading a sample raises.
         """
-        pending, self._next = self._next, None
-        if pending is not None and pending.consumed_samples == consumed_samples:
-            batch = pending.result()
-        else:
-            batch = self.make(consumed_samples)
-        following = consumed_samples + self.global_batch_size
-        if self._prefetch and following + self.global_batch_size <= len(self.dataset):
-            self._next = _Prefetch(self, following)
-            self._next.start()
+        pending = self._ahead.pop(consumed_samples, None)
+        batch = pending.result() if pending is not None else self.make(consumed_samples)
+        following = [consumed_samples + i * self.global_batch_size for i in (1, 2)]
+        self._ahead = {number: self._ahead[number] for number in following if number in self._ahead}
+        for number in following if self._prefetch else ():
+            self._read_ahead(number)
         return batch
+
+    def _read_ahead(self, consumed_samples: int) -> None:
+        if consumed_samples not in self._ahead and consumed_samples + self.global_batch_size <= len(self.dataset):
+            self._ahead[consumed_samples] = _Prefetch(self, consumed_samples)
+            self._ahead[consumed_samples].start()
+
+    def problem(self, consumed_samples: int) -> str:
+        """What is wrong with the files that a coming batch is read from, "" if nothing is; waits until it is read.
+
+        The batch, or any other error, is kept for `batch`.
+        """
+        self._read_ahead(consumed_samples)
+        pending = self._ahead.get(consumed_samples)
+        error = pending.error() if pending is not None else None
+        return one_line(error) if isinstance(error, (IndexedDatasetError, OSError)) else ""
 
     def make(self, consumed_samples: int) -> Batch:
         """The batch itself, in this thread: a pure function of the dataset and the cursor."""
@@ -126,7 +146,7 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Drop the batch being read ahead, if any; a read that hangs is left to its daemon thread."""
-        pending, self._next = self._next, None
-        if pending is not None:
-            pending.join(timeout=10.0)
+        """Drop the batches being read ahead; a read that hangs is left to its daemon thread."""
+        pending, self._ahead = self._ahead, {}
+        for thread in pending.values():
+            thread.join(timeout=10.0)

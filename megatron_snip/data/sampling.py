@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_snip.data.index_cache import array_hash, cached
-from megatron_snip.data.indexed import IndexedDataset
+from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetError, outside
 from megatron_snip.data.sample_index import SPLITS, blending_index, gpt_index, split_ranges
 
 TRAINING, VALIDATION = 0, 1
@@ -32,6 +32,10 @@ PathLike = Union[str, "os.PathLike[str]"]
 
 class Dataset(Protocol):
     """Samples by number; reading one changes nothing, so several threads may."""
+
+    @property
+    def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
+        """The files that samples come from, each with its weight; none where tokens are made up."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +53,8 @@ class GPTDataset:
     ``split_range`` is the range [first, last) of sequences to use, ``num_samples`` how many samples are asked
     for: the corpus is repeated, in a new order, until it has that many.  With ``vocab_size`` the ids of each
     sample are checked as it is read.  Raises ValueError if the range holds less than one sample, or if the
-    file holds no integers.
+    file holds no integers.  Reading a sample raises IndexedDatasetError for an id outside the vocabulary and for a file
+    that was cut short.
     """
 
     def __init__(
@@ -91,13 +96,15 @@ class GPTDataset:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
+        self.corpora = [(1.0, indexed)]
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
     def __getitem__(self, index: int) -> Tokens:
-        """Sample ``index``, int64 [seq_length + 1].  Raises ValueError for an id outside the vocabulary."""
+        """Sample ``index``, int64 [seq_length + 1]."""
         _check_index(index, len(self), f"dataset {self.indexed.prefix}")
+        self.indexed.check_sizes()
         slot = int(self.shuffle_index[index])
         first, offset = (int(value) for value in self.sample_index[slot])
         last, stop = (int(value) for value in self.sample_index[slot + 1])
@@ -107,18 +114,19 @@ class GPTDataset:
             begin = offset if position == first else 0
             length = stop + 1 - begin if position == last else None
             parts.append(self.indexed.get(sequence, begin, length))
+            self._check_ids(parts[-1], sequence)
         sample: Tokens = np.concatenate(parts).astype(np.int64, copy=False)
         assert len(sample) == self.seq_length + 1, "the sample index does not fit the tokens"
-        if self.vocab_size is not None:
-            self._check_ids(sample, self.vocab_size)
         return sample
 
-    def _check_ids(self, sample: Tokens, vocab_size: int) -> None:
-        low, high = int(sample.min()), int(sample.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"dataset {self.indexed.prefix} holds token id {low if low < 0 else high}, outside the "
-                f"vocabulary of {vocab_size}; give its own tokenizer, or a --vocab-size above its ids"
+    def _check_ids(self, tokens: npt.NDArray[np.integer], sequence: int) -> None:
+        if self.vocab_size is None or not tokens.size:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise IndexedDatasetError(
+                f"sequence {sequence} of dataset {self.indexed.prefix} holds token id {low if low < 0 else high}, "
+                f"{outside(self.vocab_size)}"
             )
 
 
@@ -146,6 +154,7 @@ class BlendedDataset:
         arrays = cached(cache_path, description, lambda: blending_index(self.weights, size))
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
+        self.corpora = [(w, corpus) for w, one in zip(self.weights, datasets) for _, corpus in one.corpora]
         taken = np.bincount(self.dataset_index, minlength=len(datasets))
         for number, dataset in enumerate(datasets):
             if taken[number] > len(dataset):
@@ -183,6 +192,7 @@ class MockDataset:
         if vocab_size < 2:
             raise ValueError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self.corpora: list[tuple[float, IndexedDataset]] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
 
     def __len__(self) -> int:

@@ -7,10 +7,11 @@ is the last of its ``vocab_size`` ids, where Megatron adds one more, so that --v
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from megatron_snip.files import parse_json, read_file
 
 # What a lone tokenizer.json, which names no EOS, may call it.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<EOD>")
@@ -50,9 +51,10 @@ class SentencePieceTokenizer:
             raise ValueError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(model.read_bytes())
+            data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
+            self._processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
-            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model: {error}") from error
+            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
@@ -84,9 +86,9 @@ class TokenizerJson:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json: {error}") from error
+            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         named = _configured_eos(path.parent)
         candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
         if not candidates:
@@ -113,9 +115,9 @@ def _configured_eos(folder: Path) -> str | None:
         if not path.is_file():
             continue
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = parse_json(read_file(path, "tokenizer's settings", "give another --tokenizer-model"))
         except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+            raise ValueError(f"{path} is not JSON: {error}; give another --tokenizer-model") from error
         eos = settings.get("eos_token") if isinstance(settings, dict) else None
         if isinstance(eos, dict):
             eos = eos.get("content")
@@ -125,7 +127,10 @@ def _configured_eos(folder: Path) -> str | None:
 
 
 class TransformersTokenizer:
-    """Any other tokenizer in a local folder, through transformers (optional); nothing is downloaded."""
+    """Any other tokenizer in a local folder, through transformers (optional).
+
+    Nothing is downloaded, no code of the folder is run, and nobody is asked whether to.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -135,10 +140,15 @@ class TransformersTokenizer:
                 f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
             ) from error
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many kinds
             first = str(error).strip().partition("\n")[0]
-            raise ValueError(f"--tokenizer-model {path}: transformers cannot read it: {first}") from error
+            raise ValueError(
+                f"--tokenizer-model {path}: transformers cannot read it: {first}; give a tokenizer.json, or a folder "
+                "whose tokenizer needs no code of its own"
+            ) from error
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
         self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)

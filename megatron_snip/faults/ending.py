@@ -108,10 +108,10 @@ class Ending:
             self._ask(self.watch.wake_stopped, 2.0)
         self.leave(1)
 
-    def tell_user(self, error: ValueError) -> NoReturn:
+    def tell_user(self, line: str) -> NoReturn:
         """Leave with a user's mistake, which is one line and exit status 2."""
         if self._first():
-            self._tell(str(error), 2)
+            self._tell(line, 2)
         self.leave(2)
 
     def leave(self, status: int) -> NoReturn:

@@ -9,6 +9,7 @@ the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,9 +54,12 @@ def linear_names(num_layers: int) -> list[str]:
 
 
 def linear_place(name: str) -> tuple[int, str, str] | None:
-    """(block, kind, what it reads) of a quantisable linear by its name; None for other names."""
+    """(block, kind, what it reads) of a quantisable linear by its name; None for other names.
+
+    A block has at most four digits, so that no file can ask for a picture of 10^9 blocks; --num-layers keeps to it.
+    """
     layers, block, module = [*name.split(".", 2), "", ""][:3]
-    if layers != "layers" or not block.isdecimal() or module not in _PLACES:
+    if layers != "layers" or not re.fullmatch(r"[0-9]{1,4}", block) or module not in _PLACES:
         return None
     kind, reads = _PLACES[module]
     return int(block), kind, f"{block}: {reads}"

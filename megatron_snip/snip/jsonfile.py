@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_snip.files import atomic_output, parse_json, read_file, shown
 
 
 class JsonFileError(ValueError):
@@ -25,18 +27,20 @@ def is_text(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number of 0 or more; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """A whole number of 0 or more that 64 bits hold; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """Any number, NaN and infinities included."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Any number, NaN and infinities included, but no whole number beyond floats."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 def is_finite(value: Any) -> bool:
     """A finite number."""
-    return is_number(value) and abs(value) <= sys.float_info.max  # false for NaN, and for a whole number beyond floats
+    return is_number(value) and math.isfinite(value)
 
 
 def is_share(value: Any) -> bool:
@@ -62,12 +66,11 @@ EXPECTED: Mapping[Callable[[Any], bool], str] = {
 
 
 def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
-    """The object in a file.  Raises ValueError naming the file if it is missing, cut short or no object."""
+    """The object in a file.  Raises ValueError naming the file if it cannot be read, is cut short or is no object."""
+    data = read_file(path, what, way_out)
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the {what} ({error.strerror}); {way_out}") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        values = parse_json(data)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError too
         raise ValueError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
@@ -86,7 +89,7 @@ def check_fields(
     Raises JsonFileError naming the first field that is missing, then unknown, then of the wrong type.
     """
     if not isinstance(values, dict):
-        raise JsonFileError(f"field {where.rstrip('.')} is {values!r}, but must be an object")
+        raise JsonFileError(f"field {where.rstrip('.')} is {shown(values)}, but must be an object")
     if missing := sorted(checks.keys() - values.keys()):
         raise JsonFileError(f"field {where}{missing[0]} is missing")
     if unknown := sorted(values.keys() - checks.keys()):
@@ -94,26 +97,19 @@ def check_fields(
     for name, check in checks.items():
         if not check(values[name]):
             raise JsonFileError(
-                f"field {where}{name} is {values[name]!r}, but must be {({**EXPECTED, **expected})[check]}"
+                f"field {where}{name} is {shown(values[name])}, but must be {({**EXPECTED, **expected})[check]}"
             )
 
 
 def check_version(values: Mapping[str, Any], known: int) -> None:
     """Raises JsonFileError for any other version, before the fields of an unknown one are judged."""
     if values.get("version", known) != known:
-        raise JsonFileError(f"field version is {values['version']!r}, but this code reads version {known}")
+        raise JsonFileError(f"field version is {shown(values['version'])}, but this code reads version {known}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write a file so that readers and crashes see the old one or the new one, never a part."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_output(path) as part, part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

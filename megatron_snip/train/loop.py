@@ -14,19 +14,14 @@ from megatron_snip.checkpoint.manifest import Damaged
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
+from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
+from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
-from megatron_snip.train.run_folder import (
-    Start,
-    advice,
-    changed_options,
-    check_folders,
-    earlier_start,
-    find_start,
-    open_run_folder,
-)  # fmt: skip
+from megatron_snip.train.run_folder import Start, advice, changed_options, earlier_start, find_start, open_run_folder
+from megatron_snip.train.same_data import agreed, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
@@ -42,6 +37,7 @@ class Trainer:
         self.iteration = start.iteration
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
+        self.data_problem = ""  # a file that went bad, the same on every process
         self.divergence = RunningMean()  # measured, of the plan in force
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
@@ -64,6 +60,7 @@ class Trainer:
         """Train to the last iteration, or until something asks to leave."""
         t, parts = self.config.training, self.parts
         self._validate_new_weights()
+        self._end_if_data_failed()
         while self.iteration < t.train_iters:
             begin = time.perf_counter()
             iteration = self.iteration + 1
@@ -85,9 +82,11 @@ class Trainer:
                 row |= self._validate()
             self._log(row, result)
             self._end_if_never_finite()
-            leave = result.stop or self._due(t.exit_interval)
+            self._ask_about_data(result.stop)
+            leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
                 self._save(last=leave or iteration == t.train_iters)
+            self._end_if_data_failed()
             if leave:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
@@ -116,11 +115,26 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late or self._unwritten() is not None
+        return self.signal.received or late or self._unwritten() is not None or bool(self._problem(self.iteration + 1))
 
     def _unwritten(self) -> str | None:
         """Why the run must end: too much that this process could not write.  None while it may go on."""
         return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
+
+    def _problem(self, done: int) -> str:
+        """What this process finds wrong with the batch after ``done`` iterations, if there is one."""
+        t = self.config.training
+        return self.parts.train_loader.problem(done * t.global_batch_size) if done < t.train_iters else ""
+
+    def _ask_about_data(self, stopped: bool) -> None:
+        """If some process asked to stop, find out whether because of a bad file."""
+        if stopped and not self.data_problem:
+            self.data_problem = first_problem(self._problem(self.iteration), self.parts.mesh)
+
+    def _end_if_data_failed(self) -> None:
+        if self.data_problem:
+            saved = f" (iteration {self.iteration} is saved)" if self.iteration > self.start.iteration else ""
+            raise ValueError(self.data_problem + saved)
 
     def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
@@ -144,8 +158,11 @@ class Trainer:
 
     def _later_batch(self, ahead: int) -> Any:
         """The batch of ``ahead`` iterations after the coming one; read here and now."""
-        size = self.config.training.global_batch_size
-        return self.parts.train_loader.make((self.iteration + ahead) * size)
+        size, loader = self.config.training.global_batch_size, self.parts.train_loader
+        try:
+            return agreed(partial(loader.make, (self.iteration + ahead) * size), self.parts.mesh)
+        except IndexedDatasetError as error:  # on every process alike; training will come to it
+            raise ProbeFailed(str(error)) from None
 
     def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
         """What low precision cost this batch and on average under this plan, beside what statistics predict."""
@@ -163,7 +180,14 @@ class Trainer:
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
         size = self.config.training.global_batch_size
-        losses = [self.parts.stepper.evaluate(loader.batch(i * size), self.iteration) for i in range(log.eval_iters)]
+        losses = []
+        for i in range(log.eval_iters):
+            try:
+                batch = agreed(partial(loader.batch, i * size), self.parts.mesh)
+            except IndexedDatasetError as error:  # on every process alike
+                self.data_problem = str(error)
+                return {}
+            losses.append(self.parts.stepper.evaluate(batch, self.iteration))
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
             runtime.say(validation_line(self.iteration, loss))
@@ -207,6 +231,7 @@ class Trainer:
             "divergence": vars(self.divergence),
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
+            "data": self.parts.data,
         }
         self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
 
@@ -253,12 +278,14 @@ def train(config: Config, ending: Ending | None = None) -> None:
     check_restarts(config, runtime.environment_restarts())
     config = with_defaults(config)
     start = find_start(config)
-    check_folders(config)
     if ending is not None:
         ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
     here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
     start = agree_on(config, start)
-    trainer = Trainer(config, build(config, here, plan), start)
+    parts = build(config, here, plan)
+    loaders = parts.train_loader, parts.valid_loader
+    parts.data = settle_data(config, start.state, *loaders, parts.mesh, reads=here.local_rank == 0)
+    trainer = Trainer(config, parts, start)
     if ending is not None:
         ending.open()
     try:

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
+from megatron_snip.files import parse_json
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
@@ -73,7 +74,7 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line.decode())
+            row = parse_json(line)
             if not isinstance(row["iteration"], int):
                 raise TypeError("an iteration is a whole number")
             found.append((line + b"\n", row))

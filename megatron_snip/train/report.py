@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.files import one_line, parse_json, read_file
+from megatron_snip.snip.jsonfile import is_count, is_finite
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES
@@ -48,7 +48,7 @@ class Run:
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Iterations and values of a metric, where it was recorded as a finite number."""
-        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if _is_finite(m.get(key))]
+        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if is_finite(m.get(key))]
         return [iteration for iteration, _ in pairs], [float(value) for _, value in pairs]
 
 
@@ -110,14 +110,14 @@ def write_report(run_dir: str | Path) -> Path:
 
 def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl; a broken last line is expected of a killed run, others are noted."""
-    lines = file.read_bytes().split(b"\n")
+    lines = read_file(file, "metrics", "cut them back", most=1 << 30).split(b"\n")
     metrics, broken = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            if not isinstance(entry, dict) or not isinstance(entry.get("iteration"), int):
+            entry = parse_json(line)
+            if not isinstance(entry, dict) or not is_count(entry.get("iteration")):
                 raise ValueError("no iteration")
             metrics.append(entry)
         except ValueError:
@@ -127,10 +127,6 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     if broken:
         notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
     return metrics
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -276,7 +272,7 @@ def _last_stages(run: Run) -> list[tuple[int, float, float]]:
     for row in run.metrics:
         stages: dict[int, dict[str, float]] = {}
         for key, value in row.items():
-            if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and _is_finite(value):
+            if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and is_finite(value):
                 stages.setdefault(int(match[1]), {})[match[2]] = float(value)
         found = stages or found
     return [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
@@ -294,13 +290,13 @@ def _stage_table(stages: Sequence[tuple[int, float, float]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the report of the folder named on the command line and print its summary."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if len(arguments) != 1 or arguments[0].startswith("-") or not arguments[0]:
         print("usage: python -m megatron_snip.train.report RUN_DIR", file=sys.stderr)
         return 2
     try:
         path = write_report(arguments[0])
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(one_line(error), file=sys.stderr)
         return 1
     print(format_summary(arguments[0]))
     print(f"\n{path}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any
 
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.config import Config, option_groups, parse
+from megatron_snip.files import check_folder
+from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -76,8 +77,8 @@ def find_start(config: Config, below: int | None = None) -> Start:
     """
     c, run_dir = config.checkpoint, Path(config.logging.run_dir)
     for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{option} {folder} is no folder; give another")
+        if environment_rank() == 0:  # other nodes need not see them
+            check_folder(option, folder)
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
     if load is not None and saved is None:
         if c.exit_on_missing_checkpoint:
@@ -194,25 +195,6 @@ def _save_dir_of(run_dir: Path) -> Path | None:
     return Path(saved or run_dir / "checkpoints")
 
 
-def check_folders(config: Config) -> None:
-    """ValueError if nothing can be written to the run folder or to --save; nothing is left of the trial.
-
-    A folder that does not exist yet is tried where it would be made.
-    """
-    for option, folder in (("--run-dir", Path(config.logging.run_dir)), ("--save", config.save_dir)):
-        there = folder.absolute()
-        while not there.exists():
-            there = there.parent
-        try:
-            with tempfile.TemporaryFile(dir=there) as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-        except OSError as error:
-            raise ValueError(
-                f"{option} {folder} cannot be written ({error.strerror}); give another folder, or make room or mend it"
-            ) from error
-
-
 def advice(config: Config) -> str:
     """What to do after a run has failed, as the end of a line."""
     save = config.save_dir
@@ -232,6 +214,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     """Write config.json, and put aside what a killed run wrote after the checkpoint; rank 0 calls it."""
     run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    config.save_dir.mkdir(parents=True, exist_ok=True)  # what cannot be made is told now, not at the first save
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()

@@ -34,6 +34,7 @@ from megatron_snip.snip.plan.options import read_choices, read_times
 from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
+from megatron_snip.train.same_data import Identity
 from megatron_snip.train.step import Stepper
 from megatron_snip.train.validate import validate
 
@@ -107,6 +108,7 @@ class Parts:
     train_loader: Loader
     valid_loader: Loader | None
     coordinator: Coordinator | None
+    data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
     def linears(self) -> dict[str, Any]:

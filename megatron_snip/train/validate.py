@@ -14,8 +14,9 @@ from megatron_snip.config import TILE, Config, option_groups
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
+    "a positive number up to 9999": ("num_layers",),
     "a positive number": (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
@@ -29,16 +30,19 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "distributed_timeout_minutes", "snip_solve_timeout",
+        "adam_eps",
     ),
+    "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
     "0 to 4294967295": ("seed",),  # what numpy's generator takes
     "a share, 0 to 1": ("snip_target",),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
+    "a positive number up to 9999": lambda value: 1 <= value <= 9999,
     "a positive number": lambda value: value >= 1,
     "0 or more": lambda value: value >= 0,
     "a number above 0": lambda value: value > 0,
+    "a number above 0, at most 1000000": lambda value: 0 < value <= 1e6,
     "0 or more and less than 1": lambda value: 0 <= value < 1,
     "0 to 4294967295": lambda value: 0 <= value < 2**32,
     "a share, 0 to 1": lambda value: 0 <= value <= 1,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision, Operands
@@ -71,6 +72,23 @@ def poisoned_run(options: dict[str, Any], rank: int, bad: set[int]) -> str:
     loop.build = poisoned_build
     try:
         loop.train(Config().replace(**{**SMALL, **options}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_on_files(options: dict[str, Any], cut: tuple[str, int] | None = None) -> str:
+    """The program on data of its own; the error that ended it on this rank.  cut: a file to cut in an iteration."""
+    seed = runtime.seed_iteration
+
+    def seed_and_cut(number: int, iteration: int) -> None:
+        if cut and iteration == cut[1] and dist.get_rank() == 0:
+            os.truncate(cut[0], 100)
+        seed(number, iteration)
+
+    runtime.seed_iteration = seed_and_cut
+    try:
+        loop.train(Config().replace(**{**SMALL, "mock_data": False, **options}))
     except ValueError as error:
         return str(error)
     return ""

@@ -90,6 +90,11 @@ def inputs(data, trained, tmp_path):
     for path in (here / "short_idx.idx", here / "short_bin.bin"):
         path.write_bytes(path.read_bytes()[:-10])
     (here / "foreign_idx.idx").write_bytes(b"PK\x03\x04" * 30)
+    for name in ("recorded", "unrecorded"):
+        with IndexedDatasetBuilder(here / name, np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document([*range(48), 64, 1])
+    (here / "unrecorded.ids.json").unlink()
     Plan.uniform(linear_names(2), "fp4").save(here / "deeper.json")
     Plan.uniform(linear_names(1), "fp4").save(here / "good.json")
     plan = json.loads((here / "good.json").read_text())
@@ -102,6 +107,7 @@ def inputs(data, trained, tmp_path):
     tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"}}
     (here / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": []}))
     (here / "options.toml").write_text("num_layers = 1\nglobl_batch_size = 2\n")
+    os.mkfifo(here / "pipe")
     (here / "used").mkdir()
     (here / "used/metrics.jsonl").write_text('{"iteration": 1}\n')
     (here / "trained").symlink_to(trained)
@@ -152,6 +158,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "edited plan": ({**MOCK, "precision": "plan", "precision_plan": "@edited.json"}, ["@edited.json: field hash is"]),
     "missing plan": ({**MOCK, "precision": "plan", "precision_plan": "@none"}, ["@none: cannot read the plan"]),
     "plan without file": ({**MOCK, "precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
+    "plan that is a pipe": (
+        {**MOCK, "precision": "plan", "precision_plan": "@pipe"},
+        ["@pipe: cannot read the plan (it is a pipe, not a file); use a file"],
+    ),
     "unknown format": ({**MOCK, "precision": "fp5"}, ["--precision fp5 is unknown; known: ", "fp4", "snip"]),
     "unknown objective": (
         {**MOCK, "precision": "snip", "snip_objective": "luck"}, ["unknown objective 'luck'; known: snip"],
@@ -185,6 +195,23 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "used run folder": ({**MOCK, "run_dir": "@trained"}, [f"{SAVES} already holds checkpoints up to iteration 2"]),
     "used folder of checkpoints": ({**MOCK, "save": SAVES}, [f"{SAVES} already holds checkpoints"]),
     "run folder with metrics alone": ({**MOCK, "run_dir": "@used"}, ["--run-dir @used already holds a run; --load"]),
+    "empty run folder": ({**MOCK, "run_dir": ""}, ["--run-dir is empty; give it a value, or leave it out"]),
+    "run folder below a file": (
+        {**MOCK, "run_dir": "@good.json/run"}, ["--run-dir @good.json/run lies below @good.json, which is no folder; give"],
+    ),
+    "checkpoints below a file": (
+        {**MOCK, "save": "@good.json/a/b"}, ["--save @good.json/a/b lies below @good.json, which is no folder; give"],
+    ),
+    "a name that is too long": ({**MOCK, "run_dir": "@" + "n" * 300}, ["@nnn", ": File name too long; give a shorter path"]),
+    "a time-out that no clock holds": (
+        {**MOCK, "distributed_timeout_minutes": 1e300}, ["--distributed-timeout-minutes is 1e+300; give a number above 0"],
+    ),
+    "a recorded id outside the vocabulary": (
+        {"train_data_path": "@recorded"}, ["dataset @recorded holds token id 64, outside the vocabulary of 64; give"],
+    ),
+    "an id outside the vocabulary without a record": (
+        {"train_data_path": "@unrecorded"}, ["sequence ", "of dataset @unrecorded holds token id 64, outside the"],
+    ),
     "another run's folder": ({**MOCK, "run_dir": "@trained", "load": SAVES, "finetune": True}, ["already holds"]),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ WORDS = {
     "wandb_project": "p", "wandb_exp_name": "-name", "wandb_save_dir": "w", "wandb_mode": "online", "save": "s",
     "load": "l", "save_interval": "8", "async_save": True, "keep_last": 2, "keep_every": 8, "ckpt_step": 5,
     "no_load_optim": True, "finetune": True,
-    "exit_on_missing_checkpoint": True, "precision": "snip", "precision_plan": "plan.json",
+    "exit_on_missing_checkpoint": True, "accept_changed_data": True, "precision": "snip", "precision_plan": "plan.json",
     "linear_impl": "emulated", "snip_target": "0.5", "snip_interval": "11", "snip_start": "12",
     "snip_apply_lag": "2", "snip_options": "fp8,fp4/fp4/fp8", "snip_granularity": "gemm", "snip_fix": "layers.0.*=fp8",
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",
@@ -279,3 +279,48 @@ def test_derived_values():
     assert config.model_parallel_size == 6 and config.data_parallel_size(12) == 2 and config.num_microbatches(2) == 6
     assert config.save_dir == Path("r/checkpoints") and config.replace(save="s").save_dir == Path("s")
     assert config.to_dict()["data"]["data_path"] == [], "plain JSON values"
+
+
+BAD_FILES = {
+    "lists without end": ("a = " + "[" * 10**5, "not valid TOML: maximum recursion depth"),
+    "a key without end": ("a" + ".a" * 10**5 + " = 1", "not valid TOML: a key has more than 64 parts"),
+    "a quoted key without end": ('"a"' + ' . "a"' * 10**5 + " = 1", "not valid TOML: a key has more than 64 parts"),
+    "a number without end": ("seed = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
+    "an item like an option": (
+        'data_path = ["--mock-data"]',
+        "--data-path has the item '--mock-data', which reads as an",
+    ),
+    "an item like a short option": (
+        'data_path = ["1", "-h"]',
+        "--data-path has the item '-h', which reads as an option",
+    ),
+    "a list in a list": ('data_path = [["a"]]', "option data_path has the item ['a']; give text or numbers"),
+    "a switch in a list": ("data_path = [true]", "option data_path has the item True; give text or numbers"),
+    "deep tables": ("x.lr.a.a = 1", "option lr is {'a': {'a': 1}}; give one value"),
+    "an empty path": ('run_dir = ""', "--run-dir is empty; give it a value, or leave it out"),
+    "an empty item": ('data_path = ["1", ""]', "--data-path is empty"),
+    "a NUL": (r'save = "a\u0000b"', r"--save 'a\x00b' has a NUL character; leave that out"),
+    "much of it": ("#" * (1 << 20) + "#", "this file of options has more than 1 MiB"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_strange_file_of_options_is_one_line(case, tmp_path):
+    text, said = BAD_FILES[case]
+    path = tmp_path / "options.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as info:
+        parse(["--config", str(path)])
+    assert said in str(info.value) and "\n" not in str(info.value) and len(str(info.value)) < 1000
+
+
+@pytest.mark.parametrize("option", ["run-dir", "save", "load", "data-cache-path", "tokenizer-model", "gemm-times"])
+def test_an_empty_path_is_refused(option):
+    with pytest.raises(ValueError, match=f"--{option} is empty; give it a value, or leave it out"):
+        parse([f"--{option}", ""])
+
+
+def test_many_dots_in_a_value_are_no_key(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text('data_path = ["data/v1.2.3.4", "a.b.c"]\n[model]\nnum_layers = 2\n')
+    assert parse(["--config", str(path)]).data.data_path == ("data/v1.2.3.4", "a.b.c")

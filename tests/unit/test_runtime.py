@@ -158,6 +158,21 @@ def test_other_ranks_wait_before_they_tell(logger, monkeypatch, capsys):
     assert capsys.readouterr().err == "error [rank 2]: odd\n"
 
 
+def test_a_path_that_cannot_be_used_is_one_line_too(logger, monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as info:
+        (tmp_path / "file/folder").mkdir()
+    assert leave_with(monkeypatch, info.value) == ([2], [])
+    line = f"{tmp_path}/file/folder: Not a directory; one of the folders in it is a file; give another path"
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_an_os_error_without_a_path_keeps_its_traceback(logger, monkeypatch):
+    with pytest.raises(BrokenPipeError):
+        leave_with(monkeypatch, BrokenPipeError(32, "Broken pipe"))
+
+
 def test_before_a_run_has_begun_our_own_errors_keep_their_traceback(logger, monkeypatch):
     with pytest.raises(AssertionError, match="mine"):
         leave_with(monkeypatch, AssertionError("mine"))

@@ -81,13 +81,13 @@ def test_reading_ahead_changes_nothing():
         assert all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("tokens", "labels", "sample_index"))
 
 
-def test_the_next_batch_is_read_once_and_in_the_background():
+def test_the_next_two_batches_are_read_once_and_in_the_background():
     dataset = Numbered()
     loader = make(dataset)
     loader.batch(0)
     loader.batch(12)
     loader.close()
-    assert sorted(index for index, _ in dataset.read) == list(range(36))
+    assert sorted(index for index, _ in dataset.read) == list(range(48))
     here = threading.current_thread().name
     assert [index for index, name in dataset.read if name == here] == list(range(12))
 
@@ -107,6 +107,28 @@ def test_an_error_in_a_batch_nobody_asks_for_is_not_raised():
     loader.batch(24)
 
 
+def test_a_problem_is_told_before_the_batch_is_asked_for():
+    dataset = Numbered(fails_at=15)
+    loader = make(dataset)
+    assert loader.problem(0) == "" and loader.problem(12) == "disk error at 15"
+    assert loader.batch(0).sample_index[0, 0] == 0 and loader.problem(12) == "disk error at 15"
+    with pytest.raises(OSError, match="disk error at 15"):
+        loader.batch(12)
+    assert [index for index, _ in dataset.read].count(0) == 1, "what was read for the question is used"
+    assert loader.problem(10**6) == "", "no batch, no problem"
+
+
+def test_our_own_errors_are_no_problem_of_the_files():
+    class Broken(Numbered):
+        def __getitem__(self, index):
+            raise KeyError(index)
+
+    loader = make(Broken())
+    assert loader.problem(0) == ""
+    with pytest.raises(KeyError):
+        loader.batch(0)
+
+
 def test_the_end_of_the_dataset():
     loader = make(Numbered(size=30))
     loader.batch(0)
@@ -121,7 +143,7 @@ def test_threads_end():
     before = threading.active_count()
     loader = make(Numbered())
     loader.batch(0)
-    assert loader._next is not None and loader._next.daemon
+    assert len(loader._ahead) == 2 and all(thread.daemon for thread in loader._ahead.values())
     loader.close()
     loader.close()
     deadline = time.monotonic() + 5

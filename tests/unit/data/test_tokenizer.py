@@ -132,6 +132,27 @@ def test_transformers_missing_is_told(tmp_path, monkeypatch):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+def test_code_in_a_tokenizers_folder_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    auto = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**auto, "tokenizer_class": "Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({**auto, "model_type": "mine"}))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: (tmp_path / "asked").touch() or "y")
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model .*: transformers cannot read it: .*; give a tokenizer.json"
+    ):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"eos_token": "a", "eos_token": "b"}', "{"])
+def test_broken_settings_beside_a_tokenizer_are_named(folder, text):
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON: .*; give another --tokenizer-model"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
 def test_null_tokenizer():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)

@@ -30,6 +30,14 @@ def test_a_folder_is_merged_by_name(tmp_path, folder, capsys):
     assert "4 documents, 4 tokens, uint16" in capsys.readouterr().out
 
 
+def test_the_largest_id_is_recorded_even_of_inputs_without_a_record(tmp_path, folder):
+    (folder / "a.ids.json").unlink()
+    _, dataset = merged(tmp_path, folder)
+    dataset.check_recorded_ids(5)
+    with pytest.raises(ValueError, match=r"all holds token id 4, outside the vocabulary of 4; "):
+        dataset.check_recorded_ids(4)
+
+
 def test_prefixes_keep_their_order(tmp_path, folder):
     _, dataset = merged(tmp_path, folder / "b", folder / "a", folder / "b")
     assert [dataset.get(i).tolist() for i in range(3)] == [[3, 4], [1, 2], [3, 4]]

@@ -47,10 +47,13 @@ def test_contents_and_names(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", docs)
     out = str(tmp_path / "out")
     assert main(["--input", source, "--output-prefix", out, "--append-eod", "--json-keys", "text", "note", *NULL]) == 0
-    assert files(tmp_path) == sorted(f"out_{k}_document.{e}" for k in ("text", "note") for e in ("bin", "idx"))
+    assert files(tmp_path) == sorted(
+        f"out_{k}_document.{e}" for k in ("text", "note") for e in ("bin", "idx", "ids.json")
+    )
     assert read(f"{out}_text_document") == [[*d, 999] if d else [] for d in docs]
     assert read(f"{out}_note_document") == [[7, 8, 999]] * 31
     assert IndexedDataset(f"{out}_text_document").dtype == np.uint16
+    assert json.loads((tmp_path / "out_note_document.ids.json").read_text())["largest_id"] == 999
     assert "31 documents" in capsys.readouterr().out
 
 
@@ -118,6 +121,9 @@ BAD_LINES = {
     "no key": (b'{"body": "1"}', 'it has no key "text"'),
     "no string": (b'{"text": [1]}', 'it has a list for the key "text", not a string'),
     "no utf-8": (b'{"text": "\xff\xfe"}', "unusable"),
+    "half a pair": (b'{"text": "1 \\ud800"}', "half of a surrogate pair"),
+    "a key twice": (b'{"text": "1", "text": "2"}', "key 'text' is there twice"),
+    "deep": (b'{"text": ' + b"[" * 10**5, "nested too deeply"),
     "no ids": (b'{"text": "hello"}', "ids below 1000"),
 }
 

@@ -246,10 +246,31 @@ def test_statistics_without_formats_are_drawn_too(tmp_path, drawn):
     assert set(drawn(write_run(tmp_path, [line(1)]))["loss_divergence"].values()) == {0.0}
 
 
+def test_a_block_beyond_any_model_takes_no_room(tmp_path, drawn):
+    far = Plan.uniform([*NAMES, "layers.1000000000.mlp.up_proj", "layers." + "9" * 5000 + ".mlp.up_proj"], "fp4")
+    write_report(write_run(tmp_path / "run", [line(1)], (far,)))
+    assert imread(tmp_path / "run/report_plans.png").size < 10**8
+
+
+@pytest.mark.parametrize(
+    "row", ['{"iteration": ' + "9" * 400 + "}", "[" * 10**5, '{"iteration": 2, "iteration": 3}', '{"iteration": true}']
+)
+def test_strange_rows_are_noted(row, tmp_path):
+    run = read_run(write_run(tmp_path / "run", [line(1), row + "\n", line(3, **{"lm loss": 10**400})]))
+    assert [r["iteration"] for r in run.metrics] == [1, 3] and "1 unreadable lines left out" in run.notes[0]
+    assert format_summary(run.path)
+
+
 def test_names_are_escaped(tmp_path):
     plan = Plan(1, {"layers.0.a": FP4}, objective="<script>")
     folder = write_run(tmp_path / "<script>", [line(1), "garbage\n"], (plan,))
     assert read_run(folder).notes and "<script>" not in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize("name", ["", "n" * 300])
+def test_a_folder_that_cannot_be_is_one_line(name, capsys):
+    assert main([name]) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_command_line(tmp_path, capsys):

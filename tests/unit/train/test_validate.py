@@ -202,3 +202,13 @@ def test_a_restart_must_be_able_to_continue():
     assert said().startswith("--max-restarts is 3, and a restart would continue from --load None, not from r/check")
     assert "give --load s" in said(load="r/checkpoints", save="s")
     assert said(load="r/checkpoints", finetune=True).startswith("--finetune begins anew at each start, and --max-res")
+
+
+@pytest.mark.parametrize("option", ["distributed_timeout_minutes", "snip_solve_timeout"])
+def test_a_time_that_no_clock_holds_is_refused(option):
+    name = option.replace("_", "-")
+    assert error(**{option: 1e300}) == f"--{name} is 1e+300; give a number above 0, at most 1000000"
+
+
+def test_no_model_has_as_many_blocks():
+    assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"

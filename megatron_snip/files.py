@@ -1,0 +1,170 @@
+"""The user's files: read with limits, written whole or not at all, and what goes wrong with them in one line.
+
+Plans, statistics, tables of GEMM times, options and metrics come from outside: each is read here, if it is a regular
+file of a sensible size, and its JSON has no key twice.  Source: rename(2) is atomic within one file system, so a
+temporary file lies in the target's own folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import stat
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+MOST_BYTES = 64 << 20  # of a file of ours that people hand around; the largest, statistics, have some MB
+MOST_SHOWN = 2000  # characters of an error's line; names in files may be of any length
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_WAYS_OUT = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "give a path that you may read and write",
+    errno.EPERM: "give a path that you may read and write",
+    errno.EROFS: "give a path that you may write to",
+    errno.EISDIR: "give the path of a file",
+    errno.ENOTDIR: "one of the folders in it is a file; give another path",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOSPC: "free some space, or give a path on another disk",
+    errno.EDQUOT: "free some space, or give a path on another disk",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+_TEMPORARY = ".tmp"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a value from outside, cut short where it is long or deep."""
+    return _SHORT.repr(value)
+
+
+def one_line(error: ValueError | OSError) -> str:
+    """What to tell the user: the error's text, or an OSError's path, reason and way out."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, ValueError):
+        way_out = _WAYS_OUT.get(error.errno or 0, "check the path and its disk")
+        text = f"{error.filename}: {error.strerror}; {way_out}"
+    text = " ".join(text.splitlines())
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
+
+
+@contextmanager
+def about(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the path in an OSError of the block that names none, as one of writing does, or a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and (error.filename is None or str(error.filename).endswith(_TEMPORARY)):
+            error.filename = os.fspath(path)
+        raise
+
+
+def path_word(text: str) -> str:
+    """A path on a tool's command line, for argparse's ``type``; an empty one would mean the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"the path is {text!r}; give one that names something")
+    return text
+
+
+def check_output(option: str, path: Path) -> None:
+    """Find out before the work whether its result can be written: ValueError if not.  The folder is made."""
+    try:
+        is_folder, temporary = path.is_dir(), temporary_beside(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}); give another path") from None
+    if is_folder:
+        raise ValueError(f"{option} {path} is a folder; give a file")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise ValueError unless there is a folder to write to, or one could be made; nothing is left of the trial."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        below = f" lies below {nearest}, which" if nearest != path else ""
+        raise ValueError(f"{option} {path}{below} is no folder; give another")
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        way_out = _WAYS_OUT.get(error.errno or 0, "give another")
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}: {nearest}); {way_out}") from None
+
+
+def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file of at most ``most`` bytes.  ValueError names the file and says why it is none."""
+    try:
+        # A pipe would wait for a writer that may never come.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+            kind = _KINDS.get(stat.S_IFMT(os.fstat(stream.fileno()).st_mode))
+            data = b"" if kind else stream.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot read the {what} ({reason}); {way_out}") from None
+    if kind:
+        raise ValueError(f"{path}: cannot read the {what} (it is {kind}, not a file); {way_out}")
+    if len(data) > most:
+        raise ValueError(f"{path}: this {what} has more than {most >> 20} MiB; {way_out}")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    ValueError also for a key that an object has twice, for half of a surrogate pair, and for deep nesting.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for pair in pairs:
+        for part in pair:
+            if isinstance(part, str) and not part.isascii() and (half := _HALF_PAIR.search(part)):
+                raise ValueError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
+    return found
+
+
+def temporary_beside(path: str | Path) -> Path:
+    """A fresh name in ``path``'s folder, which is made if need be; two processes never get the same one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.parent / f".{path.name[:40]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"
+
+
+@contextmanager
+def atomic_output(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path; it becomes ``path`` if the block ends well and is removed if it raises.
+
+    An OSError of the block, as of a full disk, names ``path``.
+    """
+    with about(path):
+        temporary = temporary_beside(path)
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""The data of a run: what checkpoints keep of it, and what all processes agree on when a file goes wrong.
+
+A process that finds a bad file must not leave the others waiting in a collective.  At the start, before validation and
+before a probe's later batches they ask each other; in training the loader has the next batch before this one's update,
+and a process with a bad one asks all to stop, by the flag that an iteration's reduction carries anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_snip.config import Config
+from megatron_snip.data.indexed import IndexedDatasetError
+from megatron_snip.data.loader import Batch, Loader
+from megatron_snip.data.sampling import Dataset
+from megatron_snip.files import one_line
+from megatron_snip.mesh import Mesh
+
+LOGGER = logging.getLogger("megatron_snip")
+#: Keys of a dataset's identity, in the words of an error.
+_DIFFERENCES = {
+    "size": "the size of its .bin",
+    "lengths": "the lengths of its sequences",
+    "content": "the content of its .bin",
+    "weight": "its weight in the blend",
+}
+_PARTS = {"train": "training", "valid": "validation"}
+Identity = dict[str, list[dict[str, Any]]]
+
+
+def identity(**datasets: Dataset | None) -> Identity:
+    """Part of the data (``train``, ``valid``) -> its datasets: prefix, weight and fingerprint of each.
+
+    Reads about a MiB and the index of each.
+    """
+    return {
+        part: [{"prefix": files.prefix, "weight": weight, **files.fingerprint} for weight, files in dataset.corpora]
+        for part, dataset in datasets.items()
+        if dataset is not None
+    }
+
+
+def difference(now: Identity, then: Identity) -> str:
+    """The first thing in which the data differs from a checkpoint's; "" for the same, whatever its files are called.
+
+    A part that either of them did without is passed over.
+    """
+    for part in now.keys() & then.keys():
+        before, here = then[part], now[part]
+        if len(before) != len(here):
+            return f"{_PARTS[part]} data has {len(here)} datasets and had {len(before)}"
+        for old, new in zip(before, here):
+            if odd := [what for key, what in _DIFFERENCES.items() if old.get(key) != new[key]]:
+                moved = "" if old.get("prefix") == new["prefix"] else f" (it was {old.get('prefix')})"
+                return f"dataset {new['prefix']}{moved} has changed: {', '.join(odd)}"
+    return ""
+
+
+def first_problem(problem: str, mesh: Mesh) -> str:
+    """The problem of the first process that has one, on all of them, "" if none has; every process calls it."""
+    problems: list[str] = [""] * mesh.world_size
+    dist.all_gather_object(problems, problem, group=mesh.world)
+    return next(filter(None, problems), "")
+
+
+def agreed(make: Callable[[], Batch], mesh: Mesh) -> Batch:
+    """``make()``'s batch; IndexedDatasetError on every process if a file is bad on any.  Every process calls it."""
+    batch, problem = None, ""
+    try:
+        batch = make()
+    except (IndexedDatasetError, OSError) as error:
+        problem = one_line(error)
+    if problem := first_problem(problem, mesh):
+        raise IndexedDatasetError(problem)
+    assert batch is not None
+    return batch
+
+
+def settle_data(
+    config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None, mesh: Mesh, *, reads: bool
+) -> Identity:
+    """The data's identity for checkpoints, on rank 0; every process calls it, before anything is written.
+
+    ``state`` is that of the checkpoint that the run goes on from, ``reads`` whether this process identifies the files
+    (one a node does).  Raises ValueError on all processes if a dataset is not the checkpoint's, unless
+    --accept-changed-data is given; if nodes have different files; for recorded ids outside the vocabulary; and if the
+    first batch cannot be read.
+    """
+    found: Identity = {}
+    problem = ""
+    try:
+        if reads:
+            found = identity(train=train.dataset, valid=valid.dataset if valid else None)
+            _check_ids(config, train, valid)
+        problem = _first_batches(config, state, train, valid)
+    except (IndexedDatasetError, OSError) as error:
+        problem = one_line(error)
+    digest = hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest() if found else ""
+    told: list[tuple[str, str]] = [("", "")] * mesh.world_size
+    if mesh.rank == 0 and not problem:
+        problem = _refused(config, state, found)
+    dist.all_gather_object(told, (problem, digest), group=mesh.world)
+    for rank, (its_problem, its_digest) in enumerate(told):
+        if its_problem:
+            raise ValueError(its_problem)
+        if its_digest and its_digest != told[0][1]:
+            raise ValueError(
+                f"the data of rank {rank}'s node is not that of rank 0's, under the same prefixes; copy the files anew"
+            )
+    return found
+
+
+def _first_batches(config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None) -> str:
+    done, size = state["iteration"] if state else 0, config.training.global_batch_size
+    problem = train.problem(done * size) if done < config.training.train_iters else ""
+    return problem or (valid.problem(0) if valid else "")
+
+
+def _check_ids(config: Config, *loaders: Loader | None) -> None:
+    for loader in filter(None, loaders):
+        for _, files in loader.dataset.corpora:
+            files.check_recorded_ids(int(config.model.vocab_size or 0))
+
+
+def _refused(config: Config, state: dict[str, Any] | None, found: Identity) -> str:
+    """Why the run must not go on with this data, "" if it may; a checkpoint of before does not tell its data."""
+    changed = difference(found, state["data"]) if state and state.get("data") else ""
+    if changed and config.checkpoint.accept_changed_data:
+        LOGGER.warning(f"this run continues with other data: {changed}")
+        return ""
+    way_out = f"give the data that the checkpoint in {config.checkpoint.load} was trained on, or --accept-changed-data"
+    return f"{changed}; {way_out}" if changed else ""
