@@ -142,8 +142,12 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: Optional[str] = None  # Folder of checkpoints; by default <run-dir>/checkpoints.
-    load: Optional[str] = None  # Folder to continue from; an empty one starts at iteration 0.
+    load: Optional[str] = None  # Folder to continue from, or an iter_ folder in it; if it is --save it may be empty.
+    ckpt_step: Optional[int] = None  # Iteration to load; by default the newest checkpoint that is whole.
     save_interval: Optional[int] = None  # Iterations between two checkpoints; by default only at the end.
+    async_save: bool = False  # Write checkpoints in the background; training waits while tensors are copied.
+    keep_last: Optional[int] = None  # Checkpoints to keep; older ones are deleted. By default all are kept.
+    keep_every: Optional[int] = None  # Beyond --keep-last, keep those whose iteration divides by this.
     no_load_optim: bool = False  # Leave the saved optimiser state alone and start it from zero.
     finetune: bool = False  # Load the weights alone; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.

@@ -53,6 +53,13 @@ class Mesh:
         assert group is not None
         return group
 
+    def new_cpu_group(self) -> dist.ProcessGroup:
+        """A group of all processes over gloo, for a thread that must not meet training's collectives.
+
+        Every process calls it.
+        """
+        return dist.new_group(backend="gloo")
+
     def barrier(self) -> None:
         """Wait for all processes; every process calls it."""
         dist.barrier(self.world)

@@ -27,7 +27,7 @@ LEVELS = [
     {"parallel"},
     {"model", "data"},
     {"snip"},
-    {"interop"},
+    {"interop", "checkpoint"},
     {"train"},
     {"tools", "pretrain_llama"},
 ]

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.train.checkpoint import load_tensors
 from megatron_snip.train.run_folder import Start, refuse_other_model, with_saved_options
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
 

@@ -27,9 +27,10 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage
+from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.options import Choices, check_choices, measure_of, solve_request
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
-from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverKilled
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
@@ -232,7 +233,7 @@ class Coordinator:
     def _solved(self, solver: BackgroundSolver, pending: Pending) -> dict[str, Any] | str:
         """The plan as plain values, or why there is none."""
         try:
-            solution = solver.result(self.snip.snip_solve_timeout)
+            solution = self._solution(solver, pending)
             # the options that the matrices were made with; those of a resumed run may differ
             options = [LinearPrecision.parse(option) for option in pending.options]
             reserved = pending.request.reserved
@@ -252,6 +253,15 @@ class Coordinator:
             return str(error) or repr(error)
         finally:
             solver.cancel()
+
+    def _solution(self, solver: BackgroundSolver, pending: Pending) -> Solution:
+        """The solver's answer, or another's to the same request where somebody killed it: the plan is the same."""
+        try:
+            return solver.result(self.snip.snip_solve_timeout)
+        except SolverKilled as error:
+            LOGGER.warning(f"iteration {pending.due}: {error}; solving again")
+            with BackgroundSolver(pending.request) as again:
+                return again.result(self.snip.snip_solve_timeout)
 
     def _agreed(self, plan: Plan) -> bool:
         """Whether every process holds this very plan; every process calls it."""

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.manifest import Damaged
+from megatron_snip.checkpoint.saver import Saver
+from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
-from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
-from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
+from megatron_snip.train.run_folder import Start, changed_options, earlier_start, find_start, open_run_folder
 from megatron_snip.train.same_data import agreed, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
@@ -39,7 +41,12 @@ class Trainer:
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
         self._load()
+        loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
+        parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
+        start = self.start
         self.writer = None
+        self.saver = Saver(config.save_dir, config.checkpoint, parts.mesh, start.run_id, start.iteration)
+        parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
             open_run_folder(config, start)
             self.writer = MetricsWriter(config, start.run_id, start.iteration)
@@ -78,7 +85,7 @@ class Trainer:
             self._ask_about_data(result.stop)
             leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
-                self._save()
+                self._save(last=leave or iteration == t.train_iters)
             self._end_if_data_failed()
             if leave:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
@@ -89,6 +96,7 @@ class Trainer:
         if self.parts.coordinator is not None:
             self.parts.coordinator.close()
         self.parts.train_loader.close()
+        self.saver.close()
         if self.writer is not None:
             self.writer.close()
         if self.parts.mesh.rank == 0 and report:
@@ -206,45 +214,50 @@ class Trainer:
             total = self.config.training.train_iters
             print(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops), flush=True)
 
-    def _save(self) -> None:
-        start = time.perf_counter()
+    def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
         state = {
-            "version": 1,
             "run_id": self.start.run_id,
             "iteration": self.iteration,
             "consumed_samples": self.iteration * self.config.training.global_batch_size,
             "optimizer_steps": self.parts.optimizer.steps,
             "nan_iterations": self.nan_iterations,
-            "nan_in_a_row": self.nan_in_a_row,
             "divergence": vars(self.divergence),
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
             "data": self.parts.data,
         }
-        save_checkpoint(self.config.save_dir, self.iteration, self.parts.tensors(), state, self.parts.mesh)
-        LOGGER.info(
-            f"saved iteration {self.iteration} to {self.config.save_dir} in {time.perf_counter() - start:.1f} s"
-        )
+        self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
 
     def _load(self) -> None:
-        start, parts = self.start, self.parts
-        if start.load is None:
-            LOGGER.info("starting from new weights at iteration 0")
-            return
-        tensors = parts.tensors()
-        state = start.state
-        if state is None or self.config.checkpoint.no_load_optim:
-            tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
-        load_tensors(start.load, start.load_iteration, tensors)
-        LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
+        """Read the checkpoint that the run starts from, or the newest before it that is what was written."""
+        while self.start.load is not None:
+            start, tensors = self.start, self.parts.tensors()
+            assert start.load is not None
+            if start.state is None or self.config.checkpoint.no_load_optim:
+                tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
+            begin = time.perf_counter()
+            try:
+                load_tensors(start.load, start.load_iteration, tensors)
+            except Damaged as error:  # the same on every process
+                self.start = agree_on(self.config, earlier_start(self.config, start, error))
+                continue
+            seconds = time.perf_counter() - begin
+            LOGGER.info(f"loaded and verified iteration {start.load_iteration} of {start.load} in {seconds:.2f} s")
+            return self._take_up(start)
+        LOGGER.info("starting from new weights at iteration 0")
+
+    def _take_up(self, start: Start) -> None:
+        """What a checkpoint tells beside tensors; nothing for --finetune."""
+        self.iteration = self.logged_iteration = start.iteration
+        state, parts = start.state, self.parts
         if state is None:
             return
         for change in changed_options(self.config, state):
             LOGGER.warning(f"this run continues with a changed option, {change}")
         if not self.config.checkpoint.no_load_optim:
             parts.optimizer.set_steps(state["optimizer_steps"])
-        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], state["nan_in_a_row"]
+        self.nan_iterations = state["nan_iterations"]
         self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
@@ -257,10 +270,7 @@ def train(config: Config) -> None:
     start = find_start(config)
     here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
     start = agree_on(config, start)
-    parts = build(config, here, plan)
-    loaders = parts.train_loader, parts.valid_loader
-    parts.data = settle_data(config, start.state, *loaders, parts.mesh, reads=here.local_rank == 0)
-    trainer = Trainer(config, parts, start)
+    trainer = Trainer(config, build(config, here, plan), start)
     try:
         trainer.run()
     except BaseException:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.config import Config, option_groups, parse
 from megatron_snip.files import check_folder
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
-from megatron_snip.train.checkpoint import STATE, latest_iteration, read_state
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Model options that decide which weights there are and what they mean, whatever the sequence.
@@ -45,15 +44,52 @@ class Start:
     run_id: str
 
 
-def find_start(config: Config) -> Start:
-    """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs."""
+def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tuple[Path, int | None]:
+    """(folder of checkpoints, iteration) that --load and --ckpt-step name; None if there is no checkpoint at all.
+
+    By default it is the newest that is whole; those passed over are told.  below: look among older ones alone.
+    ValueError if the one that is named is not whole, or none is.
+    """
+    folder = Path(load)
+    if (number := iteration_of(folder)) is not None:
+        if step not in (None, number):
+            raise ValueError(f"--load {load} is of iteration {number}, --ckpt-step is {step}; drop one")
+        folder, step = folder.parent, number
+    if step is None:
+        found, passed_over = newest(folder, below)
+        for why in passed_over:
+            LOGGER.warning(f"passed over {why}")
+        return folder, found
+    if folder_of(folder, step).is_dir():
+        try:
+            check(folder, step)
+        except Damaged as error:
+            raise ValueError(f"{folder_of(folder, step)}: {error}; load another iteration") from error
+        return folder, step
+    held = ", ".join(map(str, iterations(folder))) or "none"
+    raise ValueError(f"--load {load}: no whole checkpoint of iteration {step} is there; those of this folder: {held}")
+
+
+def find_start(config: Config, below: int | None = None) -> Start:
+    """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs.
+
+    below: look among checkpoints before this iteration alone, as that one turned out to be damaged.
+    """
     c, run_dir = config.checkpoint, Path(config.logging.run_dir)
     for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
         if environment_rank() == 0:  # other nodes need not see them
             check_folder(option, folder)
-    saved = latest_iteration(Path(c.load)) if c.load else None
-    if c.load and saved is None and c.exit_on_missing_checkpoint:
-        raise ValueError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
+    load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
+    if load is not None and saved is None:
+        if c.exit_on_missing_checkpoint:
+            raise ValueError(
+                f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew"
+            )
+        if load.resolve() != config.save_dir.resolve() and not (c.finetune or c.no_load_optim):
+            raise ValueError(
+                f"--load {c.load}: no checkpoint is there; correct the path, or drop --load to start a new run "
+                f"(--load and --save of the same folder start one too)"
+            )
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
         raise ValueError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
@@ -61,20 +97,34 @@ def find_start(config: Config) -> Start:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
         if saved is not None:
-            refuse_other_model(config, read_state(Path(str(c.load)), saved), finetune=True)
-            start = Start(0, None, Path(str(c.load)), saved, start.run_id)
+            assert load is not None
+            refuse_other_model(config, read_state(load, saved), finetune=True)
+            start = Start(0, None, load, saved, start.run_id)
         return start
-    assert c.load is not None
-    state = read_state(Path(c.load), saved)
+    assert load is not None
+    state = read_state(load, saved)
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
         raise ValueError(
-            f"--run-dir {run_dir} holds run {here}, but {c.load} belongs to run {state['run_id']}; "
+            f"--run-dir {run_dir} holds run {here}, but {load} belongs to run {state['run_id']}; "
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
-    _refuse_folder_of_another_run(config.save_dir, Path(c.load), state["run_id"])
+    _refuse_folder_of_another_run(config.save_dir, load, state["run_id"])
     refuse_other_model(config, state, finetune=False)
-    return Start(state["iteration"], state, Path(c.load), saved, state["run_id"])
+    return Start(state["iteration"], state, load, saved, state["run_id"])
+
+
+def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
+    """Where to begin instead, as `start`'s checkpoint turned out damaged while it was read.
+
+    ValueError if no other can be continued, or the options name this very one.
+    """
+    assert start.load is not None
+    folder = folder_of(start.load, start.load_iteration)
+    if config.checkpoint.ckpt_step is not None or iteration_of(Path(str(config.checkpoint.load))) is not None:
+        raise ValueError(f"{folder}: {why}; load another iteration")
+    LOGGER.warning(f"passed over {folder}: {why}")
+    return find_start(config, below=start.load_iteration)
 
 
 def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
@@ -110,7 +160,7 @@ def run_id_of(run_dir: Path) -> str | None:
 
 def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
     """A run that goes on may have its checkpoints elsewhere, but not among another run's."""
-    held = latest_iteration(save) if save.resolve() != load.resolve() else None
+    held = newest(save)[0] if save.resolve() != load.resolve() else None
     if held is not None and (other := read_state(save, held)["run_id"]) != run_id:
         raise ValueError(
             f"--save {save} holds checkpoints of run {other}, but {load} belongs to run {run_id}; give another --save"
@@ -120,10 +170,9 @@ def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
 def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
     """A run from iteration 0 needs folders without a run, unless `--load` says that it may begin again."""
     run_dir, save = Path(config.logging.run_dir), config.save_dir
-    held = latest_iteration(save)
-    if held is not None:
+    if held := iterations(save):
         raise ValueError(
-            f"{save} already holds checkpoints up to iteration {held}; --load {save} continues them, "
+            f"{save} already holds checkpoints up to iteration {held[0]}; --load {save} continues them, "
             "or give another --run-dir and --save"
         )
     other = _save_dir_of(run_dir)
@@ -188,23 +237,14 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
     return out
 
 
-def checkpoint_of(load: str | None) -> tuple[Path, int]:
-    """(folder of checkpoints, iteration) that --load names.  ValueError if there is none."""
-    if not load:
-        raise ValueError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
-    folder = Path(load)
-    if (one := re.fullmatch(r"iter_(\d+)", folder.name)) and (folder / STATE).is_file():
-        return folder.parent, int(one[1])
-    latest = latest_iteration(folder)
-    if latest is None:
-        raise ValueError(f"--load {load}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
-    return folder, latest
-
-
 def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:
     """The options of a command line over those of the run that --load names, and that checkpoint as the start."""
     given = parse(words)
-    folder, iteration = checkpoint_of(given.checkpoint.load)
+    if not given.checkpoint.load:
+        raise ValueError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
+    folder, iteration = find_checkpoint(given.checkpoint.load, given.checkpoint.ckpt_step)
+    if iteration is None:
+        raise ValueError(f"--load {folder}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
     if any(getattr(given.data, name) for name in _SOURCES):

@@ -37,6 +37,7 @@ class Stepper:
 
     def __init__(self, config: Config, mesh: Mesh, pipeline: Pipeline, optimizer: Optimizer) -> None:
         self.config, self.mesh, self.pipeline, self.optimizer = config, mesh, pipeline, optimizer
+        self.before_update: Callable[[], None] = lambda: None  # waits for who still reads weights or moments
 
     def _sum(self, *shares: float) -> list[float]:
         """Sums over all processes, in double precision."""
@@ -82,6 +83,7 @@ class Stepper:
         skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
         lr = learning_rate(self.config.training, iteration)
         if not skipped:
+            self.before_update()
             self.optimizer.step(lr, result.clip)
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)

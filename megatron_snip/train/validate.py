@@ -19,12 +19,13 @@ RANGES: dict[str, tuple[str, ...]] = {
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
-        "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval",
+        "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
+        "keep_every",
         "snip_interval", "snip_start", "snip_probe_tokens",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
-        "exit_duration_in_mins", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
+        "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
     ),
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
@@ -136,6 +137,11 @@ def _validate_choices(config: Config) -> None:
         raise ValueError(
             f"--precision-plan is given, but --precision is {config.precision.precision}; use --precision plan"
         )
+    c = config.checkpoint
+    if c.keep_every is not None and c.keep_last is None:
+        raise ValueError(f"--keep-every {c.keep_every} spares what --keep-last would delete; give --keep-last too")
+    if c.ckpt_step is not None and not c.load:
+        raise ValueError(f"--ckpt-step {c.ckpt_step} names no folder; give --load too")
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):

@@ -8,23 +8,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_snip.checkpoint import saver
 from megatron_snip.snip.measure.probe import Pass, PassRunner, Probe
-from megatron_snip.train import checkpoint
 from tests.dist.runs import train_run
 from tests.dist.solves import Held, record_precisions
 
 
 def slow_save() -> None:
     """The last part of each save takes its time."""
-    write = checkpoint.write_atomic
-    checkpoint.write_atomic = lambda *args: (time.sleep(1.0), write(*args))  # type: ignore[assignment]
+    write = saver.write_atomic
+    saver.write_atomic = lambda *args: (time.sleep(1.0), write(*args))  # type: ignore[assignment]
 
 
 def slow_probe(marker: Path) -> None:
     """Rank 0 stands still inside a probe, `marker` telling the iteration, while others go on to wait."""
     run = Probe.run
 
-    def slow_run(self: Probe, run_pass: PassRunner, zero: Any, iteration: int, *args: Any) -> Any:
+    def slow_run(self: Probe, run_pass: PassRunner, zero: Any, iteration: int, *args: Any, **how: Any) -> Any:
         def slow_pass(ahead: int = 0) -> Pass:
             result = run_pass(ahead)
             if dist.get_rank() == 0:
@@ -33,7 +33,7 @@ def slow_probe(marker: Path) -> None:
                 time.sleep(3.0)
             return result
 
-        return run(self, slow_pass, zero, iteration, *args)
+        return run(self, slow_pass, zero, iteration, *args, **how)
 
     Probe.run = slow_run  # type: ignore[method-assign]
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.saver import Saver
+from megatron_snip.checkpoint.storage import CheckedWriter, load_tensors
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
@@ -20,7 +22,6 @@ from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import PassRunner, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.setup import Parts, build, check, snip_shapes
 
 TINY = {
@@ -104,7 +105,9 @@ def save_after(options: dict[str, Any], folder: Path, iterations: int) -> None:
         batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
         parts.stepper.step(batch, i)
     parts.train_loader.close()
-    save_checkpoint(folder, iterations, parts.tensors(), {"steps": parts.optimizer.steps}, parts.mesh)
+    saver = Saver(folder, config.checkpoint, parts.mesh, "run", 0)
+    saver.save(iterations, parts.tensors(), {"steps": parts.optimizer.steps}, finite=True, last=True)
+    saver.close()
 
 
 def _before_probe(options: dict[str, Any], folder: Path, iterations: int) -> tuple[Parts, PassRunner]:
@@ -256,3 +259,33 @@ def counted_probe(options: dict[str, Any]) -> dict[str, Any]:
         "sent": {axis: both.get(axis, 0) - sent.get(axis, 0) for axis in ("tp", "dp", "pp")},
         "expected": footprint(shapes, len(probe.formats), layout, updates=True),
     }
+
+
+def error_of_run(options: dict[str, Any]) -> str:
+    """What the program says of bad input; empty if it runs to its end."""
+    try:
+        train_run(options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_with_full_disk(options: dict[str, Any], rank: int, saves: set[int]) -> list[str]:
+    """The program, the rank's disk being full in some of its saves, counted from 1; what it warned of on this rank."""
+    import logging
+
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_snip").addHandler(handler)
+    write, calls = CheckedWriter.write_data, [0]
+
+    def full(self: CheckedWriter, *args: Any) -> Any:
+        calls[0] += 1
+        if dist.get_rank() == rank and calls[0] in saves:
+            raise OSError(28, "No space left on device")
+        return write(self, *args)
+
+    CheckedWriter.write_data = full  # type: ignore[method-assign]
+    train_run(options)
+    return [line for line in told if "failed on rank" in line]

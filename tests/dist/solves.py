@@ -131,13 +131,13 @@ def solves_gone_wrong(options: dict[str, Any]) -> tuple[str, list[str], Held]:
     That linear is the last one that the plan in force has in FP4.  Returns its name, what this rank's log told, and the
     precisions.
     """
-    cases = iter(SOLVES.values())
-    coordinator.BackgroundSolver = lambda request: next(cases)[0](request)  # type: ignore
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     coordinator.LOGGER.addHandler(handler)
     step, reduce, poisoned, probes = Coordinator.before_step, Probe._reduce, [], []
+    cases = list(SOLVES.values())  # one that is killed is killed again when it is solved again
+    coordinator.BackgroundSolver = lambda request: cases[len(probes) - 1][0](request)  # type: ignore
 
     def before_step(self: Coordinator, *args: Any) -> Any:
         if self.plan is not None and not poisoned:

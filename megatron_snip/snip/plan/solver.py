@@ -18,13 +18,12 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,7 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
 #: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
 GRACE_SECONDS = 60.0
 _PARENT_CHECK_SECONDS = 0.5
+_MOST_KEPT = 1 << 24  # bytes of what a child says
 
 
 class SolverTimeout(RuntimeError):
@@ -42,6 +42,10 @@ class SolverTimeout(RuntimeError):
 
 class SolverFailed(RuntimeError):
     """The child died, could not be started, or its answer is no answer."""
+
+
+class SolverKilled(SolverFailed):
+    """A signal ended the child, as where memory ran out; the same request may well be solved by another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,23 +108,22 @@ class BackgroundSolver:
         self.request = request
         self._outcome: Solution | Exception | None = None
         self._deadline = time.monotonic() + request.time_limit + GRACE_SECONDS
-        # Files instead of pipes: a child that talks too much must not block, and nobody has to read along.
-        self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._child = subprocess.Popen(
                 [*(command or (sys.executable, "-m", __name__)), str(os.getpid())],
                 stdin=subprocess.PIPE,
-                stdout=self._stdout,
-                stderr=self._stderr,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 cwd=Path(__file__).resolve().parents[3],  # where -m finds this package, however we were found
             )
         except OSError as error:
-            self._close_files()
             raise SolverFailed(f"the solver's process did not start: {error}") from error
         line = json.dumps(request.to_dict()).encode() + b"\n"
         # A child that never reads would block the write of a long request, so a thread does it.
         self._writer = threading.Thread(target=self._write, args=(line,), name="solver-stdin", daemon=True)
         self._writer.start()
+        # Nor must one that talks too much, so others read along: no files, which a full disk would fail.
+        self._output, self._errors = _Reader(self._child.stdout), _Reader(self._child.stderr)
 
     @property
     def pid(self) -> int:
@@ -163,11 +166,12 @@ class BackgroundSolver:
         except subprocess.TimeoutExpired:
             self._end()
             return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds; it was ended")
-        output, errors = self._read(self._stdout), self._read(self._stderr)
+        output, errors = self._output.text(), self._errors.text()
         self._end()
         if code != 0:
             how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-            return SolverFailed(f"the solver's process failed ({how}){_last_line(errors)}")
+            kind = SolverKilled if code < 0 else SolverFailed
+            return kind(f"the solver's process failed ({how}){_last_line(errors)}")
         return _parse_answer(output, len(self.request.quality_loss))
 
     def _end(self) -> None:
@@ -179,7 +183,8 @@ class BackgroundSolver:
         with contextlib.suppress(OSError):
             assert self._child.stdin is not None
             self._child.stdin.close()
-        self._close_files()
+        self._output.text()
+        self._errors.text()
 
     def _write(self, line: bytes) -> None:
         assert self._child.stdin is not None
@@ -187,14 +192,26 @@ class BackgroundSolver:
             self._child.stdin.write(line)
             self._child.stdin.flush()  # and left open: its end tells the child to stop
 
-    def _close_files(self) -> None:
-        self._stdout.close()
-        self._stderr.close()
 
-    @staticmethod
-    def _read(file: Any) -> str:
-        file.seek(0)
-        return file.read().decode(errors="replace")
+class _Reader(threading.Thread):
+    """Keeps the last of what a pipe says, and closes it at its end."""
+
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        super().__init__(name="solver-output", daemon=True)
+        assert pipe is not None
+        self._pipe, self._kept = pipe, b""
+        self.start()
+
+    def run(self) -> None:
+        """Read until all that could write are gone."""
+        with self._pipe:
+            while part := os.read(self._pipe.fileno(), 1 << 16):
+                self._kept = (self._kept + part)[-_MOST_KEPT:]
+
+    def text(self) -> str:
+        """What was kept; a grandchild that holds the pipe open is waited for no longer than a second."""
+        self.join(1.0)
+        return self._kept.decode(errors="replace")
 
 
 def _last_line(text: str) -> str:

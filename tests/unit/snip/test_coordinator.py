@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -179,12 +178,21 @@ def test_a_solve_that_goes_wrong(code, reason, make, monkeypatch, caplog, tmp_pa
     assert not (tmp_path / "plans").exists() and "snip/solve_failed" not in seen[5]
 
 
-def test_a_solver_that_is_killed(make, monkeypatch):
-    child(monkeypatch, "import time; time.sleep(60)")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_solver_that_is_killed(again, make, monkeypatch, caplog):
+    """Another solves the same; where it is killed too, the plan stays."""
+    real, undisturbed = BackgroundSolver, run(with_plan_in_force(make()), [3, 4])[4]
+    child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     one = with_plan_in_force(make())
     run(one, [3])
-    os.kill(one._solver.pid, signal.SIGKILL)
-    assert_kept(one, run(one, [4])[4], "killed by signal 9")
+    if not again:
+        monkeypatch.setattr(module, "BackgroundSolver", real)
+    metrics = run(one, [4])[4]
+    if again:
+        assert_kept(one, metrics, "killed by signal 9")
+    else:
+        assert metrics["snip/solve_failed"] == 0 and metrics["snip/plan_hash"] == undisturbed["snip/plan_hash"] != ""
+    assert "killed by signal 9); solving again" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("kind", [SolverFailed, OSError, RuntimeError])

@@ -1,184 +1,13 @@
-"""Checkpoints: whole or absent, read by name and shape, and every way in which one can be damaged."""
+"""What a run takes from a checkpoint, and where it begins when the newest is damaged."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megatron_snip.train import checkpoint
-from megatron_snip.train.checkpoint import (
-    STATE_FIELDS,
-    folder_of,
-    latest_iteration,
-    load_tensors,
-    read_state,
-    save_checkpoint,
-)
-
-
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.full((3, 4), value), "optim.a.exp_avg": torch.full((3, 4), -value)}
-
-
-def save(folder: Path, iteration: int, value: float, mesh) -> None:
-    state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "value": value}
-    save_checkpoint(folder, iteration, tensors(value), state, mesh)
-
-
-def loaded(folder: Path) -> tuple[int | None, float, float]:
-    """(iteration, value in its tensors, value in its state) of the newest checkpoint."""
-    iteration = latest_iteration(folder)
-    assert iteration is not None
-    into = tensors(0.0)
-    load_tensors(folder, iteration, into)
-    value = float(into["model.a"][0, 0])
-    assert (into["model.a"] == value).all() and (into["optim.a.exp_avg"] == -value).all()
-    return iteration, value, read_state(folder, iteration)["value"]
-
-
-def test_what_was_saved_is_loaded(lone_mesh, tmp_path):
-    assert latest_iteration(tmp_path) is None and latest_iteration(tmp_path / "none") is None
-    save(tmp_path, 3, 1.5, lone_mesh)
-    save(tmp_path, 12, 2.5, lone_mesh)
-    assert loaded(tmp_path) == (12, 2.5, 2.5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "iter_0000003", "iter_0000012", "latest_checkpointed_iteration.txt",
-    ]  # fmt: skip
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    assert loaded(tmp_path) == (3, 1.5, 1.5), "an earlier one can be chosen by hand"
-
-
-def test_an_iteration_is_saved_anew(lone_mesh, tmp_path):
-    for value in (1.0, 2.0, 3.0):
-        save(tmp_path, 5, value, lone_mesh)
-    assert loaded(tmp_path) == (5, 3.0, 3.0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", "latest_checkpointed_iteration.txt"]
-
-
-class Killed(Exception):
-    """The end of the process at this point."""
-
-
-def kill_at_call(monkeypatch, step: str, number: int, *, after: bool) -> None:
-    """Make the module's number-th call of a function the last thing that happens: before it, or once it is done."""
-    library, _, name = step.rpartition(".")
-    real, calls = getattr(getattr(checkpoint, library) if library else checkpoint, name), []
-
-    def deadly(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == number and not after:
-            raise Killed
-        result = real(*args, **kwargs)
-        if len(calls) == number and after:
-            raise Killed
-        return result
-
-    if library:  # others use it too, so the module's view of it is changed, not the library
-        monkeypatch.setattr(checkpoint, library, SimpleNamespace(**{name: deadly}))
-    else:
-        monkeypatch.setattr(checkpoint, name, deadly)
-
-
-STEPS = [("dcp_save", 1), ("write_atomic", 1), ("os.rename", 1), ("write_atomic", 2)]
-STEPS += [("shutil.rmtree", number) for number in (1, 2, 3)]
-#: (step, its number, whether the iteration was there before, when a second rename puts the old one aside)
-KILLS = [(*step, again) for step in STEPS for again in (False, True)] + [("os.rename", 2, True)]
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("step", "number", "again"), KILLS)
-def test_a_kill_at_any_step_leaves_a_whole_checkpoint(step, number, after, again, lone_mesh, tmp_path, monkeypatch):
-    if again:  # a run that was killed after iteration 8, and went on from 4
-        save(tmp_path, 8, 7.0, lone_mesh)
-    save(tmp_path, 4, 1.0, lone_mesh)
-    with monkeypatch.context() as patch:
-        kill_at_call(patch, step, number, after=after)
-        with pytest.raises(Killed):
-            save(tmp_path, 8, 2.0, lone_mesh)
-    assert loaded(tmp_path) in [(4, 1.0, 1.0), (8, 2.0, 2.0)]
-    save(tmp_path, 8, 3.0, lone_mesh)
-    assert loaded(tmp_path) == (8, 3.0, 3.0)
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == ["iter_0000004", "iter_0000008", "latest_checkpointed_iteration.txt"]
-
-
-@pytest.mark.parametrize("content", [b"", b"release", b"-3", b"4.0", "²".encode(), b"\xff\xfe"])
-def test_a_damaged_tracker_is_named(content, tmp_path):
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.write_bytes(content)
-    with pytest.raises(ValueError) as info:
-        latest_iteration(tmp_path)
-    assert str(info.value).startswith(f"{tracker}: ") and "write the number of an iter_ folder" in str(info.value)
-
-
-def test_a_tracker_that_names_nothing_whole(lone_mesh, tmp_path):
-    save(tmp_path, 5, 1.0, lone_mesh)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6\n")
-    with pytest.raises(ValueError, match=r"iter_0000006: no whole checkpoint, though .*txt names it; write an earlier"):
-        latest_iteration(tmp_path)
-    (tmp_path / "iter_0000006").mkdir()
-    with pytest.raises(ValueError, match=r"iter_0000006: no whole checkpoint"):
-        latest_iteration(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (b"{", "cannot be read"),
-        (b"\xff", "cannot be read"),
-        (b"3", "cannot be read"),
-        (b"{}", "field run_id is missing"),
-        (json.dumps(dict.fromkeys(STATE_FIELDS[:-1])).encode(), f"field {STATE_FIELDS[-1]} is missing"),
-    ],
-)
-def test_damaged_state(text, said, lone_mesh, tmp_path):
-    save(tmp_path, 5, 1.0, lone_mesh)
-    path = tmp_path / "iter_0000005/state.json"
-    path.write_bytes(text)
-    with pytest.raises(ValueError) as info:
-        read_state(tmp_path, 5)
-    assert str(info.value).startswith(f"{path}: {said}") and "load an earlier iteration" in str(info.value)
-
-
-def load_error(folder: Path, wanted: dict[str, torch.Tensor]) -> str:
-    before = {name: tensor.clone() for name, tensor in wanted.items()}
-    with pytest.raises(ValueError) as info:
-        load_tensors(folder, 5, wanted)
-    assert "\n" not in str(info.value) and str(folder_of(folder, 5)) in str(info.value)
-    assert all(torch.equal(before[name], wanted[name]) for name in wanted), "nothing is read before the error"
-    return str(info.value)
-
-
-def test_a_checkpoint_of_another_model(lone_mesh, tmp_path):
-    save(tmp_path, 5, 1.0, lone_mesh)
-    wanted = tensors(0.0) | {"optim.a.exp_avg": torch.zeros(4, 3)}
-    said = load_error(tmp_path, wanted)
-    assert "optim.a.exp_avg has shape [3, 4], the model's is [4, 3]; match the model options" in said
-    assert "holds no model.b; it is a checkpoint of another model" in load_error(
-        tmp_path, tensors(0.0) | {"model.b": torch.zeros(1)}
-    )
-
-
-@pytest.mark.parametrize("content", [b"", b"no pickle"])
-def test_damaged_metadata(content, lone_mesh, tmp_path):
-    save(tmp_path, 5, 1.0, lone_mesh)
-    (tmp_path / "iter_0000005/.metadata").write_bytes(content)
-    assert "metadata cannot be read" in load_error(tmp_path, tensors(0.0))
-    (tmp_path / "iter_0000005/.metadata").unlink()
-    assert "metadata cannot be read" in load_error(tmp_path, tensors(0.0))
-
-
-def test_damaged_tensors(lone_mesh, tmp_path):
-    save(tmp_path, 5, 1.0, lone_mesh)
-    (data,) = (tmp_path / "iter_0000005").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    assert "tensors cannot be read" in load_error(tmp_path, tensors(0.0))
-    data.unlink()
-    assert "tensors cannot be read" in load_error(tmp_path, tensors(0.0))
+from megatron_snip.checkpoint.manifest import read_state
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -230,3 +59,88 @@ def test_another_global_batch_size_is_refused(train_here, tmp_path):
     ):
         train_here(train_iters=4, global_batch_size=4, load=str(tmp_path / "run/checkpoints"))
     assert sorted(p for p in tmp_path.rglob("*")) == before
+
+
+def flip(path: Path) -> None:
+    """Turn one bit of a file over."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def shard(saves: Path, iteration: int) -> Path:
+    return saves / f"iter_{iteration:07d}/__0_0.distcp"
+
+
+def test_the_newest_checkpoint_that_verifies_is_taken(train_here, tmp_path, caplog):
+    """Whatever is found while tensors are read; the run then makes again what it had made."""
+    whole = train_here(train_iters=6, run_dir=str(tmp_path / "whole"))
+    train_here(train_iters=4, save_interval=1)
+    saves = tmp_path / "run/checkpoints"
+    flip(shard(saves, 4))
+    (saves / "iter_0000003/manifest.json").unlink()
+    with caplog.at_level("WARNING", logger="megatron_snip"):
+        rows = train_here(train_iters=6, load=str(saves))
+    assert losses(rows) == losses(whole)
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("passed over")]
+    assert "iter_0000004: __0_0.distcp at byte" in told[0] and "its CRC-32 differs" in told[0]
+    assert "iter_0000003: it has no manifest.json" in told[1] and len(told) == 2
+    assert len(list(saves.glob("iter_*.before-*"))) == 2, "nothing is deleted"
+
+
+def test_no_checkpoint_that_verifies(train_here, tmp_path):
+    train_here(train_iters=2, save_interval=1)
+    saves = tmp_path / "run/checkpoints"
+    flip(shard(saves, 1))
+    flip(shard(saves, 2))
+    with pytest.raises(ValueError, match="holds no other checkpoint that can be continued; there is no older one"):
+        train_here(train_iters=4, load=str(saves))
+
+
+def test_one_checkpoint_can_be_named(train_here, tmp_path):
+    whole = train_here(train_iters=4, save_interval=1)
+    saves = tmp_path / "run/checkpoints"
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    for load, step in ((saves, 2), (saves / "iter_0000002", None), (saves / "iter_0000002", 2)):
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "kept", tmp_path / "run")
+        flip(shard(saves, 4))  # nobody asks for that one
+        rows = train_here(train_iters=4, load=str(load), ckpt_step=step, save=str(saves))
+        assert losses(rows) == losses(whole) and read_state(saves, 4)["iteration"] == 4
+
+
+def test_a_named_checkpoint_is_not_replaced_by_another(train_here, tmp_path):
+    train_here(train_iters=3, save_interval=1)
+    saves = tmp_path / "run/checkpoints"
+    flip(shard(saves, 3))
+    for options in ({"load": str(saves), "ckpt_step": 3}, {"load": str(saves / "iter_0000003")}):
+        with pytest.raises(
+            ValueError, match=r"iter_0000003: __0_0.distcp at .* CRC-32 differs; load another iteration"
+        ):
+            train_here(train_iters=4, save=str(saves), **options)
+    with pytest.raises(ValueError, match="no whole checkpoint of iteration 7 is there; those of this folder: 3, 2, 1"):
+        train_here(train_iters=4, load=str(saves), ckpt_step=7)
+    with pytest.raises(ValueError, match="iter_0000002 is of iteration 2, --ckpt-step is 3; drop one"):
+        train_here(train_iters=4, load=str(saves / "iter_0000002"), ckpt_step=3)
+
+
+def test_saving_in_the_background_changes_nothing(train_here, tmp_path):
+    whole = train_here(train_iters=6, run_dir=str(tmp_path / "whole"), save_interval=2)
+    train_here(train_iters=4, save_interval=1, async_save=True)
+    rows = train_here(train_iters=6, load=str(tmp_path / "run/checkpoints"), async_save=True)
+    assert losses(rows) == losses(whole)
+    for saves in (tmp_path / "run/checkpoints", tmp_path / "whole/checkpoints"):
+        assert (saves / "latest_checkpointed_iteration.txt").read_text() == "6\n"
+    assert shard(tmp_path / "run/checkpoints", 6).read_bytes() == shard(tmp_path / "whole/checkpoints", 6).read_bytes()
+
+
+def test_trouble_is_left_behind_by_a_resume(train_here, tmp_path, monkeypatch):
+    """A run that ended for want of finite steps begins before them, with as many tries as any other."""
+    from tests.unit.train.test_loop import break_steps
+
+    with monkeypatch.context() as patch:
+        break_steps(patch, {3, 4, 5})
+        with pytest.raises(ValueError, match="not finite in 2 iterations in a row"):
+            train_here(max_skipped_iterations=2, save_interval=1, train_iters=8)
+    rows = train_here(max_skipped_iterations=2, train_iters=5, load=str(tmp_path / "run/checkpoints"), lr=1e-3)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5] and rows[-1]["skipped"] == 0

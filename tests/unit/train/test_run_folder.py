@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
 from megatron_snip.config import Config
-from megatron_snip.train.checkpoint import STATE_FIELDS, read_state
 from megatron_snip.train.metrics import read_metrics
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder, run_id_of
 
@@ -23,8 +24,11 @@ def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     trained = {"config": Config().to_dict(), **more}
-    state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "run_id": run_id} | trained
-    (folder / "state.json").write_text(json.dumps(state))
+    state = dict.fromkeys(STATE_FIELDS, 0) | {"version": VERSION, "iteration": iteration, "run_id": run_id} | trained
+    text = json.dumps(state)
+    (folder / "state.json").write_text(text)
+    small = {"state.json": (len(text), zlib.crc32(text.encode()))}
+    (folder / "manifest.json").write_text(Manifest(iteration, run_id, {}, small, {}).to_text())
     (save / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
 
 
@@ -86,7 +90,6 @@ def test_a_used_folder_is_refused(tmp_path):
     )
     assert f"{saves} already holds checkpoints" in refused(options(tmp_path / "new", save=str(saves)), tmp_path)
     assert "already holds checkpoints" in refused(options(run, load=str(saves), finetune=True), tmp_path)
-    assert "already holds checkpoints" in refused(options(run, load=str(tmp_path / "none")), tmp_path)
 
 
 def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
@@ -159,8 +162,23 @@ def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune
 def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
     run = used(tmp_path / "run", "abc")
     there = options(run, load=str(tmp_path / "mistyped"), save=str(tmp_path / "elsewhere"))
+    assert refused(there, tmp_path) == (
+        f"--load {tmp_path}/mistyped: no checkpoint is there; correct the path, or drop --load to start a new run "
+        "(--load and --save of the same folder start one too)"
+    )
+    there = options(run, load=str(tmp_path / "elsewhere"), save=str(tmp_path / "elsewhere"))
     said = refused(there, tmp_path)
     assert said.startswith(f"--run-dir {run} holds a run that saves to {run}/checkpoints, not to {tmp_path}/elsewhere")
+
+
+def test_a_lost_tracker_starts_nothing_anew(tmp_path):
+    run = used(tmp_path / "run", "abc", 7)
+    (run / "checkpoints/latest_checkpointed_iteration.txt").unlink()
+    said = refused(options(run, load=str(run / "checkpoints")), tmp_path)
+    assert "checkpoints up to iteration 7 and no latest_checkpointed_iteration.txt; write the iteration" in said
+    assert "already holds checkpoints up to iteration 7" in refused(options(run), tmp_path)
+    named = options(run, load=str(run / "checkpoints/iter_0000007"))
+    assert find_start(named).iteration == 7
 
 
 def test_a_file_is_no_folder(tmp_path):
@@ -226,7 +244,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_pa
 
     run, saves = tmp_path / "run", str(tmp_path / "run/checkpoints")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_checkpoint", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(loop.Saver, "save", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_here(train_iters=3, load=saves)
     first = read_metrics(run / "metrics.jsonl")

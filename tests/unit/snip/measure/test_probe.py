@@ -1,4 +1,4 @@
-"""The statistics pass against its definition, and that it leaves no trace."""
+"""The probe against its definition, and that it leaves no trace."""
 
 from __future__ import annotations
 

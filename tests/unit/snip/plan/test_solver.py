@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -244,3 +245,15 @@ def test_child_ends_when_its_parent_is_killed(inherited):
 def test_child_imports_no_torch():
     code = "import sys, megatron_snip.snip.plan.solver; sys.exit('torch' in sys.modules)"
     assert subprocess.run(python(code), cwd=ROOT).returncode == 0
+
+
+def test_a_full_disk_loses_no_plan():
+    """No file can grow, here nor in the child, and the answer comes all the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with BackgroundSolver(request()) as background:
+            found = background.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found.choice.tolist() == request().solve().choice.tolist()

@@ -1,0 +1,254 @@
+"""Saving: at once or in the background, whole or absent, by the run that holds the folder's lock alone.
+
+A checkpoint is written under a name of its own, its manifest last, and renamed when all processes have written; then
+the tracker moves.  So a kill at any moment leaves the last one.  A save that fails leaves the run going: the next one
+tries again, and only a few in a row end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megatron_snip.checkpoint.lock import FolderLock, LockLost
+from megatron_snip.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    TRACKER,
+    VERSION,
+    Damaged,
+    Manifest,
+    folder_of,
+    iterations,
+    read_manifest,
+)  # fmt: skip
+from megatron_snip.checkpoint.storage import METADATA, CheckedWriter, Record
+from megatron_snip.config import CheckpointConfig
+from megatron_snip.mesh import Mesh
+from megatron_snip.snip.jsonfile import write_atomic
+
+LOGGER = logging.getLogger("megatron_snip")
+#: Saves in a row that may fail before the run ends.
+MOST_FAILED = 3
+
+
+class Saver:
+    """Writes a run's checkpoints to a folder; every process has one and calls it alike.
+
+    start: the iteration that the run goes on from; newer checkpoints of the folder are put aside.
+    """
+
+    def __init__(self, save: Path, config: CheckpointConfig, mesh: Mesh, run_id: str, start: int) -> None:
+        self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
+        self.failed = 0  # saves in a row
+        self.count, self.waited = 0, 0.0  # saves, and seconds that training stood still for them
+        self._running: AsyncSaveResponse | None = None
+        self._stager: DefaultStager | None = None
+        self._group = mesh.new_cpu_group() if config.async_save else None
+        self._lock: FolderLock | None = None
+        if mesh.rank == 0:
+            self._lock = FolderLock(save, run_id)
+            self._clean_up(start)
+
+    def save(
+        self, iteration: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, finite: bool, last: bool
+    ) -> None:
+        """Write a checkpoint; rank 0's state counts.  With --async-save it returns at once: call `wait_copied` before
+        the tensors change.
+
+        finite: whether the iteration's loss and gradient were; where they, weights or moments are not, the checkpoint
+        is kept and the tracker stays.  last: no later save can make up for this one, so wait for it.
+        ValueError if it fails and is the last, or ``MOST_FAILED`` in a row did.
+        """
+        self.wait()
+        begin, text = time.perf_counter(), json.dumps({"version": VERSION, **state})
+        aside = self.save_dir / f"{folder_of(self.save_dir, iteration).name}.writing-{self.run_id}"
+        if self.mesh.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+        def publish(records: Sequence[tuple[str, Record]]) -> None:
+            self._publish(aside, iteration, text, records, finite, begin)
+
+        writer = CheckedWriter(aside, publish)
+        try:
+            if self.config.async_save:
+                self._running = self._start(dict(tensors), writer)
+            else:
+                dcp_save(dict(tensors), storage_writer=writer)
+                self.failed = 0
+        except CheckpointException as error:  # a BaseException, the same on every process
+            self._failed(error, iteration, last)
+        self.count, self.waited = self.count + 1, self.waited + time.perf_counter() - begin
+        if last:
+            self.wait(last=True)
+
+    def wait_copied(self) -> None:
+        """Wait until a save in the background has its copy of the tensors."""
+        if self._running is not None and not self._running.staging_completion.done():
+            begin = time.perf_counter()
+            self._running.staging_completion.result()
+            self.waited += time.perf_counter() - begin
+
+    def wait(self, *, last: bool = False) -> None:
+        """Wait for a save in the background.  Errors are those of `save`."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        begin = time.perf_counter()
+        try:
+            running.upload_completion.result()
+            self.failed = 0
+        except CheckpointException as error:
+            self._failed(error, None, last)
+        self.waited += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Wait for a save in the background, whatever becomes of it, and let go of the folder."""
+        try:
+            self.wait()
+        except ValueError as error:  # the run ends for another reason, which is told
+            LOGGER.warning(str(error))
+        if self._stager is not None:
+            self._stager.close()
+        if self._lock is not None:
+            self._lock.release()
+        if self.count:
+            LOGGER.info(f"training waited {self.waited:.2f} s for {self.count} checkpoints")
+
+    def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
+        """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if on_gpu:
+            torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the update
+        if self._stager is None:
+            self._stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
+        running = async_save(tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group)
+        assert isinstance(running, AsyncSaveResponse), "the stager copies in a thread"
+        return running
+
+    def _failed(self, error: CheckpointException, iteration: int | None, last: bool) -> None:
+        """Warn and count, or end the run: after too many, where nothing can be saved any more, and for our own bugs."""
+        failures = sorted(error.failures.items())
+        rank, (first, _) = failures[0]
+        if lost := next((e for _, (e, _) in failures if isinstance(e, LockLost)), None):
+            raise ValueError(str(lost)) from error
+        if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
+            raise error
+        self.failed += 1
+        what = "the save in the background" if iteration is None else f"the save of iteration {iteration}"
+        text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
+        way_out = "free space or give another --save, and continue with --load"
+        if last:
+            raise ValueError(f"{text}, and the run ends with it; {way_out} {self.save_dir}") from error
+        if self.failed >= MOST_FAILED:
+            raise ValueError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
+        LOGGER.warning(f"{text}; training goes on, and the next save tries again")
+
+    def _publish(
+        self,
+        aside: Path,
+        iteration: int,
+        text: str,
+        records: Sequence[tuple[str, Record]],
+        finite: bool,
+        begin: float,
+    ) -> None:
+        """Rank 0, when all have written: state and manifest, then the name, then the tracker."""
+        assert self._lock is not None
+        self._lock.check()
+        write_atomic(aside / STATE, text)
+        manifest = self._manifest(aside, iteration, text, records, finite)
+        write_atomic(aside / MANIFEST, manifest.to_text())
+        _sync(aside)
+        final = folder_of(self.save_dir, iteration)
+        old = final.with_name(f"{final.name}.writing-old-{self.run_id}")
+        if final.exists():  # the run went back to before it
+            os.rename(final, old)
+        os.rename(aside, final)
+        _sync(self.save_dir)
+        shares = sorted(manifest.sizes().values())
+        LOGGER.info(
+            f"saved iteration {iteration} to {self.save_dir}: {manifest.size / 1e6:.1f} MB in "
+            f"{time.perf_counter() - begin:.2f} s, {len(shares)} files of up to {shares[-1] / 1e6:.1f} MB"
+        )
+        if manifest.not_finite:
+            LOGGER.warning(
+                f"iteration {iteration} is not one to continue from ({', '.join(manifest.not_finite)} not finite): "
+                f"{TRACKER} stays"
+            )
+        else:
+            write_atomic(self.save_dir / TRACKER, f"{iteration}\n")
+            self._prune(iteration)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _manifest(
+        self, aside: Path, iteration: int, text: str, records: Sequence[tuple[str, Record]], finite: bool
+    ) -> Manifest:
+        files: dict[str, list[tuple[int, int, int]]] = {}
+        for _, record in records:
+            info = record.info
+            files.setdefault(info.relative_path, []).append((info.offset, info.length, record.crc))
+        bad = sorted({name for name, record in records if not record.finite})
+        more = [f"{len(bad) - 3} more tensors"] if len(bad) > 4 else []
+        named = (bad[:3] if more else bad) + more
+        small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
+        return Manifest(
+            iteration=iteration,
+            run_id=self.run_id,
+            layout={name: getattr(self.mesh, name).size for name in ("tp", "pp", "dp")},
+            small={name: (len(content), zlib.crc32(content)) for name, content in small.items()},
+            tensors={name: tuple(sorted(found)) for name, found in sorted(files.items())},
+            not_finite=(*([] if finite else ["loss or gradient"]), *named),
+        )
+
+    def _prune(self, newest: int) -> None:
+        """Delete what --keep-last and --keep-every do not keep, this run's own alone."""
+        last, every = self.config.keep_last, self.config.keep_every
+        if last is None:
+            return
+        good = 0
+        for iteration in (i for i in iterations(self.save_dir) if i <= newest):
+            folder = folder_of(self.save_dir, iteration)
+            with contextlib.suppress(Damaged, OSError):
+                found = read_manifest(folder)
+                good += not found.not_finite
+                kept = (good <= last and not found.not_finite) or (every and iteration % every == 0)
+                if found.run_id == self.run_id and not kept:
+                    shutil.rmtree(folder)
+
+    def _clean_up(self, start: int) -> None:
+        """Remove what killed saves left, and put aside checkpoints of after the one that the run goes on from."""
+        for path in self.save_dir.glob("iter_*.writing-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for iteration in iterations(self.save_dir):
+            if iteration > start:
+                folder = folder_of(self.save_dir, iteration)
+                aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+                os.rename(folder, aside)
+                LOGGER.warning(
+                    f"{folder} is of after iteration {start}, from which this run goes on; it is {aside.name} now"
+                )
+
+
+def _sync(folder: Path) -> None:
+    """Make names in a folder outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Checkpoints of several processes: any layout loads any other's, damage and full disks of one are everybody's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_snip.checkpoint.lock import LOCK
+from megatron_snip.checkpoint.manifest import iterations, read_manifest
+from megatron_snip.train.metrics import read_metrics
+from tests.dist.harness import end_ranks, run_ranks, start_ranks
+from tests.dist.runs import error_of_run, run_with_full_disk, train_run
+
+OPTIONS = {"train_iters": 8, "lr_decay_iters": 8, "log_interval": 100}
+LONE: dict = {}
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["lm loss"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def options_for(run_dir: Path, **more: object) -> dict:
+    return {**OPTIONS, "run_dir": str(run_dir), "load": str(run_dir / "checkpoints"), **more}
+
+
+@pytest.fixture(scope="module")
+def lone_losses(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(train_run, 1, options_for(run_dir))
+    return losses(run_dir)
+
+
+def test_a_run_moves_between_layouts(lone_losses, tmp_path):
+    """1 x 1 x 1, tp2 x pp2, dp4 and back, every other one saving in the background."""
+    run_dir = tmp_path / "run"
+    for number, (world, layout) in enumerate([(1, LONE), (4, TP2_PP2), (4, LONE), (1, LONE)], start=1):
+        leave = {"exit_interval": 2 * number} if number < 4 else {}
+        run_ranks(train_run, world, options_for(run_dir, async_save=number % 2 == 0, **layout, **leave))
+        assert len(losses(run_dir)) == 2 * number
+        manifest = read_manifest(run_dir / f"checkpoints/iter_{2 * number:07d}")
+        assert len(manifest.tensors) == world, "every process writes a file"
+        sizes = list(manifest.sizes().values())
+        assert max(sizes) < 1.6 * sum(sizes) / world, "of about its share"
+    np.testing.assert_allclose(losses(run_dir), lone_losses, rtol=0, atol=1e-4)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_shard_is_passed_over_by_all(tmp_path):
+    """The ranks that read it tell the others; they go on alike from the one before."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    layout = {**TP2_PP2, "log_all_ranks": True, "save_interval": 2}
+    run_ranks(train_run, 4, options_for(whole, **layout))
+    run_ranks(train_run, 4, options_for(run_dir, **layout, exit_interval=6))
+    flip(run_dir / "checkpoints/iter_0000006/__3_0.distcp")
+    run_ranks(train_run, 4, options_for(run_dir, **layout))
+    assert losses(run_dir) == losses(whole)
+    assert iterations(run_dir / "checkpoints") == [8, 6, 4, 2]
+    (aside,) = (run_dir / "checkpoints").glob("*.before-*")
+    assert aside.name.startswith("iter_0000006")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_of_one_process(async_save, tmp_path):
+    """All go on, and the next save tries again; nothing half is left."""
+    run_dir = tmp_path / "run"
+    options = options_for(run_dir, **TP2_PP2, save_interval=2, async_save=async_save)
+    told = run_ranks(run_with_full_disk, 4, options, 2, {2, 3})
+    for lines in told:
+        assert len(lines) == 2 and all("failed on rank 2 ([Errno 28] No space left" in line for line in lines)
+    assert iterations(run_dir / "checkpoints") == [8, 2]
+    assert len(losses(run_dir)) == 8
+
+
+def test_two_runs_on_one_folder(tmp_path):
+    """The second is refused while the first goes, whether a checkpoint is there or not."""
+    saves = str(tmp_path / "saves")
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**OPTIONS, "train_iters": 10_000, "run_dir": str(tmp_path / "one"), "save": saves}
+        processes, _ = start_ranks(train_run, 2, options, folder=folder)
+        try:
+            end = time.monotonic() + 60
+            while not (tmp_path / "saves" / LOCK).is_file():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            said = run_ranks(error_of_run, 1, {**OPTIONS, "run_dir": str(tmp_path / "two"), "save": saves})[0]
+        finally:
+            end_ranks(processes)
+    assert said.startswith(f"{saves} belongs to run ") and said.endswith("wait for its end, or give another --save")
+    assert not (tmp_path / "two/metrics.jsonl").exists()
+    run_ranks(train_run, 1, {**OPTIONS, "run_dir": str(tmp_path / "two"), "save": saves})  # killed runs keep nothing
+    assert iterations(tmp_path / "saves") == [8]
+
+
+def test_a_kill_while_saving_in_the_background(tmp_path):
+    """What follows is a run that was never killed."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    layout = {**TP2_PP2, "async_save": True, "save_interval": 1}
+    run_ranks(train_run, 4, options_for(whole, **layout))
+    for kill_at in (2, 5):
+        with tempfile.TemporaryDirectory() as folder:
+            processes, _ = start_ranks(train_run, 4, options_for(run_dir, **layout), folder=folder)
+            try:
+                end = time.monotonic() + 60
+                while not list((run_dir / "checkpoints").glob(f"iter_{kill_at:07d}*")):
+                    assert time.monotonic() < end and all(process.is_alive() for process in processes)
+                    time.sleep(0.001)
+                for process in processes:
+                    os.kill(process.pid, signal.SIGKILL)
+            finally:
+                end_ranks(processes)
+    run_ranks(train_run, 4, options_for(run_dir, **layout))
+    assert losses(run_dir) == losses(whole)

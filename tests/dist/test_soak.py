@@ -1,0 +1,40 @@
+"""Thirty seeded faults: nothing lost beyond the last checkpoint, nothing silent, no other bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.dist.soaks import careless, forked
+from tools import soak
+from tools.soak import OPTIONS, draw_faults
+from tools.soak_faults import FAULTS
+
+#: Without an agent, and a rank's death is a node's here.
+KINDS = [kind for kind in FAULTS if kind not in ("agent", "node")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_thirty_faults(tmp_path):
+    report = soak.soak(forked, tmp_path / "soak", faults=30, seed=2, each=6, kinds=KINDS)
+    assert report.good, report.to_markdown()
+    assert len(report.outcomes) == 30 and {outcome.kind for outcome in report.outcomes} == set(KINDS)
+    assert any(outcome.resumed for outcome in report.outcomes)
+    assert (tmp_path / "soak/report.md").read_text().startswith("| fault | times |")
+
+
+def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
+    """A shard of another iteration, which a loader without checks takes for this one."""
+    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "train_iters": 14})
+    report = soak.soak(careless, tmp_path / "soak", faults=1, seed=5, each=1, kinds=["shard"])
+    (outcome,) = report.outcomes
+    assert outcome.silent and not report.good
+    assert report.differences, "and the run went on from other weights"
+
+
+def test_faults_are_drawn_by_the_seed():
+    one, same, other = (draw_faults(random.Random(seed), KINDS, 40) for seed in (1, 1, 2))
+    assert one == same != other
+    assert [fault.iteration for fault in one] == sorted(fault.iteration for fault in one)

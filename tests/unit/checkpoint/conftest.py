@@ -1,0 +1,57 @@
+"""A folder of checkpoints with two tensors each, whose values tell the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, newest, read_state
+from megatron_snip.checkpoint.saver import Saver
+from megatron_snip.checkpoint.storage import load_tensors
+from megatron_snip.config import CheckpointConfig
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.full((30, 4), value), "optim.a.exp_avg": torch.full((30, 4), -value)}
+
+
+def loaded(folder: Path) -> tuple[int | None, float, float]:
+    """(iteration, value in its tensors, value in its state) of the newest whole checkpoint."""
+    iteration, _ = newest(folder)
+    assert iteration is not None
+    into = tensors(0.0)
+    load_tensors(folder, iteration, into)
+    value = float(into["model.a"][0, 0])
+    assert (into["model.a"] == value).all() and (into["optim.a.exp_avg"] == -value).all()
+    return iteration, value, read_state(folder, iteration)["value"]
+
+
+@pytest.fixture
+def saver(lone_mesh):
+    """Makes savers of a folder; all are closed at the end."""
+    made: list[Saver] = []
+
+    def make(folder: Path, start: int = 1000, run_id: str = "run", **options: object) -> Saver:
+        made.append(Saver(folder, CheckpointConfig(**options), lone_mesh, run_id, start))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def save(saver):
+    """Saves one checkpoint of a value, as a run of its own would."""
+
+    def one(folder: Path, iteration: int, value: float, *, finite: bool = True, last: bool = True, **options: object):
+        state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "value": value}
+        here = saver(folder, **options)
+        try:
+            here.save(iteration, tensors(value), state, finite=finite, last=last)
+        finally:
+            here.close()
+
+    return one

@@ -1,0 +1,114 @@
+"""A folder of checkpoints belongs to one run, and no dead run keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_snip.checkpoint import lock as lock_module
+from megatron_snip.checkpoint.lock import LOCK, FolderLock, LockLost
+from megatron_snip.checkpoint.manifest import STATE_FIELDS
+from tests.unit.checkpoint.conftest import tensors
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_snip.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "theirs")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(holder, tmp_path):
+    with pytest.raises(ValueError) as info:
+        FolderLock(tmp_path, "mine")
+    assert str(info.value).startswith(f"{tmp_path} belongs to run theirs, process {holder.pid} on ")
+    assert str(info.value).endswith("which is still going; wait for its end, or give another --save")
+    os.kill(holder.pid, signal.SIGKILL)  # and not reaped: a zombie holds nothing
+    while lock_module._born(holder.pid):
+        time.sleep(0.01)
+    mine = FolderLock(tmp_path, "mine")
+    assert mine.held()
+    mine.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def elsewhere(folder, **changes):
+    """A lock of another host."""
+    text = {"token": "t", "run_id": "theirs", "host": "node7", "pid": 1, "place": "another", "born": "1", **changes}
+    (folder / LOCK).write_text(json.dumps(text))
+
+
+def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 1.0)
+    elsewhere(tmp_path)
+    stop = threading.Event()
+    beat = threading.Thread(target=lambda: [os.utime(tmp_path / LOCK) for _ in iter(lambda: stop.wait(0.1), True)])
+    beat.start()
+    with pytest.raises(ValueError, match=r"belongs to run theirs, process 1 on node7, which is still going"):
+        FolderLock(tmp_path, "mine")
+    stop.set()
+    beat.join()
+    begin = time.monotonic()
+    mine = FolderLock(tmp_path, "mine")
+    assert mine.held() and 1.0 <= time.monotonic() - begin < 10.0
+    mine.release()
+
+
+def test_an_id_that_another_process_has_now(tmp_path):
+    elsewhere(tmp_path, place=lock_module._place(), pid=os.getppid(), born="1")
+    mine = FolderLock(tmp_path, "mine")
+    assert mine.held()
+    mine.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+def test_a_lock_that_cannot_be_read_is_stale(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.3)
+    (tmp_path / LOCK).write_text(content)
+    mine = FolderLock(tmp_path, "mine")
+    assert mine.held()
+    mine.release()
+
+
+def test_whoever_lost_the_lock_writes_no_checkpoint(saver, tmp_path):
+    one = saver(tmp_path)
+    elsewhere(tmp_path)
+    with pytest.raises(LockLost):
+        one._lock.check()
+    with pytest.raises(ValueError, match=r"run theirs on node7 \(process 1\) took this folder over"):
+        one.save(1, tensors(1.0), dict.fromkeys(STATE_FIELDS, 0), finite=True, last=False)
+    assert not (tmp_path / "iter_0000001").exists()
+    one.close()
+    assert json.loads((tmp_path / LOCK).read_text())["run_id"] == "theirs", "another's lock stays"
+
+
+def test_a_holder_shows_that_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.05)
+    mine = FolderLock(tmp_path, "mine")
+    first = (tmp_path / LOCK).stat().st_mtime_ns
+    end = time.monotonic() + 10
+    while (tmp_path / LOCK).stat().st_mtime_ns == first:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    mine.release()

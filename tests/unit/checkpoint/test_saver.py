@@ -1,0 +1,210 @@
+"""Checkpoints are whole or absent, whatever ends a save; what fails is tried again; old ones go as asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_snip.checkpoint import saver as saver_module
+from megatron_snip.checkpoint.lock import LOCK
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, iterations, newest, read_manifest, tracked_iteration
+from megatron_snip.checkpoint.saver import MOST_FAILED
+from tests.unit.checkpoint.conftest import loaded, tensors
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def state_of(iteration: int, value: float) -> dict:
+    return dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "value": value}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_was_saved_is_loaded(async_save, save, tmp_path):
+    assert newest(tmp_path) == (None, []) and newest(tmp_path / "none") == (None, [])
+    save(tmp_path, 3, 1.5, async_save=async_save)
+    save(tmp_path, 12, 2.5, async_save=async_save)
+    assert loaded(tmp_path) == (12, 2.5, 2.5)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000012", TRACKER]
+    (tmp_path / TRACKER).write_text("3")
+    assert loaded(tmp_path) == (3, 1.5, 1.5), "an earlier one can be chosen by hand"
+
+
+def test_an_iteration_is_saved_anew(save, tmp_path):
+    for value in (1.0, 2.0, 3.0):
+        save(tmp_path, 5, value)
+    assert loaded(tmp_path) == (5, 3.0, 3.0)
+    assert names(tmp_path) == ["iter_0000005", TRACKER]
+
+
+class Killed(BaseException):
+    """The end of the process at this point."""
+
+
+def kill_at_call(monkeypatch, step: str, number: int, *, after: bool) -> None:
+    """Make the module's number-th call of a function the last thing that happens: before it, or once it is done."""
+    library, _, name = step.rpartition(".")
+    module = getattr(saver_module, library) if library else saver_module
+    real, calls = getattr(module, name), []
+
+    def deadly(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == number and not after:
+            raise Killed
+        result = real(*args, **kwargs)
+        if len(calls) == number and after:
+            raise Killed
+        return result
+
+    if library:  # others use it too, so the module's view of it is changed, not the library
+        kept = {key: getattr(module, key) for key in dir(module) if not key.startswith("__")}
+        monkeypatch.setattr(saver_module, library, SimpleNamespace(**{**kept, name: deadly}))
+    else:
+        monkeypatch.setattr(saver_module, name, deadly)
+
+
+STEPS = [("dcp_save", 1), ("write_atomic", 1), ("write_atomic", 2), ("os.rename", 1), ("write_atomic", 3)]
+STEPS += [("shutil.rmtree", number) for number in (1, 2)] + [("_sync", 1), ("_sync", 2)]
+#: (step, its number, whether the iteration was there before, when a second rename puts the old one aside)
+KILLS = [(*step, again) for step in STEPS for again in (False, True)] + [("os.rename", 2, True)]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("step", "number", "again"), KILLS)
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint(step, number, after, again, save, tmp_path, monkeypatch):
+    if again:  # a run that was killed after iteration 8, and went on from 4
+        save(tmp_path, 8, 7.0)
+    save(tmp_path, 4, 1.0)
+    with monkeypatch.context() as patch:
+        kill_at_call(patch, step, number, after=after)
+        with pytest.raises(BaseException) as info:
+            save(tmp_path, 8, 2.0)
+        assert "Killed" in repr(info.value) or "Killed" in str(info.value)
+    assert loaded(tmp_path) in [(4, 1.0, 1.0), (8, 2.0, 2.0)]
+    save(tmp_path, 8, 3.0)
+    assert loaded(tmp_path) == (8, 3.0, 3.0)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008", TRACKER]
+
+
+def test_what_is_not_finite_is_kept_and_not_continued(save, tmp_path, caplog):
+    save(tmp_path, 3, 1.0)
+    save(tmp_path, 4, 2.0, finite=False)
+    save(tmp_path, 5, float("nan"))
+    save(tmp_path, 6, float("inf"))
+    assert loaded(tmp_path) == (3, 1.0, 1.0) and tracked_iteration(tmp_path) == 3
+    assert iterations(tmp_path) == [6, 5, 4, 3], "for whoever looks for the reason"
+    assert read_manifest(tmp_path / "iter_0000004").not_finite == ("loss or gradient",)
+    assert read_manifest(tmp_path / "iter_0000005").not_finite == ("model.a", "optim.a.exp_avg")
+    (tmp_path / TRACKER).write_text("6")
+    iteration, passed_over = newest(tmp_path)
+    assert iteration == 3 and len(passed_over) == 3
+    assert passed_over[0] == (
+        f"{tmp_path}/iter_0000006: it was saved with values that are not finite: model.a, optim.a.exp_avg"
+    )
+
+
+def test_old_ones_are_deleted_as_asked(save, tmp_path):
+    for iteration in range(1, 5):
+        save(tmp_path, iteration, 1.0)
+    assert iterations(tmp_path) == [4, 3, 2, 1]
+    save(tmp_path, 5, 1.0, keep_last=2)
+    assert iterations(tmp_path) == [5, 4]
+    for iteration in range(6, 12):
+        save(tmp_path, iteration, 1.0, keep_last=2, keep_every=4)
+    assert iterations(tmp_path) == [11, 10, 8, 4]
+    save(tmp_path, 12, 1.0, keep_last=1, finite=False)
+    assert iterations(tmp_path) == [12, 11, 10, 8, 4], "nothing goes for one that cannot be continued"
+    save(tmp_path, 13, 1.0, keep_last=2)
+    assert iterations(tmp_path) == [13, 11], "nor does that one count"
+    save(tmp_path, 14, 1.0, keep_last=1, run_id="another")
+    assert iterations(tmp_path) == [14, 13, 11], "others' checkpoints stay"
+
+
+def test_going_back_puts_later_ones_aside(saver, save, tmp_path):
+    for iteration in (2, 4, 6):
+        save(tmp_path, iteration, 1.0)
+    (tmp_path / "iter_0000006.writing-run").mkdir()
+    saver(tmp_path, start=2)
+    left = names(tmp_path)
+    assert left[:1] == ["iter_0000002"] and left[-2:] == [TRACKER, LOCK]
+    assert [name[:20] for name in left[1:3]] == ["iter_0000004.before-", "iter_0000006.before-"] and len(left) == 5
+    assert loaded(tmp_path) == (2, 1.0, 1.0)
+
+
+def failing(monkeypatch, times: int) -> list[int]:
+    """A disk that is full for a number of saves."""
+    real, calls = saver_module.write_atomic, []
+
+    def write(path, text):
+        if Path(path).name == "manifest.json":
+            calls.append(1)
+            if len(calls) <= times:
+                raise OSError(28, "No space left on device", str(path))
+        real(path, text)
+
+    monkeypatch.setattr(saver_module, "write_atomic", write)
+    return calls
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_failed_save_is_tried_again(async_save, saver, tmp_path, monkeypatch, caplog):
+    failing(monkeypatch, MOST_FAILED - 1)
+    one = saver(tmp_path, async_save=async_save)
+    for iteration in range(1, 4):
+        one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=iteration == 3)
+    told = [record.getMessage() for record in caplog.records if "failed on rank 0" in record.getMessage()]
+    assert len(told) == 2 and "No space left on device" in told[0] and "the next save tries again" in told[0]
+    assert loaded(tmp_path) == (3, 1.0, 1.0) and iterations(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_too_many_failed_saves_end_the_run(async_save, saver, tmp_path, monkeypatch):
+    failing(monkeypatch, 100)
+    one = saver(tmp_path, async_save=async_save)
+    with pytest.raises(ValueError, match=r"No space left on device.*, 3 in a row; free space or give another --save"):
+        for iteration in range(1, 5):
+            one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=False)
+    with pytest.raises(ValueError, match="and the run ends with it; free space or give another --save"):
+        one.save(9, tensors(1.0), state_of(9, 1.0), finite=True, last=True)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_bug_of_ours_is_no_failed_write(async_save, saver, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver_module, "write_atomic", lambda path, text: [].no_such_name)
+    with pytest.raises(BaseException, match="no_such_name"):
+        saver(tmp_path, async_save=async_save).save(1, tensors(1.0), state_of(1, 1.0), finite=True, last=True)
+
+
+def test_a_save_in_the_background_has_a_copy(saver, tmp_path, monkeypatch):
+    """The tensors and the state of the call, whatever becomes of them while it is written."""
+    going, write = threading.Event(), saver_module.CheckedWriter.write_data
+    monkeypatch.setattr(saver_module.CheckedWriter, "write_data", lambda *args: (going.wait(30), write(*args))[1])
+    one, values, state = saver(tmp_path, async_save=True), tensors(1.0), state_of(1, 1.0)
+    one.save(1, values, state, finite=True, last=False)
+    one.wait_copied()
+    for tensor in values.values():
+        tensor.fill_(7.0)
+    state["value"] = 7.0
+    assert iterations(tmp_path) == []
+    going.set()
+    one.wait()
+    assert loaded(tmp_path) == (1, 1.0, 1.0)
+
+
+def test_a_manifest_tells_what_is_there(save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    folder = tmp_path / "iter_0000005"
+    found = read_manifest(folder)
+    assert found.run_id == "run" and found.layout == {"tp": 1, "pp": 1, "dp": 1}
+    assert names(folder) == sorted(["manifest.json", *found.small, *found.tensors])
+    assert found.size == sum((folder / name).stat().st_size for name in names(folder) if name != "manifest.json")
+    assert json.loads((folder / "manifest.json").read_text())["version"] == 2
+    assert torch.equal(tensors(1.0)["model.a"], torch.ones(30, 4))

@@ -1,0 +1,93 @@
+"""Tensors are read by name and shape, and metadata from a stranger runs nothing."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_snip.checkpoint import storage
+from megatron_snip.checkpoint.manifest import Damaged, folder_of, read_manifest
+from megatron_snip.checkpoint.storage import load_tensors
+from tests.unit.checkpoint.conftest import tensors
+
+
+def test_a_checkpoint_of_another_model(save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    for wanted, said in (
+        (
+            tensors(0.0) | {"optim.a.exp_avg": torch.zeros(4, 30)},
+            "exp_avg has shape [30, 4], the model's is [4, 30];",
+        ),
+        (tensors(0.0) | {"model.b": torch.zeros(1)}, "holds no model.b; it is a checkpoint of another model"),
+    ):
+        before = {name: tensor.clone() for name, tensor in wanted.items()}
+        with pytest.raises(ValueError) as info:
+            load_tensors(tmp_path, 5, wanted)
+        assert (
+            "\n" not in str(info.value) and said in str(info.value) and str(folder_of(tmp_path, 5)) in str(info.value)
+        )
+        assert all(torch.equal(before[name], wanted[name]) for name in wanted), "nothing is read before the error"
+
+
+class Crafted:
+    """What pickles as a call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def prove(folder: Path) -> None:
+    """Make the manifest fit the metadata, as whoever crafts one can."""
+    content = (folder / ".metadata").read_bytes()
+    manifest = read_manifest(folder)
+    small = {**manifest.small, ".metadata": (len(content), zlib.crc32(content))}
+    (folder / "manifest.json").write_text(replace(manifest, small=small).to_text())
+
+
+def test_crafted_metadata_runs_nothing(save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    folder, trace = folder_of(tmp_path, 5), tmp_path / "trace"
+    (folder / ".metadata").write_bytes(pickle.dumps(Crafted(trace)))
+    prove(folder)
+    with pytest.raises(Damaged, match=r"\.metadata names pathlib.Path.touch, which no checkpoint of tensors needs"):
+        load_tensors(tmp_path, 5, tensors(0.0))
+    assert not trace.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert trace.exists(), "a plain unpickler would have run it"
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"not": "metadata"})])
+def test_metadata_that_is_none(content, save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    (folder_of(tmp_path, 5) / ".metadata").write_bytes(content)
+    prove(folder_of(tmp_path, 5))
+    with pytest.raises(Damaged, match=r"\.metadata cannot be read"):
+        load_tensors(tmp_path, 5, tensors(0.0))
+
+
+def test_metadata_that_points_elsewhere(save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    folder = folder_of(tmp_path, 5)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "outside").write_bytes((folder / "__0_0.distcp").read_bytes())
+    prove(folder)
+    with pytest.raises(Damaged, match=r"\.metadata tells of a record that the manifest does not"):
+        load_tensors(tmp_path, 5, tensors(0.0))
+
+
+def test_any_crc_32_will_do(save, tmp_path, monkeypatch):
+    """A checkpoint written with the fast one is read with Python's own."""
+    save(tmp_path, 5, 1.0)
+    monkeypatch.setattr(storage, "crc32", zlib.crc32)
+    load_tensors(tmp_path, 5, tensors(0.0))
