@@ -43,6 +43,8 @@ class Trainer:
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
         self._load()
+        loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
+        parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
         start = self.start
         self.writer = None
         self.saver = Saver(config.save_dir, config.checkpoint, parts.mesh, start.run_id, start.iteration)
@@ -282,10 +284,7 @@ def train(config: Config, ending: Ending | None = None) -> None:
         ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
     here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
     start = agree_on(config, start)
-    parts = build(config, here, plan)
-    loaders = parts.train_loader, parts.valid_loader
-    parts.data = settle_data(config, start.state, *loaders, parts.mesh, reads=here.local_rank == 0)
-    trainer = Trainer(config, parts, start)
+    trainer = Trainer(config, build(config, here, plan), start)
     if ending is not None:
         ending.open()
     try:

@@ -108,6 +108,7 @@ class Parts:
     train_loader: Loader
     valid_loader: Loader | None
     coordinator: Coordinator | None
+    first_on_node: bool  # whether this process reads what one a node has to
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
@@ -251,7 +252,9 @@ def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     train_loader, valid_loader = build_loaders(config, mesh)
-    parts = Parts(mesh, stages, optimizer, Stepper(config, mesh, pipeline, optimizer), train_loader, valid_loader, None)
+    stepper = Stepper(config, mesh, pipeline, optimizer)
+    first = runtime.local_rank == 0
+    parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)

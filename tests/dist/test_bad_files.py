@@ -7,11 +7,15 @@ import os
 import numpy as np
 import pytest
 
+from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.data.sampling import GPTDataset
-from megatron_snip.checkpoint.manifest import newest
 from tests.dist.faults import SMALL, run_on_files
 from tests.dist.harness import run_ranks
+
+def newest_iteration(saves):
+    return newest(saves)[0]
+
 
 SEQUENCES, ITERATIONS, BATCH = 60, 12, 2
 
@@ -54,7 +58,7 @@ def test_an_id_that_one_rank_reads_ends_all_after_a_save(tmp_path):
     assert first == second
     assert first.startswith(f"sequence {sequence} of dataset {prefix} holds token id 10")
     assert first.endswith(f"(iteration {iteration - 1} is saved)")
-    assert newest(tmp_path / "run/checkpoints")[0] == iteration - 1
+    assert newest_iteration(tmp_path / "run/checkpoints") == iteration - 1
     first, second = run_ranks(run_on_files, 2, options(prefix, tmp_path, load=str(tmp_path / "run/checkpoints")))
     assert first == second and "holds token id 10" in first and "saved" not in first, "found before the first batch"
 
@@ -64,7 +68,7 @@ def test_a_file_cut_while_it_is_used_ends_all_after_a_save(layout, tmp_path):
     prefix = write(tmp_path / "text")
     first, second = run_ranks(run_on_files, 2, options(prefix, tmp_path, **layout), (prefix + ".bin", 4))
     assert first == second and first.startswith(f"{prefix}.bin has 100 bytes, but had 24000 when it was opened")
-    saved = newest(tmp_path / "run/checkpoints")[0]
+    saved = newest_iteration(tmp_path / "run/checkpoints")
     assert saved is not None and 3 <= saved <= 6 and first.endswith(f"(iteration {saved} is saved)")
 
 

@@ -13,6 +13,11 @@ from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.train import loop
 from megatron_snip.train.same_data import difference
 
+
+def newest_iteration(saves):
+    return newest(saves)[0]
+
+
 SEQUENCES, LENGTH = 60, 100
 
 
@@ -69,7 +74,7 @@ def test_changed_data_is_refused_unless_it_is_accepted(change, run, data, tmp_pa
     with pytest.raises(ValueError) as info:
         run(more=True)
     assert str(info.value).startswith(said.format(data)) and str(info.value).endswith("or --accept-changed-data")
-    assert "\n" not in str(info.value) and newest(tmp_path / "run/checkpoints")[0] == 2
+    assert "\n" not in str(info.value) and newest_iteration(tmp_path / "run/checkpoints") == 2
     with caplog.at_level("WARNING", logger="megatron_snip"):
         assert len(run(more=True, accept_changed_data=True)) == 6
     assert f"this run continues with other data: dataset {data} has changed" in caplog.text
@@ -116,8 +121,8 @@ def test_a_checkpoint_of_before_and_finetuning_are_accepted(run, data, tmp_path,
     run(load=saves, finetune=True, run_dir=str(tmp_path / "fine"), train_iters=2)
     save = loop.Saver.save
 
-    def without(self, iteration, tensors, state, **how):
-        save(self, iteration, tensors, {k: v for k, v in state.items() if k != "data"}, **how)
+    def without(saver, iteration, tensors, state, **more):
+        save(saver, iteration, tensors, {k: v for k, v in state.items() if k != "data"}, **more)
 
     monkeypatch.setattr(loop.Saver, "save", without)
     run(more=True, accept_changed_data=True, exit_interval=4)
@@ -140,15 +145,15 @@ def test_an_unrecorded_id_ends_the_run_after_a_save(run, data, tmp_path):
         line = str(info.value)
         assert line.startswith(f"sequence {document} of dataset {data} holds token id 500, outside the vocabulary of")
         saves = tmp_path / f"run{document}/checkpoints"
-        if saves.exists() and newest(saves)[0]:
+        if saves.exists() and newest_iteration(saves):
             break
-    saved = newest(saves)[0]
+    saved = newest_iteration(saves)
     assert saved is not None and 0 < saved < 20 and line.endswith(f"(iteration {saved} is saved)")
     assert not (tmp_path / "run0").exists() or document == 0, "a bad first batch leaves nothing"
     again = {"train_iters": 20, "run_dir": str(tmp_path / f"run{document}"), "load": str(saves)}
     with pytest.raises(ValueError, match="holds token id 500") as info:
         run(**again)
-    assert "saved" not in str(info.value) and newest(saves)[0] == saved
+    assert "saved" not in str(info.value) and newest_iteration(saves) == saved
     write(data)
     with pytest.raises(ValueError, match="has changed: the content"):
         run(**again)
@@ -173,7 +178,7 @@ def test_a_file_cut_while_it_is_used_ends_the_run_after_a_save(suffix, run, data
     cut_after(monkeypatch, 3, data + suffix, 100)
     with pytest.raises(ValueError, match=rf"^{data}\{suffix} has 100 bytes, but had {len(whole)} when .* is saved\)$"):
         run(train_iters=15)
-    saved = newest(tmp_path / "run/checkpoints")[0]
+    saved = newest_iteration(tmp_path / "run/checkpoints")
     assert saved is not None and 3 <= saved <= 5
     (tmp_path / f"text{suffix}").write_bytes(whole)
     monkeypatch.undo()
@@ -184,7 +189,7 @@ def test_validation_data_cut_while_it_is_used_ends_the_run_after_a_save(run, dat
     cut_after(monkeypatch, 3, other + ".bin", 0)
     with pytest.raises(ValueError, match=rf"^{other}.bin has 0 bytes, .* \(iteration 4 is saved\)$"):
         run(valid_data_path=(other,), eval_interval=2, eval_iters=1)
-    assert newest(tmp_path / "run/checkpoints")[0] == 4
+    assert newest_iteration(tmp_path / "run/checkpoints") == 4
 
 
 def test_a_probe_that_cannot_read_a_later_batch_keeps_the_plan(run, data, tmp_path, monkeypatch, caplog):
@@ -194,7 +199,7 @@ def test_a_probe_that_cannot_read_a_later_batch_keeps_the_plan(run, data, tmp_pa
     with caplog.at_level("WARNING", logger="megatron_snip"), pytest.raises(ValueError, match=r"is saved\)$"):
         run(train_iters=15, **snip)
     assert f"iteration 3: no new plan, the one in force stays: {data}.bin has 100 bytes" in caplog.text
-    assert newest(tmp_path / "run/checkpoints")[0] >= 3
+    assert newest_iteration(tmp_path / "run/checkpoints") >= 3
 
 
 def test_identities_of_a_resume():

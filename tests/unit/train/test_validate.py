@@ -17,7 +17,7 @@ GOOD = {
 }  # fmt: skip
 WORLD = 12  # three copies: four microbatches of two sequences each
 POSITIVE = [
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
     "train_iters", "micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "log_interval", "snip_interval", "max_skipped_iterations", "make_vocab_size_divisible_by",
 ]  # fmt: skip
@@ -210,5 +210,6 @@ def test_a_time_that_no_clock_holds_is_refused(option):
     assert error(**{option: 1e300}) == f"--{name} is 1e+300; give a number above 0, at most 1000000"
 
 
-def test_no_model_has_as_many_blocks():
+def test_no_model_has_so_many_blocks_or_none():
+    assert error(num_layers=0) == "--num-layers is 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"
