@@ -17,7 +17,11 @@ import pytest
 from megatron_snip.train.metrics import read_metrics
 from tests.dist.faults import PROGRAM
 
-pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs /proc"),
+    pytest.mark.timeout(900),  # each starts torch several times, which takes half a minute on a busy machine
+]
 RUN = [
     *"--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 128".split(),
     *"--vocab-size 512 --untie-embeddings-and-output-weights --global-batch-size 4 --mock-data".split(),
@@ -52,7 +56,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, what: str, seconds: float = 120.0) -> None:
+def wait_for(condition, what: str, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"never came to: {what}"
@@ -97,7 +101,7 @@ def undisturbed(tmp_path_factory):
     """A run of 30 iterations that nothing happened to."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     with program(run, ["--train-iters", "30"], ONE_NODE) as process:
-        assert process.wait(180) == 0
+        assert process.wait(400) == 0
     assert not (run / "stacks").exists()
     return timeless(run)
 
@@ -112,7 +116,7 @@ def test_a_restart_continues_bit_for_bit(undisturbed, tmp_path):
             killed = children(agent.pid)[1]
             os.kill(killed, signal.SIGKILL)
             wait_for(lambda: children(agent.pid).get(1, killed) != killed, "a restart")
-        assert agent.wait(180) == 0
+        assert agent.wait(400) == 0
     assert timeless(run) == undisturbed
     lines = told(run)
     assert len(lines) == 2 and all("rank 1 (process " in line and "has ended" in line for line in lines), lines
@@ -134,13 +138,13 @@ def test_two_nodes_restart_together_whoever_failed(undisturbed, tmp_path):
                 wait_for(lambda: rows(run) >= count and children(agent.pid), f"iteration {count}")
                 victims = children(agent.pid)
                 os.kill(*victims.values(), signal.SIGKILL)
-                wait_for(lambda: children(agent.pid).values() not in ({}, victims.values()), "a restart")
                 wait_for(lambda: set(children(agent.pid).values()) - set(victims.values()), "a restart")
-            assert first.wait(240) == 0
-            assert second.wait(60) == 0
+            assert first.wait(400) == 0
+            assert second.wait(300) == 0
     assert timeless(run) == undisturbed
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_agent(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ONE_NODE) as agent:
@@ -172,13 +176,14 @@ def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
     assert f"traceback : {line.partition(': ')[2]}" in (tmp_path / "log").read_text(), "torchrun's summary has it too"
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told_in_one_line(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ["--standalone", "--nproc_per_node=4"]) as agent:
         wait_for(lambda: rows(run) >= 11, "iteration 11")
         killed = children(agent.pid)[2]
         os.kill(killed, signal.SIGKILL)
-        assert agent.wait(60) == 1
+        assert agent.wait(300) == 1
     (line,) = told(run)
     assert f"rank 2 (process {killed} on {socket.gethostname()}) has ended; its last checkpoint is" in line
     text = (tmp_path / "log").read_text()
@@ -186,13 +191,14 @@ def test_a_killed_process_is_told_in_one_line(tmp_path):
     assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [ONE_NODE, None], ids=["torchrun", "alone"])
 def test_ctrl_c_saves_and_leaves(agent, tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, agent) as process:
         wait_for(lambda: rows(run) >= 2, "iteration 2")
         process.send_signal(signal.SIGINT)
-        status = process.wait(60)
+        status = process.wait(300)
     assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
     left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
     assert (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
@@ -211,6 +217,7 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_for_metrics_loses_no_row(tmp_path):
     """Checkpoints lie elsewhere; the disk of the run folder is full for a while, and stdout's all the time."""
     with small_disk(tmp_path / "disk", "256k") as disk, open("/dev/full", "w") as full:
@@ -226,12 +233,13 @@ def test_a_full_disk_for_metrics_loses_no_row(tmp_path):
             (disk / "big").unlink()
             wait_for(lambda: "is written again" in (tmp_path / "err").read_text(), "rows again")
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(300)
         found = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found == list(range(1, len(found) + 1))
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(found[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--run-dir", "--save"])
 @pytest.mark.parametrize("how", ["ro", "full"])
 def test_folders_that_cannot_be_written_are_refused_at_the_start(option, how, tmp_path):
@@ -241,7 +249,7 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(option, how, tm
         folder = disk / "new/folder"
         options = [*FOREVER, option, str(folder), "--load", str(tmp_path / "none")]
         with program(tmp_path / "run", options, None) as process:
-            assert process.wait(60) == 2
+            assert process.wait(300) == 2
     (line,) = told(tmp_path / "run")
     said = "Read-only file system" if how == "ro" else "No space left on device"
     assert line.startswith(f"error: {option} {folder} cannot be written ({said}); give another folder")
