@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -83,15 +83,22 @@ def path_word(text: str) -> str:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Find out before the work whether its result can be written: ValueError if not.  The folder is made."""
+    """Find out before the work whether its result can be written: ValueError if not; nothing is left of the trial."""
     try:
-        is_folder, temporary = path.is_dir(), temporary_beside(path)
-        temporary.touch()
-        temporary.unlink()
+        is_folder = path.is_dir()
+        with suppress(FileNotFoundError):
+            os.lstat(path)  # fails where a name is too long or a folder is a file
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        _try_to_write(nearest)
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written ({error.strerror}); give another path") from None
     if is_folder:
         raise ValueError(f"{option} {path} is a folder; give a file")
+
+
+def _try_to_write(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(1 << 16))
 
 
 def check_folder(option: str, path: Path) -> None:
@@ -101,8 +108,7 @@ def check_folder(option: str, path: Path) -> None:
         below = f" lies below {nearest}, which" if nearest != path else ""
         raise ValueError(f"{option} {path}{below} is no folder; give another")
     try:
-        with tempfile.TemporaryFile(dir=nearest) as file:
-            file.write(bytes(1 << 16))
+        _try_to_write(nearest)
     except OSError as error:
         way_out = _WAYS_OUT.get(error.errno or 0, "give another")
         raise ValueError(f"{option} {path} cannot be written ({error.strerror}: {nearest}); {way_out}") from None

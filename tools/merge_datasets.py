@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron_snip.files import one_line, path_word
+from megatron_snip.files import check_output, one_line, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:
@@ -33,6 +33,7 @@ def prefixes_of(inputs: Sequence[str]) -> list[str]:
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
     """Write the merged pair and open it.  Raises ValueError if an input is broken or of another dtype."""
+    check_output("--output-prefix", Path(f"{output_prefix}.idx"))
     with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
         for prefix in prefixes:
             builder.merge(prefix)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron_snip.files import one_line, parse_json, path_word
+from megatron_snip.files import check_output, one_line, parse_json, path_word
 
 PIECE_BYTES = 1 << 19  # Input per task: some tenths of a second of work.
 PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
@@ -156,6 +156,8 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
     dtype = token_dtype(tokenizer.vocab_size)
     started, documents, shown = time.perf_counter(), 0, 0
     total = sum(Path(path).stat().st_size for path in paths)
+    for key in job.keys:
+        check_output("--output-prefix", Path(f"{output_prefix}_{key}_document.idx"))
     with ExitStack() as stack:
         builders = {
             key: stack.enter_context(IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype))

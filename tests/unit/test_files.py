@@ -127,7 +127,7 @@ def test_a_path_on_a_command_line_names_something():
 def test_an_output_is_tried_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     check_output("--output", tmp_path / "made/out.json")
-    assert list((tmp_path / "made").iterdir()) == []
+    assert not (tmp_path / "made").exists()
     with pytest.raises(ValueError, match=rf"--output {tmp_path} is a folder; give a file"):
         check_output("--output", tmp_path)
     for name in ("file/out", "n" * 300):
