@@ -118,6 +118,12 @@ def seed_iteration(seed: int, iteration: int) -> None:
     torch.manual_seed(seed_of(seed, "iteration", iteration))
 
 
+class SuspectDevice(RuntimeError):
+    """A device computes wrongly: the same iteration gave two results, both bad.  Every process raises it alike."""
+
+    status = 17  # the exit status of Megatron's failed validation of results, so that a scheduler can tell
+
+
 class StopSignal:
     """Remembers SIGTERM, so that the loop can save and leave at the end of an iteration."""
 
@@ -134,6 +140,8 @@ class StopSignal:
 def report_errors() -> Iterator[None]:
     """Turn a ValueError, which is the user's, into one line and exit status 2; set up logging.
 
+    SuspectDevice is one line too, and has an exit status of its own.
+
     An error that every process finds is told by rank 0 alone: the others wait a moment before they tell it,
     because torchrun ends all of them as soon as one has failed.
     """
@@ -141,11 +149,12 @@ def report_errors() -> Iterator[None]:
     set_up_logging(rank)
     try:
         yield
-    except ValueError as error:
+    except (ValueError, SuspectDevice) as error:
         if rank > 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
             time.sleep(3.0)
         where = f" [rank {rank}]" if rank > 0 else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(2)  # other processes may be inside a collective: no leave-taking
+        # other processes may be inside a collective: no leave-taking
+        os._exit(error.status if isinstance(error, SuspectDevice) else 2)

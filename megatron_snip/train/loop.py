@@ -14,9 +14,11 @@ from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
+from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
+from megatron_snip.train.watch import LossWatch
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -30,6 +32,10 @@ class Trainer:
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
         self.divergence = RunningMean()  # measured, of the plan in force
+        self.watch = LossWatch(config.training)
+        self.rerun = Rerun(parts.stepper, self.watch, config.training.seed)
+        if config.training.rerun_mode == "validate_results":
+            parts.stepper.validate = self.rerun.validated
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
@@ -62,6 +68,8 @@ class Trainer:
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
             row |= self._measured_divergence(bf16_loss, result, row.get("snip/plan_hash", ""))
+            self.watch.add(result.loss, result.grad_norm)
+            row |= self.rerun.row()
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
@@ -185,6 +193,8 @@ class Trainer:
             "nan_iterations": self.nan_iterations,
             "nan_in_a_row": self.nan_in_a_row,
             "divergence": vars(self.divergence),
+            "watch": self.watch.state(),
+            "rerun": self.rerun.state(),
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
         }
@@ -212,6 +222,8 @@ class Trainer:
             parts.optimizer.set_steps(state["optimizer_steps"])
         self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], state["nan_in_a_row"]
         self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
+        self.watch.load_state(state.get("watch", {}))
+        self.rerun.load_state(state.get("rerun", {}))
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
 

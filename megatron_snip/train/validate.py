@@ -19,12 +19,14 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval",
-        "snip_interval", "snip_start", "snip_probe_tokens",
+        "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
+        "spike_deviations", "spike_nats",
     ),
+    "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
         "adam_eps", "distributed_timeout_minutes", "snip_solve_timeout",
@@ -37,6 +39,7 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
     "a positive number": lambda value: value >= 1,
     "0 or more": lambda value: value >= 0,
     "a number above 0": lambda value: value > 0,
+    "2 or more": lambda value: value >= 2,
     "0 or more and less than 1": lambda value: 0 <= value < 1,
     "0 to 4294967295": lambda value: 0 <= value < 2**32,
     "a share, 0 to 1": lambda value: 0 <= value <= 1,
@@ -120,6 +123,12 @@ def _validate_choices(config: Config) -> None:
         raise ValueError(
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
+        )
+    most = config.training.max_skipped_iterations
+    if s.snip_guard and s.snip_guard_patience >= most:
+        raise ValueError(
+            f"--snip-guard-patience is {s.snip_guard_patience}, and --max-skipped-iterations {most} ends the run "
+            "before the guard acts; lower the first or raise the second"
         )
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise ValueError(
