@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_snip.config import Config
 from megatron_snip.quant import GEMMS
@@ -111,15 +111,31 @@ class MetricsWriter:
 
     def __init__(self, config: Config, run_id: str, iteration: int, rank: int = 0) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
+        self._file: IO[str] | None = None
+        self.go_back(iteration)
+        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
+
+    def go_back(self, iteration: int) -> None:
+        """Write on after this iteration; rows of later ones are dropped."""
+        if self._file is not None:
+            self._file.close()
         cut_back(self.path, iteration)
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
-        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell people through wandb, where it is on."""
+        if self._wandb is not None:
+            try:
+                self._wandb.alert(title=title, text=text)
+            except Exception as error:  # a message less must not end the run
+                LOGGER.warning(f"wandb was not told: {error}")
 
     def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
         """One iteration's metrics; the line is handed to the system at once.
 
         tables: what only wandb shows, made by `wandb_plan`.
         """
+        assert self._file is not None
         self._file.write(_json_line(row))
         self._file.flush()
         if self._wandb is not None:
@@ -142,6 +158,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """End the file and the wandb run."""
+        assert self._file is not None
         os.fsync(self._file.fileno())
         self._file.close()
         if self._wandb is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.sampling import MockDataset
 from megatron_snip.parallel.data import local_of
+from megatron_snip.snip import coordinator
+from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train import loop
 from megatron_snip.train.setup import Parts
 from tests.dist.faults import SMALL
@@ -28,7 +32,8 @@ class Trouble:
     """What breaks in a run.
 
     forward: what the last norm gives, times `factor`, and times 2 with each time.  backward: NaN in the gradient of the
-    first linear's output.  plan: the output of linears in FP4 times `factor`.  data: noise in place of the tokens that
+    first linear's output.  plan: the output of linears in FP4 times `factor` under
+    plans of `iterations`.  data: noise in place of the tokens that
     a run without a rewind reads in `iterations`.
     """
 
@@ -52,9 +57,9 @@ class Trouble:
         """Before the run starts."""
         first, last = parts.stages[min(parts.stages)], parts.stages[max(parts.stages)]
         if self.kind == "plan":
-            for stage in parts.stages.values():
-                for linear in stage.linears().values():
-                    self._change_output(linear, partial(self._planned, linear, stage))
+            self.coordinator = parts.coordinator
+            for linear in parts.linears.values():
+                self._change_output(linear, partial(self._planned, linear))
         elif self.kind == "backward" and dist.get_rank() == self.rank:
             self._change_output(next(iter(first.linears().values())), partial(self._poisoned, first))
         elif self.kind == "forward" and dist.get_rank() == self.rank:
@@ -64,8 +69,9 @@ class Trouble:
         plain = linear._local_linear
         linear._local_linear = lambda *args: change(plain(*args))
 
-    def _planned(self, linear: Any, stage: Any, y: Tensor) -> Tensor:
-        breaks = str(linear.precision) == "fp4" and stage.iteration in self.iterations and y.requires_grad
+    def _planned(self, linear: Any, y: Tensor) -> Tensor:
+        plan = self.coordinator.plan
+        breaks = plan is not None and plan.iteration in self.iterations and str(linear.precision) == "fp4"
         return y * self.factor if breaks else y
 
     def _poisoned(self, stage: Any, y: Tensor) -> Tensor:
@@ -75,6 +81,22 @@ class Trouble:
 
     def _scaled(self, stage: Any, y: Tensor) -> Tensor:
         return y * self.factor * 2.0**self.done if y.requires_grad and self.now(stage.iteration) else y
+
+
+class SolverHere:
+    """In place of the solver's process, whose start takes longer than these runs."""
+
+    def __init__(self, request: SolveRequest) -> None:
+        self.request = request
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float) -> Solution:
+        return self.request.solve()
+
+    def cancel(self) -> None:
+        pass
 
 
 def break_data(samples: range) -> None:
@@ -88,6 +110,20 @@ def break_data(samples: range) -> None:
     MockDataset.__getitem__ = broken  # type: ignore[method-assign]
 
 
+def let_targets_grow(parts: Parts, until: int) -> None:
+    """Plans probed before iteration `until` put a quarter in FP4, later ones what the options say."""
+    planner = parts.coordinator
+    if planner is None:
+        return
+    begin, snip = planner._begin, planner.snip
+
+    def begin_with_target(iteration: int, *args: Any) -> Any:
+        planner.snip = dataclasses.replace(snip, snip_target=0.25) if iteration < until else snip
+        return begin(iteration, *args)
+
+    planner._begin = begin_with_target  # type: ignore[method-assign]
+
+
 def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
     """The program with troubles: the error that ended it, what was logged, and the tensors that it leaves."""
     config = Config().replace(**{**SMALL, "exit_signal_handler": False, **options})
@@ -96,6 +132,7 @@ def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
 
     def broken_build(*args: Any) -> Parts:
         parts = build(*args)
+        let_targets_grow(parts, 4)
         for trouble in troubles:
             trouble.put_into(parts)
         kept.append(parts)
@@ -106,7 +143,7 @@ def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
     for trouble in troubles:
         if trouble.kind == "data":
             break_data(range((trouble.iterations.start - 1) * size, (trouble.iterations.stop - 1) * size))
-    loop.build = broken_build
+    loop.build, coordinator.BackgroundSolver = broken_build, SolverHere  # type: ignore[assignment,misc]
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
