@@ -103,7 +103,7 @@ class Guard:
         self.plan = self._hash()
         return metrics
 
-    def after_step(self, iteration: int, loss: float, suspicious: bool) -> Step | None:
+    def after_step(self, iteration: int, loss: float, grad_norm: float, suspicious: bool) -> Step | None:
         """Judge an iteration that has been counted; the step to take if the loss has broken.
 
         A step "checkpoint" is the caller's to take, by `go_back`; the others are applied by `before_step`.
@@ -117,7 +117,7 @@ class Guard:
         self.in_a_row += 1
         if self.in_a_row < self.patience:
             return None
-        why = f"the loss broke at iteration {self.broke} and is {loss:.6g} at iteration {iteration}"
+        why = f"broken since iteration {self.broke}, loss {loss:.6g}, gradient norm {grad_norm:.6g}"
         self.due = step = self._next(iteration, why)
         self.steps.append(asdict(step))
         return step

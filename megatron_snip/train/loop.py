@@ -12,7 +12,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.train.checkpoint import load_tensors, save_checkpoint
-from megatron_snip.train.guard import Guard, Step, go_back
+from megatron_snip.train.guard import Guard, go_back
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.rerun import Rerun
@@ -81,8 +81,7 @@ class Trainer:
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
-            step = self.guard.after_step(iteration, result.loss, suspicious) if self.guard is not None else None
-            if step is not None and self._take_step(step):
+            if self._went_back(result, suspicious):
                 continue
             self._end_if_never_finite()
             leave = result.stop or self._due(t.exit_interval)
@@ -150,8 +149,13 @@ class Trainer:
             folders.setdefault(start.load, start.load_iteration)
         return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
 
-    def _take_step(self, step: Step) -> bool:
-        """Tell of a step of the guard; whether it went back to a checkpoint, from which the loop goes on."""
+    def _went_back(self, result: StepResult, suspicious: bool) -> bool:
+        """Let the guard judge this iteration; whether the run is back at a checkpoint, from which the loop goes on."""
+        if self.guard is None:
+            return False
+        step = self.guard.after_step(self.iteration, result.loss, result.grad_norm, suspicious)
+        if step is None:
+            return False
         LOGGER.warning(f"iteration {step.iteration}: {step.text}")
         if self.writer is not None:
             self.writer.alert("the loss broke", step.text)
@@ -159,7 +163,6 @@ class Trainer:
             self.nan_in_a_row = 0
         if step.checkpoint is None:
             return False
-        assert self.guard is not None
         back, skipped = step.checkpoint, self._consumed()
         folder = self.guard.folder(back) or self.config.save_dir
         self._take_state(go_back(self.parts, folder, back))

@@ -124,12 +124,7 @@ def _validate_choices(config: Config) -> None:
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
         )
-    most = config.training.max_skipped_iterations
-    if s.snip_guard and s.snip_guard_patience >= most:
-        raise ValueError(
-            f"--snip-guard-patience is {s.snip_guard_patience}, and --max-skipped-iterations {most} ends the run "
-            "before the guard acts; lower the first or raise the second"
-        )
+    _validate_guard(config)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise ValueError(
             f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
@@ -147,3 +142,17 @@ def _validate_choices(config: Config) -> None:
         raise ValueError("--mock-data is given together with paths of real data; drop one of them")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
+
+
+def _validate_guard(config: Config) -> None:
+    s, t = config.snip, config.training
+    if s.snip_guard and s.snip_guard_patience >= t.max_skipped_iterations:
+        raise ValueError(
+            f"--snip-guard-patience is {s.snip_guard_patience}, and --max-skipped-iterations "
+            f"{t.max_skipped_iterations} ends the run before the guard acts; lower the first or raise the second"
+        )
+    if s.snip_guard and 3 * s.snip_guard_patience >= t.spike_window:
+        raise ValueError(
+            f"--snip-guard-patience is {s.snip_guard_patience}, and three times that exceeds --spike-window "
+            f"{t.spike_window}, after which a loss counts as usual; lower the first or raise the second"
+        )
