@@ -12,7 +12,6 @@ Everything is decided from values that are reduced over all processes, so all of
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +30,9 @@ class LossWatch:
         """The loss above which the next one spikes; infinite while too few are known."""
         if len(self.losses) < self.window:
             return math.inf
-        mean = statistics.fmean(self.losses)
-        return mean + max(self.deviations * statistics.pstdev(self.losses, mean), self.nats)
+        mean = math.fsum(self.losses) / self.window
+        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / self.window
+        return mean + max(self.deviations * math.sqrt(variance), self.nats)
 
     def suspicious(self, loss: float, grad_norm: float) -> bool:
         """Whether an iteration with this loss and gradient norm is not to be trusted."""
