@@ -102,6 +102,11 @@ class TrainingConfig:
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it in float32.
     recompute_granularity: Literal["none", "full"] = "none"  # full: recompute each block in backward.
     max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.
+    # An iteration whose loss spikes or is not finite runs once more before it counts; see docs/reliability.md.
+    rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
+    spike_window: int = 64  # A loss spikes that is above the mean of so many good losses before it ...
+    spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
+    spike_nats: float = 0.5  # ... and by more than so many nats.
     exit_interval: Optional[int] = None  # Save and leave when the iteration divides by this.
     exit_duration_in_mins: Optional[float] = None  # Save and leave after this many minutes.
     exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM or Ctrl-C.
@@ -184,6 +189,8 @@ class SnipConfig:
     snip_churn: float = 0.0  # Cost of a linear that changes, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
+    snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
+    snip_guard_patience: int = 5  # Iterations in a row with a spike or without an update that are a break.
     snip_bf16_eval_interval: int = 0  # Iterations between two extra BF16 forwards that measure the loss divergence.
 
     def stage_constraint(self, stages: int) -> str:

@@ -166,6 +166,12 @@ def seed_iteration(seed: int, iteration: int) -> None:
     torch.manual_seed(seed_of(seed, "iteration", iteration))
 
 
+class SuspectDevice(RuntimeError):
+    """A device computes wrongly: the same iteration gave two results, both bad.  Every process raises it alike."""
+
+    status = 17  # the exit status of Megatron's failed validation of results, so that a scheduler can tell
+
+
 class StopSignal:
     """Remembers SIGTERM and Ctrl-C, so that the loop can save and leave at the end of an iteration.
 
@@ -196,10 +202,10 @@ class StopSignal:
 def report_errors() -> Iterator[Ending]:
     """Turn every error into one line; set up logging.  Gives what the run fills in so that the line can say more.
 
-    A ValueError is the user's and leaves with status 2; so is an OSError that names a path.  One that every process
-    finds is told by rank 0 alone: the others wait a moment before they tell it, because torchrun ends all of them as
-    soon as one has failed.  Any other error is told by the process that meets it first, its traceback goes into the run
-    folder.
+    A ValueError is the user's and leaves with status 2; so is an OSError that names a path.  SuspectDevice has a status
+    of its own.  What every process finds is told by rank 0 alone: the others wait a moment before they tell it, because
+    torchrun ends all of them as soon as one has failed.  Any other error is told by the process that meets it first,
+    its traceback goes into the run folder.
     """
     rank = environment_rank()
     set_up_logging(rank)
@@ -210,11 +216,13 @@ def report_errors() -> Iterator[Ending]:
     except SystemExit:
         raise
     except BaseException as error:
-        if isinstance(error, ValueError) or (isinstance(error, OSError) and error.filename is not None):
+        users = isinstance(error, ValueError) or (isinstance(error, OSError) and error.filename is not None)
+        if users or isinstance(error, SuspectDevice):
             if rank > 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
                 time.sleep(3.0)
-            ending.tell_user(one_line(error))
+            line = one_line(error) if isinstance(error, (ValueError, OSError)) else str(error)
+            ending.tell_user(line, error.status if isinstance(error, SuspectDevice) else 2)
         elif ending.folder is None and not isinstance(error, KeyboardInterrupt):
             raise  # nothing has begun: the traceback is all that there is to tell
         else:

@@ -64,9 +64,10 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     parts.optimizer.set_steps(start.state["optimizer_steps"])
     LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
     iteration, size, begin = start.iteration + 1, config.training.global_batch_size, time.perf_counter()
+    skipped = start.state.get("data_skipped", 0)  # samples, by rewinds of the loss guard
 
     def batch(ahead: int) -> Batch:
-        return parts.train_loader.make((start.iteration + ahead) * size)
+        return parts.train_loader.make((start.iteration + ahead) * size + skipped)
 
     runtime.seed_iteration(config.training.seed, iteration)
     run_pass = parts.stepper.pass_runner(batch(0), iteration, batch)

@@ -213,6 +213,30 @@ class MockDataset:
         return tokens
 
 
+class Repeated:
+    """A dataset that begins again at its end, as often as it takes.
+
+    The order is the dataset's own, whatever is asked of it: more samples than a run was to read, which it reads after
+    a rewind that skipped some, do not change those before.  The samples that come twice are the first ones.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    @property
+    def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
+        """Those of the dataset."""
+        return self.dataset.corpora
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Sample ``index`` modulo the dataset's length, int64 [seq_length + 1]."""
+        _check_index(index, len(self), "the repeated dataset")
+        return self.dataset[index % len(self.dataset)]
+
+
 def _normalised(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, dtype=np.float64)
     result: list[float] = (array / np.sum(array)).tolist()

@@ -108,11 +108,11 @@ class Ending:
             self._ask(self.watch.wake_stopped, 2.0)
         self.leave(1)
 
-    def tell_user(self, line: str) -> NoReturn:
-        """Leave with a user's mistake, which is one line and exit status 2."""
+    def tell_user(self, line: str, status: int = 2) -> NoReturn:
+        """Leave with a user's mistake, or what else is one line and an exit status of its own."""
         if self._first():
-            self._tell(line, 2)
-        self.leave(2)
+            self._tell(line, status)
+        self.leave(status)
 
     def leave(self, status: int) -> NoReturn:
         """End this process at once: others may be inside a collective, so there is no leave-taking."""

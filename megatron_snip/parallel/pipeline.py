@@ -6,6 +6,7 @@ several stages).  A probe is one more `forward_backward` without an optimiser st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -53,6 +54,7 @@ class Pipeline:
     ) -> None:
         self.stages, self.mesh, self.device = stages, mesh, device
         self.microbatches = microbatches
+        self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
         self._schedules: dict[bool, Any] = {}
         self._num_stages = num_stages
@@ -120,7 +122,7 @@ class Pipeline:
             if training:
                 loss.sum().backward()
             losses.append(loss.detach())
-        return sum(float(loss) for loss in losses)
+        return self._share(losses)
 
     def _pipelined(self, batch: BatchLike, *, training: bool) -> float:
         schedule = self._schedule(training)
@@ -132,4 +134,8 @@ class Pipeline:
         losses: list[Tensor] = []
         run = schedule.step if training else schedule.eval
         run(*args, losses=losses, **options)
-        return sum(float(loss.detach()) for loss in losses)
+        return self._share(losses)
+
+    def _share(self, losses: Sequence[Tensor]) -> float:
+        self.losses = [float(loss.detach()) for loss in losses]
+        return sum(self.losses)

@@ -143,6 +143,10 @@ class Coordinator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: the plan in force, and the solve under way started anew with its matrices."""
+        self._cancel()
+        self.pending = self.plan = self.predictions = None
+        for linear in self.linears.values():
+            linear.precision = LinearPrecision.parse(self.snip.snip_warmup_precision)
         if state["plan"]:
             plan = Plan.from_dict(state["plan"], "checkpoint")
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
@@ -152,6 +156,16 @@ class Coordinator:
             self.predictions = Predictions.from_dict(state["predictions"])
         if state["pending"]:
             self._start(Pending.from_dict(state["pending"]))
+
+    def fall_back(self, plan: Plan, why: str) -> Metrics:
+        """Apply a plan that nobody solved for and drop a solve under way; every process calls it with the same plan."""
+        self._cancel()
+        self.pending = None
+        self._write(plan, "plans", plan.iteration)
+        metrics = self._apply(plan)
+        self.history[-1]["guard"] = why
+        of_a_solve = ("target", "objective", "bound", "gap", "solver_seconds", "solve_failed")
+        return {name: value for name, value in metrics.items() if name.removeprefix("snip/") not in of_a_solve}
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""

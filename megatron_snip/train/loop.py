@@ -18,13 +18,24 @@ from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
+from megatron_snip.train.guard import Guard, go_back
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.report import format_summary, write_report
-from megatron_snip.train.run_folder import Start, advice, changed_options, earlier_start, find_start, open_run_folder
+from megatron_snip.train.rerun import Rerun
+from megatron_snip.train.run_folder import (
+    Start,
+    advice,
+    changed_options,
+    drop_later_plans,
+    earlier_start,
+    find_start,
+    open_run_folder,
+)  # fmt: skip
 from megatron_snip.train.same_data import agreed, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
+from megatron_snip.train.watch import LossWatch
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -39,6 +50,12 @@ class Trainer:
         self.nan_in_a_row = 0
         self.data_problem = ""  # a file that went bad, the same on every process
         self.divergence = RunningMean()  # measured, of the plan in force
+        self.watch = LossWatch(config.training)
+        self.rerun = Rerun(parts.stepper, self.watch, config.training.seed)
+        if config.training.rerun_mode == "validate_results":
+            parts.stepper.validate = self.rerun.validated
+        self.data_skipped = 0  # samples, by going back to checkpoints
+        self.guard = self._make_guard() if config.snip.snip_guard else None
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
@@ -67,8 +84,10 @@ class Trainer:
             begin = time.perf_counter()
             iteration = self.iteration + 1
             runtime.seed_iteration(t.seed, iteration)
-            batch = parts.train_loader.batch(self.iteration * t.global_batch_size)
+            batch = parts.train_loader.batch(self._consumed())
             row: dict[str, Any] = {"iteration": iteration}
+            if self.guard is not None:
+                row |= self.guard.before_step(iteration)
             if parts.coordinator is not None:
                 run_pass = parts.stepper.pass_runner(batch, iteration, self._later_batch)
                 row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
@@ -77,12 +96,16 @@ class Trainer:
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
             self.iteration = iteration
             row |= self._measured_divergence(bf16_loss, result, row.get("snip/plan_hash", ""))
+            suspicious = self.watch.add(result.loss, result.grad_norm)
+            row |= self.rerun.row()
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
+            if self._went_back(result, suspicious):
+                continue
             self._end_if_never_finite()
             self._ask_about_data(result.stop)
             leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
@@ -126,7 +149,8 @@ class Trainer:
     def _problem(self, done: int) -> str:
         """What this process finds wrong with the batch after ``done`` iterations, if there is one."""
         t = self.config.training
-        return self.parts.train_loader.problem(done * t.global_batch_size) if done < t.train_iters else ""
+        start = done * t.global_batch_size + self.data_skipped
+        return self.parts.train_loader.problem(start) if done < t.train_iters else ""
 
     def _ask_about_data(self, stopped: bool) -> None:
         """If some process asked to stop, find out whether because of a bad file."""
@@ -153,18 +177,56 @@ class Trainer:
             "grad-norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "learning-rate": result.lr,
             "batch-size": batch_size,
-            "consumed-samples": self.iteration * batch_size,
+            "consumed-samples": self._consumed(),
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
         }
 
     def _later_batch(self, ahead: int) -> Any:
         """The batch of ``ahead`` iterations after the coming one; read here and now."""
-        size, loader = self.config.training.global_batch_size, self.parts.train_loader
+        loader, size = self.parts.train_loader, self.config.training.global_batch_size
         try:
-            return agreed(partial(loader.make, (self.iteration + ahead) * size), self.parts.mesh)
+            return agreed(partial(loader.make, self._consumed() + ahead * size), self.parts.mesh)
         except IndexedDatasetError as error:  # on every process alike; training will come to it
             raise ProbeFailed(str(error)) from None
+
+    def _consumed(self) -> int:
+        """Samples behind this run, read or skipped: where the next batch begins."""
+        return self.iteration * self.config.training.global_batch_size + self.data_skipped
+
+    def _make_guard(self) -> Guard:
+        start, parts = self.start, self.parts
+        folders: dict[Path, Any] = {self.config.save_dir: None}
+        if start.load is not None:
+            folders.setdefault(start.load, start.load_iteration)
+        return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
+
+    def _went_back(self, result: StepResult, suspicious: bool) -> bool:
+        """Let the guard judge this iteration; whether the run is back at a checkpoint, from which the loop goes on."""
+        if self.guard is None:
+            return False
+        step = self.guard.after_step(self.iteration, result.loss, result.grad_norm, suspicious)
+        if step is None:
+            return False
+        LOGGER.warning(f"iteration {step.iteration}: {step.text}")
+        if self.writer is not None:
+            self.writer.alert("the loss broke", step.text)
+        if step.kind != "none":
+            self.nan_in_a_row = 0
+        if step.checkpoint is None:
+            return False
+        self.saver.wait()  # what it copies must not change
+        back, skipped = step.checkpoint, self._consumed()
+        folder = self.guard.folder(back) or self.config.save_dir
+        self._take_state(go_back(self.parts, folder, back))
+        self.guard.went_back(back)
+        self.iteration = self.logged_iteration = back
+        self.data_skipped, self.logged = skipped - back * self.config.training.global_batch_size, time.perf_counter()
+        if self.writer is not None:
+            self.writer.go_back(back)
+        if self.parts.mesh.rank == 0:
+            drop_later_plans(Path(self.config.logging.run_dir), back)
+        return True
 
     def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
         """What low precision cost this batch and on average under this plan, beside what statistics predict."""
@@ -224,13 +286,19 @@ class Trainer:
 
     def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
+        if self.guard is not None:
+            self.guard.add_checkpoint(self.iteration)
         state = {
             "run_id": self.start.run_id,
             "iteration": self.iteration,
-            "consumed_samples": self.iteration * self.config.training.global_batch_size,
+            "consumed_samples": self._consumed(),
+            "data_skipped": self.data_skipped,
             "optimizer_steps": self.parts.optimizer.steps,
             "nan_iterations": self.nan_iterations,
             "divergence": vars(self.divergence),
+            "watch": self.watch.state(),
+            "rerun": self.rerun.state(),
+            "guard": self.guard.state() if self.guard else None,
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
             "data": self.parts.data,
@@ -258,15 +326,28 @@ class Trainer:
     def _take_up(self, start: Start) -> None:
         """What a checkpoint tells beside tensors; nothing for --finetune."""
         self.iteration = self.logged_iteration = start.iteration
-        state, parts = start.state, self.parts
+        state = start.state
         if state is None:
             return
         for change in changed_options(self.config, state):
             LOGGER.warning(f"this run continues with a changed option, {change}")
-        if not self.config.checkpoint.no_load_optim:
-            parts.optimizer.set_steps(state["optimizer_steps"])
-        self.nan_iterations = state["nan_iterations"]
+        steps = 0 if self.config.checkpoint.no_load_optim else state["optimizer_steps"]
+        self._take_state({**state, "optimizer_steps": steps})
+        self.data_skipped = state.get("data_skipped", 0)
+        if self.guard is not None:
+            if state.get("guard"):
+                self.guard.load_state(state["guard"])
+            if not self.config.checkpoint.no_load_optim:
+                self.guard.add_checkpoint(start.load_iteration)
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        """What a checkpoint's state says of counters, the optimiser and plans."""
+        parts = self.parts
+        parts.optimizer.set_steps(state["optimizer_steps"])
+        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # no good checkpoint is of a skipped one
         self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
+        self.watch.load_state(state.get("watch", {}))
+        self.rerun.load_state(state.get("rerun", {}))
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
 

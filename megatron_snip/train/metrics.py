@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
@@ -138,14 +138,28 @@ class MetricsWriter:
 
     def __init__(self, config: Config, run_id: str, iteration: int, rank: int = 0) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
-        last = cut_back(self.path, iteration)
+        self._file: IO[bytes] | None = None
+        self._left = bytearray()  # bytes that the file does not have yet
+        last = self.go_back(iteration)
         if last is not None and last < iteration:
             LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
-        self._left = bytearray()  # bytes that the file does not have yet
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         self._failed_wandb = FailedWrites("wandb", ROWS_KEPT)
+
+    def go_back(self, iteration: int) -> int | None:
+        """Write on after this iteration; rows of later ones are dropped.  Returns the last that has a row."""
+        if self._file is not None:
+            self.failed.attempt(self._write_left)
+            self._file.close()
+        last = cut_back(self.path, iteration)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        return last
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell people through wandb, where it is on."""
+        if (run := self._wandb) is not None:
+            self._failed_wandb.attempt(lambda: run.alert(title=title, text=text))
 
     def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
         """One iteration's metrics; the line is handed to the system at once.
@@ -164,6 +178,7 @@ class MetricsWriter:
 
     def _write_left(self) -> None:
         """All bytes that the file does not have yet, in order; what a failing write took is not written again."""
+        assert self._file is not None
         while self._left:
             del self._left[: self._file.write(self._left) or 0]
 
@@ -184,12 +199,14 @@ class MetricsWriter:
 
     def close(self) -> None:
         """End the file and the wandb run; never raises."""
+        file = self._file
+        assert file is not None
         self.failed.attempt(self._write_left)
         if self._left:
             LOGGER.warning(f"{self.path} lacks the last {self._left.count(bytes([10]))} rows")
         else:
-            self.failed.attempt(lambda: os.fsync(self._file.fileno()))
-        self._file.close()
+            self.failed.attempt(lambda: os.fsync(file.fileno()))
+        file.close()
         if self._wandb is not None:
             self._failed_wandb.attempt(self._wandb.finish)
 

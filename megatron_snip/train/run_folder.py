@@ -221,14 +221,18 @@ def open_run_folder(config: Config, start: Start) -> None:
         for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats"):
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
+    drop_later_plans(run_dir, start.iteration)
+    write_atomic(run_dir / "config.json", json.dumps({"run_id": start.run_id, **config.to_dict()}, indent=1))
+
+
+def drop_later_plans(run_dir: Path, iteration: int) -> None:
+    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again."""
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
         for path in (run_dir / kind).glob("iter_*.json"):
             number = path.stem.removeprefix("iter_")
-            # a plan of a later iteration was made after the checkpoint; it will be made again
-            if number.isdigit() and int(number) > start.iteration:
+            if number.isdigit() and int(number) > iteration:
                 path.unlink()
-    write_atomic(run_dir / "config.json", json.dumps({"run_id": start.run_id, **config.to_dict()}, indent=1))
 
 
 def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:

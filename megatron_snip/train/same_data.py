@@ -118,7 +118,8 @@ def settle_data(
 
 def _first_batches(config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None) -> str:
     done, size = state["iteration"] if state else 0, config.training.global_batch_size
-    problem = train.problem(done * size) if done < config.training.train_iters else ""
+    skipped = state.get("data_skipped", 0) if state else 0
+    problem = train.problem(done * size + skipped) if done < config.training.train_iters else ""
     return problem or (valid.problem(0) if valid else "")
 
 

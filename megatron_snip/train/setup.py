@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_snip import runtime
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
-from megatron_snip.data.sampling import Dataset, build_datasets, check_data
+from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check_data
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
@@ -193,7 +193,7 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
         )
 
     train, valid = datasets
-    return loader(train, True), loader(valid, False) if valid is not None else None
+    return loader(Repeated(train), True), loader(valid, False) if valid is not None else None
 
 
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:

@@ -38,6 +38,9 @@ class Stepper:
     def __init__(self, config: Config, mesh: Mesh, pipeline: Pipeline, optimizer: Optimizer) -> None:
         self.config, self.mesh, self.pipeline, self.optimizer = config, mesh, pipeline, optimizer
         self.before_update: Callable[[], None] = lambda: None  # waits for who still reads weights or moments
+        self.local = (0.0, 0.0)  # of the last gradients: this process's shares of the loss and the squared norm
+        #: What a step makes of its first gradients before they count; `Rerun.validated` where reruns are on.
+        self.validate: Callable[[Pass, BatchLike, int], Pass] | None = None
 
     def _sum(self, *shares: float) -> list[float]:
         """Sums over all processes, in double precision."""
@@ -60,7 +63,8 @@ class Stepper:
             drop_weight_casts(stages)
         if self.config.parallel.sequence_parallel:
             sum_norm_gradients_over_tp(stages, self.mesh)
-        loss, square, stops = self._sum(self._loss_share(share), gradient_square_sum(stages, self.mesh), float(stop))
+        self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
+        loss, square, stops = self._sum(*self.local, float(stop))
         # float32, so that the order in which the processes' squares were added does not show
         norm = torch.tensor(square).sqrt().item()
         clip = clip_coefficient(norm, self.config.training.clip_grad)
@@ -80,6 +84,8 @@ class Stepper:
     def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
         """Gradients, and the update unless the loss or the gradient is not finite on any process."""
         result, stop = self.gradients(batch, iteration, stop=stop)
+        if self.validate is not None:
+            result = self.validate(result, batch, iteration)
         skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
         lr = learning_rate(self.config.training, iteration)
         if not skipped:

@@ -22,12 +22,14 @@ RANGES: dict[str, tuple[str, ...]] = {
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every",
-        "snip_interval", "snip_start", "snip_probe_tokens",
+        "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
+        "spike_deviations", "spike_nats",
     ),
+    "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
         "adam_eps",
@@ -43,6 +45,7 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
     "0 or more": lambda value: value >= 0,
     "a number above 0": lambda value: value > 0,
     "a number above 0, at most 1000000": lambda value: 0 < value <= 1e6,
+    "2 or more": lambda value: value >= 2,
     "0 or more and less than 1": lambda value: 0 <= value < 1,
     "0 to 4294967295": lambda value: 0 <= value < 2**32,
     "a share, 0 to 1": lambda value: 0 <= value <= 1,
@@ -145,6 +148,7 @@ def _validate_choices(config: Config) -> None:
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
         )
+    _validate_guard(config)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise ValueError(
             f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
@@ -191,3 +195,17 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise ValueError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+
+
+def _validate_guard(config: Config) -> None:
+    s, t = config.snip, config.training
+    if s.snip_guard and s.snip_guard_patience >= t.max_skipped_iterations:
+        raise ValueError(
+            f"--snip-guard-patience is {s.snip_guard_patience}, and --max-skipped-iterations "
+            f"{t.max_skipped_iterations} ends the run before the guard acts; lower the first or raise the second"
+        )
+    if s.snip_guard and 3 * s.snip_guard_patience >= t.spike_window:
+        raise ValueError(
+            f"--snip-guard-patience is {s.snip_guard_patience}, and three times that exceeds --spike-window "
+            f"{t.spike_window}, after which a loss counts as usual; lower the first or raise the second"
+        )

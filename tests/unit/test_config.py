@@ -24,7 +24,8 @@ WORDS = {
     "lr": "1e-3", "min_lr": "1e-5", "lr_decay_style": "WSD", "lr_decay_iters": "6", "lr_warmup_iters": "2",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "clip_grad": "0.5", "seed": "5", "bf16": True,
-    "recompute_granularity": "full", "max_skipped_iterations": "4", "exit_interval": "9",
+    "recompute_granularity": "full", "max_skipped_iterations": "4", "rerun_mode": "disabled",
+    "spike_window": "32", "spike_deviations": "4.5", "spike_nats": "0.25", "exit_interval": "9",
     "exit_duration_in_mins": "1.5", "exit_signal_handler": False, "data_path": ["0.3", "a", "0.7", "b"],
     "train_data_path": ["c"], "valid_data_path": ["d"], "split": "9,1,0", "data_cache_path": "cache",
     "mock_data": True, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "t.model",
@@ -39,7 +40,7 @@ WORDS = {
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",
     "snip_objective": "random", "snip_probe_tokens": "512", "snip_weight": "2.0",
     "snip_warmup_precision": "fp8", "snip_stage_target": True,
-    "snip_solve_timeout": "30", "snip_bf16_eval_interval": "4",
+    "snip_solve_timeout": "30", "snip_guard": True, "snip_guard_patience": "3", "snip_bf16_eval_interval": "4",
 }  # fmt: skip
 #: Option names of Megatron-LM core 0.16.1 that exist here.
 MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -51,7 +52,7 @@ MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-
 --recompute-granularity --exit-interval --exit-duration-in-mins --exit-signal-handler --data-path --split
 --data-cache-path --mock-data --tokenizer-type --tokenizer-model --vocab-size --log-interval --eval-interval
 --eval-iters --save --load --save-interval --finetune --no-load-optim --log-throughput --wandb-project
---wandb-exp-name --wandb-save-dir"""
+--wandb-exp-name --wandb-save-dir --rerun-mode"""
 
 
 def flat(config: Config) -> dict[str, object]:

@@ -14,6 +14,7 @@ from megatron_snip.data.sampling import (
     BlendedDataset,
     GPTDataset,
     MockDataset,
+    Repeated,
     build_datasets,
     parse_blend,
 )
@@ -306,3 +307,17 @@ class TestWithMegatron:
         blends = [self.utils.get_blend_from_list(p) for p in (train, ["1", corpora["b"]])]
         config = self.config(tmp_path, 16, blend_per_split=[*blends, None])
         assert self.same(config, [500, 40, 0], ours, monkeypatch) > 50
+
+
+def test_a_repeated_dataset_keeps_the_order_and_begins_again():
+    class Few:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.array([index])
+
+    repeated = Repeated(Few())
+    assert [int(repeated[i][0]) for i in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    with pytest.raises(IndexError):
+        repeated[-1]

@@ -41,6 +41,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"snip_target": 0.0},
         {"snip_target": 1.0},
         {"snip_apply_lag": 0},
+        {"snip_guard": True, "max_skipped_iterations": 6, "spike_window": 16},
+        {"max_skipped_iterations": 1, "spike_window": 2},
         {"snip_stage_target": True, "snip_stage_constraint": "each"},
         {"snip_apply_lag": 4, "snip_interval": 5},
         {"precision": "plan", "precision_plan": "p"},
@@ -123,6 +125,8 @@ CASES = [
     ({"snip_target": -0.1}, ["--snip-target is -0.1", "0 to 1"]),
     ({"snip_target": 1.1}, ["--snip-target is 1.1"]),
     ({"snip_target": float("nan")}, ["--snip-target is nan"]),
+    ({"snip_guard": True, "max_skipped_iterations": 5}, ["--snip-guard-patience is 5", "--max-skipped-iterations 5"]),
+    ({"snip_guard": True, "spike_window": 15}, ["--snip-guard-patience is 5", "--spike-window 15"]),
     ({"snip_apply_lag": -1}, ["--snip-apply-lag is -1"]),
     ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
     (

@@ -1,0 +1,176 @@
+"""The loss guard's three steps, on one process and on several: each is reached, told, alike everywhere, resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_snip.snip.plan import Plan
+from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.train.metrics import read_metrics
+from tests.dist.harness import run_ranks
+from tests.dist.troubles import Trouble, troubled_run
+
+LAYOUTS = {
+    "one": ({}, 1),
+    "tp2 x pp2": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}, 4
+    ),
+    "tp2": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+    "pp2 x dp2": ({"pipeline_model_parallel_size": 2}, 4),
+}  # fmt: skip
+BOTH = pytest.mark.parametrize("layout", ["one", "tp2 x pp2"])
+#: Plans come to hold at 3, 8 and 13.
+OPTIONS = {
+    "precision": "snip", "snip_start": 2, "snip_interval": 5, "snip_target": 0.75, "train_iters": 13, "lr": 5e-3,
+    "snip_stage_constraint": "none", "spike_window": 7, "spike_nats": 1.0, "spike_deviations": 1.0, "snip_guard": True,
+    "snip_guard_patience": 2, "save_interval": 4, "log_all_ranks": True,
+}  # fmt: skip
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
+#: The second plan breaks; or it and all that follow it with FP4.
+SECOND, FROM_SECOND = Trouble("plan", range(8, 9), factor=math.nan), Trouble("plan", range(8, 13), factor=math.nan)
+DATA, DATA_OF_TWO = Trouble("data", range(9, 15)), Trouble("data", range(9, 11))
+
+
+def rows_of(run_dir: Path, rank: int = 0) -> list[dict]:
+    path = run_dir / (f"metrics/rank_{rank:04d}.jsonl" if rank else "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(path)]
+
+
+def run(layout: str, run_dir: Path, *troubles: Trouble, **more):
+    """What the ranks return; all of them have told the same."""
+    options, world = LAYOUTS[layout]
+    options = {**OPTIONS, **options, "run_dir": str(run_dir), **more}
+    ranks = run_ranks(troubled_run, world, options, *troubles, seconds=240.0)
+    told = ("iteration", "lm loss", "snip/plan_hash", "snip/guard", "snip/guard_why", "skipped", "consumed-samples")
+    rows = rows_of(run_dir)
+    for rank in range(1, world):
+        assert [[row.get(k) for k in told] for row in rows_of(run_dir, rank)] == [[r.get(k) for k in told] for r in rows]
+    return ranks, rows
+
+
+def by_iteration(rows: list[dict], key: str) -> dict[int, object]:
+    return {row["iteration"]: row[key] for row in rows if key in row}
+
+
+def assert_equal(ranks, others) -> None:
+    for one, other in zip(ranks, others, strict=True):
+        assert one["precisions"] == other["precisions"] and one["error"] == other["error"] == ""
+        for name, tensor in one["tensors"].items():
+            assert torch.equal(tensor, other["tensors"][name]), name
+
+
+def hold(run_dir: Path) -> dict[int, dict[str, str]]:
+    """Plan files: iteration -> precisions."""
+    plans = map(Plan.load, (run_dir / "plans").glob("iter_*.json"))
+    return {plan.iteration: {name: str(p) for name, p in plan.linears.items()} for plan in plans}
+
+
+@pytest.mark.dist
+@BOTH
+def test_without_trouble_it_is_not_seen(layout, tmp_path):
+    plain, rows = run(layout, tmp_path / "plain", snip_guard=False, rerun_mode="disabled", train_iters=9)
+    ranks, guarded = run(layout, tmp_path / "run", train_iters=9)
+    assert_equal(ranks, plain)
+    assert guarded == rows and len(rows) == 9
+
+
+@pytest.mark.dist
+@BOTH
+def test_a_bad_plan_gives_way_to_the_one_before(layout, tmp_path):
+    ranks, rows = run(layout, tmp_path / "run", SECOND)
+    assert by_iteration(rows, "snip/guard") == {10: "plan"} and rows[-1]["skipped"] == 2
+    assert [row["lm loss"] is None for row in rows] == [i in (8, 9) for i in range(1, 14)]
+    plans = hold(tmp_path / "run")
+    assert plans.keys() == {3, 8, 10, 13} and plans[10] == plans[3] != plans[8]
+    assert plans[13] != plans[10], "planning goes on at the next probe"
+    why = "broken since iteration 8, loss nan, gradient norm nan: falling back to the last plan without trouble"
+    assert rows[9]["snip/guard_why"] == why and rows[9]["snip/achieved"] == rows[2]["snip/achieved"]
+    assert f"iteration 9: {why}" in ranks[0]["log"]
+    state = read_state(tmp_path / "run/checkpoints", 13)
+    assert [entry.get("guard") for entry in state["snip"]["history"]] == [None, None, why, None]
+    assert [step["kind"] for step in state["guard"]["steps"]] == ["plan"] and state["guard"]["level"] == 0
+    assert Plan.load(tmp_path / "run/plans/iter_0000010.json").objective == "guard: plan of iteration 3"
+
+
+@pytest.mark.dist
+@BOTH
+def test_then_to_the_base_option(layout, tmp_path):
+    """The solve under way, whose plan was due at 13, goes on: the step was before its probe."""
+    _, rows = run(layout, tmp_path / "run", FROM_SECOND)
+    assert by_iteration(rows, "snip/guard") == {10: "plan", 12: "base"}
+    assert [row["skipped"] for row in rows[6:]] == [0, 1, 2, 3, 4, 4, 4]
+    plans = hold(tmp_path / "run")
+    assert set(plans[12].values()) == {"fp8"} and rows[11]["snip/achieved"] == 0
+    assert plans.keys() == {3, 8, 10, 12, 13}
+
+
+@pytest.mark.dist
+def test_nan_gradients_in_a_row_take_steps_too(tmp_path):
+    """On one rank; without the guard three of them would end the run."""
+    trouble, more = Trouble("backward", range(5, 9), 1), {"train_iters": 9, "max_skipped_iterations": 3}
+    ranks, rows = run("tp2", tmp_path / "run", trouble, **more)
+    assert [one["error"] for one in ranks] == ["", ""]
+    assert by_iteration(rows, "snip/guard") == {7: "base"} and rows[-1]["skipped"] == 4
+    assert "broken since iteration 5, loss 4." in rows[6]["snip/guard_why"] and "norm nan" in rows[6]["snip/guard_why"]
+    (error,) = {one["error"] for one in run("tp2", tmp_path / "off", trouble, snip_guard=False, **more)[0]}
+    assert error.startswith("ValueError: loss or gradient was not finite in 3 iterations in a row, the last 7")
+
+
+@pytest.mark.dist
+def test_where_no_step_is_left_the_run_ends_as_ever(tmp_path):
+    trouble = Trouble("backward", range(3, 99))
+    more = {"precision": "bf16", "save_interval": None, "max_skipped_iterations": 5}
+    (one,), rows = run("one", tmp_path / "run", trouble, **more)
+    assert one["error"].startswith("ValueError: loss or gradient was not finite in 5 iterations in a row, the last 7")
+    assert by_iteration(rows, "snip/guard") == {5: "none", 7: "none"}
+    assert rows[4]["snip/guard_why"].endswith("no step is left, so what is in force stays")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "pp2 x dp2"])
+def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout, tmp_path):
+    """Bit for bit; the validation after iteration 10 has left the pipeline's old weights gathered."""
+    more = {"precision": "bf16", "train_iters": 12, "eval_interval": 5, "eval_iters": 1}
+    there, back = tmp_path / "run", tmp_path / "fresh"
+    ranks, rows = run(layout, there, DATA_OF_TWO, **more)
+    assert by_iteration(rows, "snip/guard") == {9: "checkpoint"}
+    assert [row["iteration"] for row in rows] == list(range(13)), "rows of what was rolled back are cut"
+    assert [row.get("consumed-samples") for row in rows[8:]] == [32, 44, 48, 52, 56]
+    state = read_state(there / "checkpoints", 12)
+    assert (state["data_skipped"], state["consumed_samples"], state["optimizer_steps"]) == (8, 56, 12)
+    shutil.copytree(there / "checkpoints/iter_0000008", back / "checkpoints/iter_0000008")
+    (back / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
+    path = back / "checkpoints/iter_0000008/state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "guard": None}))
+    fresh, again = run(layout, back, load=str(back / "checkpoints"), **more)
+    assert_equal(ranks, fresh)
+    assert [row["lm loss"] for row in again] == [row["lm loss"] for row in rows[9:]]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("layout", "leave"), [("one", 1), ("tp2 x pp2", 5)])
+def test_all_three_steps_and_a_resume_in_the_middle(layout, leave, tmp_path):
+    """Noise for six iterations, whatever the plan.  Iteration 12 is saved while the loss is broken: not a good one.
+
+    The run in pieces leaves after every iteration, or at 10, where a step has been decided and not yet applied.
+    """
+    ranks, rows = run(layout, tmp_path / "run", DATA, train_iters=15)
+    assert [row["iteration"] for row in rows] == list(range(1, 16)) and rows[-1]["lm loss"] < 5
+    assert by_iteration(rows, "snip/guard") == {9: "checkpoint"} and rows[8]["snip/guard_steps"] == 3
+    assert [row["consumed-samples"] for row in rows[7:10]] == [32, 60, 64]
+    state = read_state(tmp_path / "run/checkpoints", 15)
+    kinds = [(step["kind"], step["iteration"], step["checkpoint"]) for step in state["guard"]["steps"]]
+    assert kinds == [("plan", 10, None), ("base", 12, None), ("checkpoint", 14, 8)]
+    plans = hold(tmp_path / "run")
+    assert plans.keys() == {3, 8, 9, 13} and set(plans[9].values()) == {"fp8"}
+    pieces, saves = tmp_path / "pieces", tmp_path / "pieces/checkpoints"
+    while newest(saves)[0] != 15:
+        again, got = run(layout, pieces, DATA, train_iters=15, load=str(saves), exit_interval=leave)
+    assert_equal(again, ranks)
+    assert got == rows and hold(pieces) == plans
