@@ -170,7 +170,8 @@ def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
     assert limit * 0.9 < took < limit * 1.25 + 5.0
     (line,) = told(run)
     assert f"rank 1 (process {stopped} on {socket.gethostname()}) is stopped" in line or "gives no sign" in line, line
-    assert f"its last checkpoint is iteration 10, continue it with --load {run}/checkpoints" in line
+    saved = (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip()
+    assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
     for rank in (0, 1):
         assert "loop.py" in (run / f"stacks/rank_{rank:04d}.txt").read_text()
     assert f"traceback : {line.partition(': ')[2]}" in (tmp_path / "log").read_text(), "torchrun's summary has it too"
