@@ -13,13 +13,12 @@ import difflib
 import io
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from megatron_snip.files import read_file, shown
+from megatron_snip.files import parse_toml, read_file, shown
 
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
 
@@ -279,8 +278,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path}: no such file; give the path of a TOML file of options")
     data = read_file(path, "file of options", "give the path of a TOML file of options", most=1 << 20)
     try:
-        content = tomllib.loads(_without_long_keys(data.decode("utf-8")))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
+        content = parse_toml(data)
+    except ValueError as error:
         raise ValueError(f"--config {path}: not valid TOML: {error}; correct the file") from None
     options: dict[str, Any] = {}
     for key, value in content.items():
@@ -292,14 +291,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     check_names(options, str(path))
     _check_kinds(options, path)
     return options
-
-
-def _without_long_keys(text: str) -> str:
-    """The text itself; ValueError for a key of 64 parts, since tomllib's memory grows with their square."""
-    part = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
-    if re.search(rf"(?<![\w-])(?:{part}){{64}}", text):
-        raise ValueError("a key has more than 64 parts")
-    return text
 
 
 def _check_kinds(options: dict[str, Any], path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import tempfile
+import tomllib
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -152,6 +153,22 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
     return found
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """The tables of a TOML file in UTF-8; ValueError also for deep nesting and for very long keys."""
+    try:
+        return tomllib.loads(_without_long_keys(data.decode("utf-8")))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_long_keys(text: str) -> str:
+    """The text itself; ValueError for a key of 64 parts, since tomllib's memory grows with their square."""
+    part = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
+    if re.search(rf"(?<![\w-])(?:{part}){{64}}", text):
+        raise ValueError("a key has more than 64 parts")
+    return text
 
 
 def temporary_beside(path: str | Path) -> Path:

@@ -13,6 +13,7 @@ import torch
 from megatron_snip.snip.plan import Plan
 from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.train.metrics import read_metrics
+from tests.unit.checkpoint.conftest import prove
 from tests.dist.harness import run_ranks
 from tests.dist.troubles import Trouble, troubled_run
 
@@ -148,6 +149,7 @@ def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout
     (back / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
     path = back / "checkpoints/iter_0000008/state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "guard": None}))
+    prove(path)
     fresh, again = run(layout, back, load=str(back / "checkpoints"), **more)
     assert_equal(ranks, fresh)
     assert [row["lm loss"] for row in again] == [row["lm loss"] for row in rows[9:]]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_snip.checkpoint import storage
-from megatron_snip.checkpoint.manifest import Damaged, folder_of, read_manifest
+from megatron_snip.checkpoint.manifest import Damaged, folder_of
 from megatron_snip.checkpoint.storage import load_tensors
-from tests.unit.checkpoint.conftest import tensors
+from tests.unit.checkpoint.conftest import prove, tensors
 
 
 def test_a_checkpoint_of_another_model(save, tmp_path):
@@ -44,19 +43,11 @@ class Crafted:
         return Path.touch, (self.path,)
 
 
-def prove(folder: Path) -> None:
-    """Make the manifest fit the metadata, as whoever crafts one can."""
-    content = (folder / ".metadata").read_bytes()
-    manifest = read_manifest(folder)
-    small = {**manifest.small, ".metadata": (len(content), zlib.crc32(content))}
-    (folder / "manifest.json").write_text(replace(manifest, small=small).to_text())
-
-
 def test_crafted_metadata_runs_nothing(save, tmp_path):
     save(tmp_path, 5, 1.0)
     folder, trace = folder_of(tmp_path, 5), tmp_path / "trace"
     (folder / ".metadata").write_bytes(pickle.dumps(Crafted(trace)))
-    prove(folder)
+    prove(folder / ".metadata")
     with pytest.raises(Damaged, match=r"\.metadata names pathlib.Path.touch, which no checkpoint of tensors needs"):
         load_tensors(tmp_path, 5, tensors(0.0))
     assert not trace.exists()
@@ -68,7 +59,7 @@ def test_crafted_metadata_runs_nothing(save, tmp_path):
 def test_metadata_that_is_none(content, save, tmp_path):
     save(tmp_path, 5, 1.0)
     (folder_of(tmp_path, 5) / ".metadata").write_bytes(content)
-    prove(folder_of(tmp_path, 5))
+    prove(folder_of(tmp_path, 5) / ".metadata")
     with pytest.raises(Damaged, match=r"\.metadata cannot be read"):
         load_tensors(tmp_path, 5, tensors(0.0))
 
@@ -81,7 +72,7 @@ def test_metadata_that_points_elsewhere(save, tmp_path):
         info.relative_path = "../outside"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (tmp_path / "outside").write_bytes((folder / "__0_0.distcp").read_bytes())
-    prove(folder)
+    prove(folder / ".metadata")
     with pytest.raises(Damaged, match=r"\.metadata tells of a record that the manifest does not"):
         load_tensors(tmp_path, 5, tensors(0.0))
 
