@@ -158,6 +158,7 @@ def soak(launch: Launch, output: Path, *, faults: int, seed: int, each: int, kin
     output.mkdir(parents=True, exist_ok=True)
     whole = Round(launch, output / "undisturbed", OPTIONS)
     whole.go_on_past(int(OPTIONS["train_iters"]))
+    whole.end()
     reference, number = timeless(whole.run_dir), 0
     last = int(OPTIONS["train_iters"])
     deck = [kind for _ in range(-(-faults // len(kinds))) for kind in random_.sample(kinds, len(kinds))][:faults]
