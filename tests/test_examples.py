@@ -150,7 +150,7 @@ def test_launch_script_takes_arguments_and_environment(script: Path, stubs: Path
     env = environment(
         stubs, GPUS_PER_NODE="4", NUM_NODES=str(nodes), NODE_RANK="1", MASTER_ADDR="n0", MASTER_PORT="7001"
     )
-    words = ["ckpt dir", "logs", "tok.model", "0.3 a_text_document 0.7 b_text_document", "--lr", "1e-5"]
+    words = ["ckpt dir", "logs", "tok.model", "0.3 a_text_document 0.7 b_text_document", "--lr", "1e-3"]
     done = subprocess.run(
         ["bash", str(script), *words], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -164,7 +164,7 @@ def test_launch_script_takes_arguments_and_environment(script: Path, stubs: Path
         "SentencePieceTokenizer",
         "tok.model",
     )
-    assert config.training.lr == 1e-5
+    assert config.training.lr == 1e-3
 
 
 def quickstart(stubs: Path, folder: Path, *words: str) -> Config:

@@ -20,7 +20,16 @@ __all__ = ["stubs"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/numerics.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/architecture.md",
+        "docs/numerics.md",
+        "docs/reliability.md",
+        "docs/evidence.md",
+    )
 ]
 TEST_COMMAND = "bash tests/run.sh"  # it runs this very test
 
@@ -103,7 +112,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     words = re.findall(r"`[^`\n]*`", prose)
     options = {option for word in words for option in re.findall(r"--([a-z][a-z0-9-]+)", word)}
-    known = {name.replace("_", "-") for name in option_groups()} | {"help", "config", "fresh"}
+    known = {name.replace("_", "-") for name in option_groups()} | {"help", "config", "fresh", "max-restarts"}
     assert options <= known
 
 
