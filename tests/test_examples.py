@@ -254,14 +254,17 @@ def wait_for_start(outputs: list[Path]) -> None:
         time.sleep(0.05)
 
 
-def test_sbatch_saves_and_requeues_on_usr1(stubs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("array", "number"), [({}, "31"), ({"SLURM_ARRAY_JOB_ID": "31", "SLURM_ARRAY_TASK_ID": "2"}, "31_2")]
+)
+def test_sbatch_saves_and_requeues_on_usr1(array: dict[str, str], number: str, stubs: Path, tmp_path: Path) -> None:
     program(stubs, "torchrun", "sleep 60 & trap 'kill $!; echo saved; exit 1' TERM\necho started; wait\n")
-    job = sbatch(stubs, tmp_path)
+    job = sbatch(stubs, tmp_path, **array)
     outputs = [tmp_path / "out.0", tmp_path / "out.1"]
     wait_for_start(outputs)
     job.send_signal(signal.SIGUSR1)
     output, _ = job.communicate(timeout=60)
-    assert output.splitlines() == ["scancel --signal=TERM 31", "scontrol requeue 31"]
+    assert output.splitlines() == [f"scancel --signal=TERM {number}", f"scontrol requeue {number}"]
     assert job.returncode != 0
     assert all("saved" in p.read_text() for p in outputs)
 

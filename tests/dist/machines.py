@@ -2,7 +2,7 @@
 
 They are namespaces of the Linux kernel, joined by a switch (a bridge and a pair of interfaces each).  A machine is
 a process that reads its standard input: when it ends, or whoever holds the other end does, the kernel ends all that
-runs in the machine.  So a power cut is one `kill`, and nothing outlives the tests.  Needs root.
+runs in the machine.  So nothing outlives the tests.  Needs root.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def missing() -> str:
 
 
 class Machine:
-    """One machine; `end` is the power cut.
+    """One machine.
 
     hosts: the /etc/hosts that it sees.
     """
@@ -83,7 +83,7 @@ class Machine:
         return [line for line in lines if word in line and not line.startswith(("ps ", "env ", "nsenter "))]
 
     def end(self) -> None:
-        """Cut the power: every process is gone when this returns."""
+        """Every process of it is gone when this returns."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, 9)
         self._holder.communicate(timeout=20)
@@ -127,6 +127,11 @@ class Network:
     def mend(self, name: str) -> None:
         """Plug it in again."""
         self.switch.run("ip", "link", "set", f"port{self._names.index(name) + 1}", "up")
+
+    def power_cut(self, name: str) -> None:
+        """End a machine at once.  The kernel would say good-bye to its connections, so the cable goes first."""
+        self.cut(name)
+        self.machines[name].end()
 
     def end(self) -> None:
         """End all machines."""

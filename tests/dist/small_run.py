@@ -62,7 +62,7 @@ class SmallRun:
         path = self.saves / "latest_checkpointed_iteration.txt"
         return int(path.read_text()) if path.is_file() else 0
 
-    def wait_for_iteration(self, iteration: int, seconds: float = 90.0) -> None:
+    def wait_for_iteration(self, iteration: int, seconds: float = 200.0) -> None:
         """Until it has trained so far."""
         wait_until(lambda: self.iteration >= iteration, seconds, f"iteration {iteration}")
 

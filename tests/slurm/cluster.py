@@ -106,7 +106,7 @@ class Cluster:
 
     def power_cut(self, name: str) -> None:
         """All of a node is gone at once."""
-        self.net.machines[name].end()
+        self.net.power_cut(name)
 
     def power_on(self, name: str) -> None:
         """The node is there again, with none of its processes."""
@@ -154,7 +154,7 @@ class Job:
         """PENDING, RUNNING, COMPLETED, ..."""
         return self.show()["JobState"]
 
-    def wait_for(self, *states: str, seconds: float = 60.0) -> str:
+    def wait_for(self, *states: str, seconds: float = 240.0) -> str:
         """Until it is in one of these states -> which."""
         wait_until(lambda: self.state in states, seconds, f"{' or '.join(states)} of job {self.number}")
         return self.state

@@ -14,7 +14,12 @@ from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import LEAD, Run
 
 WHY_NOT = slurm.missing()
-pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.dist,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def undisturbed(cluster: Cluster, tmp_path_factory) -> Run:
     run = Run(tmp_path_factory.mktemp("runs") / "undisturbed", cluster=cluster)
     run.hurry.touch()
     job = run.submit()
-    assert job.wait_for("COMPLETED", "FAILED", "REQUEUED", seconds=120) == "COMPLETED", run.log
+    assert job.wait_for("COMPLETED", "FAILED", "REQUEUED", seconds=240) == "COMPLETED", run.log
     return run
 
 
@@ -57,7 +62,7 @@ def preempt(cluster: Cluster, run: Run) -> None:
 def go_on(run: Run, job: Job, left: int) -> None:
     """The job has been requeued once; let it go on from an iteration to its end."""
     run.hurry.touch()
-    assert job.wait_for("COMPLETED", "FAILED", seconds=120) == "COMPLETED", run.log
+    assert job.wait_for("COMPLETED", "FAILED", seconds=240) == "COMPLETED", run.log
     assert job.show()["Restarts"] == "1"
     assert f"loaded and verified iteration {left}" in run.log
 
@@ -127,7 +132,7 @@ def test_the_second_job_of_a_folder_is_refused(cluster: Cluster, undisturbed: Ru
     run = Run(tmp_path / "run", pace=1.0, cluster=cluster)
     array = run.submit("--array=1-2")
     tasks = [Job(cluster, f"{array.number}_{task}") for task in (1, 2)]
-    wait_until(lambda: "FAILED" in [task.state for task in tasks], 90, "a refusal")
+    wait_until(lambda: "FAILED" in [task.state for task in tasks], 240, "a refusal")
     run.hurry.touch()
     states = [task.wait_for("COMPLETED", "FAILED") for task in tasks]
     assert sorted(states) == ["COMPLETED", "FAILED"], run.log
