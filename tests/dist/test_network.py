@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.dist import machines
-from tests.dist.machines import Network
+from tests.dist.machines import Network, wait_until
 from tests.dist.small_run import ITERATIONS, OPTIONS, PACED, ROOT, SmallRun, assert_equal
 
 WHY_NOT = machines.missing()
@@ -24,7 +22,7 @@ pytestmark = [
 ]
 NODES = ("node1", "node2")
 #: --distributed-timeout-minutes of the run whose cable is cut, in seconds; and what comes on top at most.
-LIMIT, SLACK = 12.0, 40.0
+LIMIT, SLACK = 12.0, 20.0
 PATIENCE = 300.0  # seconds that a whole run may take where cores are shared
 STATIC = ("--master-addr", "node1", "--master-port", "29500")
 ELASTIC = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "run", "--max-restarts", "3")
@@ -45,12 +43,20 @@ def start(net: Network, run: SmallRun, number: int, *torchrun: str) -> subproces
         *("--run-dir", str(run.run_dir), "--save", str(run.saves), "--load", str(run.saves), *run.options),
     ]
     env = {**os.environ, **run.variables(), "GLOO_SOCKET_IFNAME": "eth0"}
+    # torch 2.13's agent, while it lives, tells its store's address once, and one that comes later waits for it in vain
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = run.folder / f"{machine.name}.out"
     return machine.start(sys.executable, "-m", "torch.distributed.run", *words, log=log, env=env)
 
 
 def both(net: Network, run: SmallRun, *torchrun: str) -> list[subprocess.Popen[bytes]]:
     return [start(net, run, number, *torchrun) for number in (0, 1)]
+
+
+def trainers(net: Network) -> list[str]:
+    """Processes that train, on both machines; their agents are none."""
+    lines = [line for name in NODES for line in net.machines[name].processes(PACED.name)]
+    return [line for line in lines if "torch.distributed.run" not in line]
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +79,8 @@ def test_a_cut_cable_ends_the_run_in_time(net: Network, undisturbed: SmallRun, t
     agents = both(net, run, *STATIC)
     run.wait_for_iteration(7)
     net.cut("node2")
-    cut = time.monotonic()
-    assert all(agent.wait(LIMIT + SLACK) != 0 for agent in agents), run.log
-    print(f"ended {time.monotonic() - cut:.1f} s after the cut")
-    for name in NODES:
-        assert net.machines[name].processes("paced.py") == []
-    print(run.log)
+    wait_until(lambda: not trainers(net), LIMIT + SLACK, "the end of both processes")
+    assert all(agent.wait(PATIENCE) != 0 for agent in agents), run.log
     left = run.saved
     assert left >= 5
     net.mend("node2")
