@@ -198,14 +198,17 @@ def test_quickstart_resumes_or_moves_the_old_run_aside(
     assert [p.read_text() for p in tmp_path.glob("run.*/metrics.jsonl")] == ["old"]
 
 
-def sbatch(stubs: Path, folder: Path, seconds: int = 86400, **more: str) -> subprocess.Popen[str]:
+def sbatch(
+    stubs: Path, folder: Path, seconds: int = 86400, preempted: str = "None", **more: str
+) -> subprocess.Popen[str]:
     """Start pretrain.sbatch as SLURM would on two nodes for so many seconds, with stand-ins for its programs."""
     end = datetime.now() + timedelta(seconds=seconds)
     program(
         stubs,
         "scontrol",
         'case "$1 $2" in "show hostnames") printf "n0\\nn1\\n" ;;\n'
-        f'"show job") printf "JobId=31\\n   StartTime=2026-01-01T00:00:00 EndTime={end:%FT%T} Deadline=N/A\\n" ;;\n'
+        f'"show job") printf "JobId=31\\n   JobState=RUNNING EndTime={end:%FT%T} Deadline=N/A\\n"\n'
+        f'printf "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime={preempted}\\n" ;;\n'
         '*) echo "scontrol $*" ;; esac\n',
     )
     program(stubs, "scancel", f'echo "scancel $*"; kill -TERM $(cat "{folder}"/pid.*)\n')
@@ -272,14 +275,17 @@ def wait_for_start(outputs: list[Path]) -> None:
         time.sleep(0.05)
 
 
-def test_sbatch_saves_and_requeues_on_usr1(stubs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("array", "number"), [({}, "31"), ({"SLURM_ARRAY_JOB_ID": "31", "SLURM_ARRAY_TASK_ID": "2"}, "31_2")]
+)
+def test_sbatch_saves_and_requeues_on_usr1(array: dict[str, str], number: str, stubs: Path, tmp_path: Path) -> None:
     program(stubs, "torchrun", "sleep 60 & trap 'kill $!; echo saved; exit 1' TERM\necho started; wait\n")
-    job = sbatch(stubs, tmp_path)
+    job = sbatch(stubs, tmp_path, **array)
     outputs = [tmp_path / "out.0", tmp_path / "out.1"]
     wait_for_start(outputs)
     job.send_signal(signal.SIGUSR1)
     output, _ = job.communicate(timeout=60)
-    assert output.splitlines() == ["scancel --signal=TERM 31", "scontrol requeue 31"]
+    assert output.splitlines() == [f"scancel --signal=TERM {number}", f"scontrol requeue {number}"]
     assert job.returncode != 0
     assert all("saved" in p.read_text() for p in outputs)
 
@@ -296,6 +302,17 @@ def test_sbatch_lives_on_after_term_and_does_not_requeue(stubs: Path, tmp_path: 
     assert output == ""
     assert job.returncode != 0
     assert all("saved" in p.read_text() for p in outputs)
+
+
+@pytest.mark.parametrize(("preempted", "says"), [("None", ""), ("2026-01-01T00:00:09", "scontrol requeue 31\n")])
+def test_sbatch_requeues_what_left_because_it_was_preempted(
+    preempted: str, says: str, stubs: Path, tmp_path: Path
+) -> None:
+    """SLURM's own way: TERM to the processes alone, a grace time, and the job failed if it ends within it."""
+    program(stubs, "torchrun", "exit 1\n")
+    job = sbatch(stubs, tmp_path, preempted=preempted)
+    output, _ = job.communicate(timeout=60)
+    assert (output, job.returncode) == (says, 1)
 
 
 @pytest.mark.parametrize(
