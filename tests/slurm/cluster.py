@@ -44,7 +44,9 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {more}
-KillWait=12
+KillWait=10
+MessageTimeout=4
+TCPTimeout=1
 CompleteWait=0
 SlurmdTimeout={down}
 ReturnToService=2
