@@ -44,9 +44,7 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {more}
-KillWait=10
-MessageTimeout=4
-TCPTimeout=1
+KillWait=12
 CompleteWait=0
 SlurmdTimeout={down}
 ReturnToService=2
