@@ -110,27 +110,31 @@ class Network:
     def plug_in(self, name: str) -> Machine:
         """Start a machine, or start it again after its end."""
         machine = self.machines[name] = Machine(name, self.hosts)
-        number = self._names.index(name) + 1
-        ends = ["ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns"]
+        port = self._port(name)
+        ends = ["ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns"]
         # not inside the switch's own /proc, where the machine's process has no number
         enter = ["nsenter", "--target", str(self.switch.pid), "--net", "--"]
         subprocess.run([*enter, *ends, str(machine.pid)], check=True, timeout=20)
-        self.switch.run("ip", "link", "set", f"port{number}", "master", "switch", "up")
-        machine.run("ip", "address", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        self.switch.run("ip", "link", "set", port, "master", "switch", "up")
+        machine.run("ip", "address", "add", f"10.77.0.{self._names.index(name) + 1}/24", "dev", "eth0")
         machine.run("ip", "link", "set", "eth0", "up")
         return machine
 
+    def _port(self, name: str) -> str:
+        """The switch's end of the machine's cable."""
+        return f"port{self._names.index(name) + 1}"
+
     def cut(self, name: str) -> None:
         """Pull the machine's cable out of the switch."""
-        self.switch.run("ip", "link", "set", f"port{self._names.index(name) + 1}", "down")
+        self.switch.run("ip", "link", "set", self._port(name), "down")
 
     def mend(self, name: str) -> None:
         """Plug it in again."""
-        self.switch.run("ip", "link", "set", f"port{self._names.index(name) + 1}", "up")
+        self.switch.run("ip", "link", "set", self._port(name), "up")
 
     def power_cut(self, name: str) -> None:
         """End a machine at once.  The kernel would say good-bye to its connections, so the cable goes first."""
-        self.cut(name)
+        self.switch.run("ip", "link", "delete", self._port(name))
         self.machines[name].end()
 
     def end(self) -> None:

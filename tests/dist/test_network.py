@@ -25,7 +25,6 @@ NODES = ("node1", "node2")
 LIMIT, SLACK = 12.0, 20.0
 PATIENCE = 300.0  # seconds that a whole run may take where cores are shared
 STATIC = ("--master-addr", "node1", "--master-port", "29500")
-ELASTIC = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "run", "--max-restarts", "3")
 
 
 @pytest.fixture
@@ -34,23 +33,21 @@ def net(tmp_path: Path):
         yield made
 
 
-def start(net: Network, run: SmallRun, number: int, *torchrun: str) -> subprocess.Popen[bytes]:
+def start(net: Network, run: SmallRun, number: int) -> subprocess.Popen[bytes]:
     """One machine's agent and process."""
     machine = net.machines[NODES[number]]
     words = [
-        *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), *torchrun, str(PACED)),
+        *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), *STATIC, str(PACED)),
         *("--config", str(ROOT / "examples/llama_1b/llama_1b.toml"), "--bf16", "--mock-data", *OPTIONS),
         *("--run-dir", str(run.run_dir), "--save", str(run.saves), "--load", str(run.saves), *run.options),
     ]
     env = {**os.environ, **run.variables(), "GLOO_SOCKET_IFNAME": "eth0"}
-    # torch 2.13's agent, while it lives, tells its store's address once, and one that comes later waits for it in vain
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = run.folder / f"{machine.name}.out"
     return machine.start(sys.executable, "-m", "torch.distributed.run", *words, log=log, env=env)
 
 
-def both(net: Network, run: SmallRun, *torchrun: str) -> list[subprocess.Popen[bytes]]:
-    return [start(net, run, number, *torchrun) for number in (0, 1)]
+def both(net: Network, run: SmallRun) -> list[subprocess.Popen[bytes]]:
+    return [start(net, run, number) for number in (0, 1)]
 
 
 def trainers(net: Network) -> list[str]:
@@ -65,7 +62,7 @@ def undisturbed(tmp_path_factory) -> SmallRun:
     run = SmallRun(folder / "run")
     run.hurry.touch()
     with machines.network(folder, *NODES) as net:
-        assert [agent.wait(PATIENCE) for agent in both(net, run, *STATIC)] == [0, 0], run.log
+        assert [agent.wait(PATIENCE) for agent in both(net, run)] == [0, 0], run.log
     return run
 
 
@@ -76,7 +73,7 @@ def test_two_machines_train(undisturbed: SmallRun):
 
 def test_a_cut_cable_ends_the_run_in_time(net: Network, undisturbed: SmallRun, tmp_path: Path):
     run = SmallRun(tmp_path / "run", ("--save-interval", "5", "--distributed-timeout-minutes", str(LIMIT / 60)))
-    agents = both(net, run, *STATIC)
+    agents = both(net, run)
     run.wait_for_iteration(7)
     net.cut("node2")
     wait_until(lambda: not trainers(net), LIMIT + SLACK, "the end of both processes")
@@ -85,21 +82,6 @@ def test_a_cut_cable_ends_the_run_in_time(net: Network, undisturbed: SmallRun, t
     assert left >= 5
     net.mend("node2")
     run.hurry.touch()
-    assert [agent.wait(PATIENCE) for agent in both(net, run, *STATIC)] == [0, 0], run.log
-    assert f"loaded and verified iteration {left}" in run.log
-    assert_equal(run, undisturbed)
-
-
-def test_a_machine_that_comes_back_is_taken_in(net: Network, undisturbed: SmallRun, tmp_path: Path):
-    """Its power was cut; the other machine's agent waits for it and starts its own process again."""
-    run = SmallRun(tmp_path / "run", ("--save-interval", "5", "--distributed-timeout-minutes", str(LIMIT / 60)))
-    first, _ = both(net, run, *ELASTIC)
-    run.wait_for_iteration(7)
-    net.power_cut("node2")
-    left = run.saved
-    net.plug_in("node2")
-    run.hurry.touch()
-    second = start(net, run, 1, *ELASTIC)
-    assert [agent.wait(PATIENCE) for agent in (first, second)] == [0, 0], run.log
+    assert [agent.wait(PATIENCE) for agent in both(net, run)] == [0, 0], run.log
     assert f"loaded and verified iteration {left}" in run.log
     assert_equal(run, undisturbed)
