@@ -101,11 +101,22 @@ def _crc_of(path: Path, info: _StorageInfo) -> int:
     return crc
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """The member of torch's one enumeration in metadata; nothing else has its attributes looked up."""
+    if kind is not dcp._MEM_FORMAT_ENCODING or name not in kind.__members__:
+        raise Damaged(
+            f"{METADATA} looks up {name!r} of {kind!r}, which no checkpoint of tensors needs; do not trust it"
+        )
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads torch's metadata of tensors, and nothing else that a pickle can name."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The named class if it is one of torch's metadata; Damaged otherwise."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # by which Python up to 3.11.3 pickles members of an enumeration
         if name not in _ALLOWED.get(module, ()):
             raise Damaged(f"{METADATA} names {module}.{name}, which no checkpoint of tensors needs; do not trust it")
         return super().find_class(module, name)

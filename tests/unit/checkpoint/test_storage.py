@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import zlib
 from pathlib import Path
@@ -53,6 +54,32 @@ def test_crafted_metadata_runs_nothing(save, tmp_path):
     assert not trace.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert trace.exists(), "a plain unpickler would have run it"
+
+
+class LookUp:
+    """What pickles as `getattr(...)`, as members of enumerations do in Python up to 3.11.3."""
+
+    def __init__(self, *of: object) -> None:
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_an_attribute_is_looked_up_of_one_enumeration_alone(save, tmp_path):
+    save(tmp_path, 5, 1.0)
+    folder = folder_of(tmp_path, 5)
+    encoding = storage.dcp._MEM_FORMAT_ENCODING
+    for of in ((torch.Size, "__base__"), (encoding, "__class__"), (storage.dcp.Metadata, "__init__")):
+        (folder / ".metadata").write_bytes(pickle.dumps(LookUp(*of)))
+        prove(folder / ".metadata")
+        with pytest.raises(
+            Damaged, match=r"\.metadata looks up .*, which no checkpoint of tensors needs; do not trust it"
+        ):
+            load_tensors(tmp_path, 5, tensors(0.0))
+    member = next(iter(encoding))
+    found = storage._MetadataUnpickler(io.BytesIO(pickle.dumps(LookUp(encoding, member.name)))).load()
+    assert found is member
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"not": "metadata"})])
