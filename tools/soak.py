@@ -1,6 +1,6 @@
 """Break a run again and again, and look whether anything is lost.
 
-    python tools/soak.py --faults 200 --seed 1 --output runs/soak
+    python -m tools.soak --faults 200 --seed 1 --output runs/soak
 
 The run is a small Llama over tp x pp with SNIP, under torchrun as users start it.  It trains to its last iteration with
 a few faults on the way, is started again wherever one ended it, and is then compared with a run that nobody disturbed:
