@@ -82,13 +82,13 @@ class Round:
         self.run.end()
         self.run = self.launch(self.options, self.log)
 
-    def wait(self, condition: Callable[[], bool], what: str, *, restart: bool = True) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Until the condition holds; the run is started again if it ends.  TimeoutError after ``PATIENCE``."""
         end, starts = time.monotonic() + PATIENCE, 0
         while not condition():
             if not self.run.alive() and not condition():
                 starts += 1
-                if starts > 3 or not restart:
+                if starts > 3:
                     raise TimeoutError(f"the run ended {starts} times before {what}; see {self.log}")
                 self.start_again()
             if time.monotonic() > end:
@@ -181,7 +181,11 @@ def kill_agent(round_: Round, fault: Fault) -> str:
     """kill -9 of what started the ranks: they must not go on alone."""
     ranks, agent = round_.run.ranks(), round_.run.agent()
     _send([agent] if agent else ranks, signal.SIGKILL)
-    round_.wait(lambda: not set(ranks) & set(round_.run.ranks()), "the end of ranks without an agent", restart=False)
+    end = time.monotonic() + PATIENCE
+    while left := set(ranks) & set(round_.run.ranks()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"processes {sorted(left)} go on without their agent")
+        time.sleep(0.01)
     return ""
 
 
