@@ -23,7 +23,7 @@ from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, MANIFEST = "state.json", "manifest.json"
-VERSION = 2  # of manifest.json and state.json; checkpoints of before have no manifest
+VERSION = 3  # of manifest.json and state.json; checkpoints of version 1 have no manifest
 #: What a resume reads from state.json.
 STATE_FIELDS = ("run_id", "iteration", "optimizer_steps", "nan_iterations", "config", "snip")
 _ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
@@ -37,15 +37,16 @@ class Damaged(ValueError):
 class Manifest:
     """What a checkpoint's folder holds besides its manifest.
 
-    small: file -> (bytes, CRC-32); tensors: file -> its records (offset, bytes, CRC-32), which fill it;
-    not_finite: why a run must not go on from it, empty for a good one; layout: processes by axis.
+    small: file -> (bytes, CRC-32); tensors: file -> its records (offset, bytes, CRC-32, byte of it where the values
+    begin), which fill it; not_finite: why a run must not go on from it, empty for a good one; layout: processes by
+    axis.
     """
 
     iteration: int
     run_id: str
     layout: Mapping[str, int]
     small: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, tuple[tuple[int, int, int], ...]]
+    tensors: Mapping[str, tuple[tuple[int, int, int, int], ...]]
     not_finite: tuple[str, ...] = ()
 
     @property
@@ -55,7 +56,7 @@ class Manifest:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of tensors."""
-        return {name: sum(length for _, length, _ in records) for name, records in self.tensors.items()}
+        return {name: sum(length for _, length, *_ in records) for name, records in self.tensors.items()}
 
     def to_text(self) -> str:
         """The file's text: one JSON object with the SHA-256 of the rest, so that a cut or edited one shows."""

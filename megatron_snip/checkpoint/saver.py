@@ -121,7 +121,7 @@ class Saver:
         """Wait for a save in the background, whatever becomes of it, and let go of the folder."""
         try:
             self.wait()
-        except Exception as error:  # the run ends for another reason, which is told
+        except (Exception, CheckpointException) as error:  # the run ends for another reason, which is told
             LOGGER.warning(f"the last save in the background did not end well: {error}")
         if self._stager is not None:
             self._stager.close()
@@ -199,10 +199,10 @@ class Saver:
     def _manifest(
         self, aside: Path, iteration: int, text: str, records: Sequence[tuple[str, Record]], finite: bool
     ) -> Manifest:
-        files: dict[str, list[tuple[int, int, int]]] = {}
+        files: dict[str, list[tuple[int, int, int, int]]] = {}
         for _, record in records:
             info = record.info
-            files.setdefault(info.relative_path, []).append((info.offset, info.length, record.crc))
+            files.setdefault(info.relative_path, []).append((info.offset, info.length, record.crc, record.start))
         bad = sorted({name for name, record in records if not record.finite})
         more = [f"{len(bad) - 3} more tensors"] if len(bad) > 4 else []
         named = (bad[:3] if more else bad) + more

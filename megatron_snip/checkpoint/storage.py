@@ -7,21 +7,23 @@ would run whatever a crafted `.metadata` pickles; this one refuses both.
 from __future__ import annotations
 
 import dataclasses
-import io
+import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from megatron_snip.checkpoint.manifest import Damaged, Manifest, check, folder_of
@@ -46,12 +48,21 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+#: Bytes that are read and checked in one piece: few enough to be in the processor's cache at the second look.
+_PIECE = 1 << 20
+
+
 @dataclass(frozen=True)
 class Record:
-    """Where a shard lies, and what is told of it beside torch's metadata."""
+    """Where a shard lies, and what is told of it beside torch's metadata.
+
+    start: the byte of the record where the shard's values begin, row by row; before and after them is what torch.save
+    adds.
+    """
 
     info: _StorageInfo
     crc: int
+    start: int
     finite: bool
 
 
@@ -72,13 +83,17 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write, then read back what is in the system's cache for the CRCs."""
-        sums = {item.index: cast(Tensor, planner.resolve_data(item)).sum() for item in plan.items}
-        finite = {index: bool(torch.isfinite(total)) for index, total in sums.items()}
+        finite = {}
+        for item in plan.items:
+            values = cast(Tensor, planner.resolve_data(item))
+            if not values.is_contiguous():
+                raise ValueError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
+            finite[item.index] = bool(torch.isfinite(values.sum()))
         results = super().write_data(plan, planner).wait()
         out = []
         for result in results:
-            info = result.storage_data
-            record = Record(info, _crc_of(Path(self.path) / info.relative_path, info), finite[result.index])
+            crc, start = _look_at(Path(self.path), result.storage_data)
+            record = Record(result.storage_data, crc, start, finite[result.index])
             out.append(dataclasses.replace(result, storage_data=record))
         future: Future[list[WriteResult]] = Future()
         future.set_result(out)
@@ -91,14 +106,15 @@ class CheckedWriter(FileSystemWriter):
         self._publish([(result.index.fqn, result.storage_data) for share in results for result in share])
 
 
-def _crc_of(path: Path, info: _StorageInfo) -> int:
-    """CRC-32 of one record as it lies in its file."""
+def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
+    """CRC-32 of one record as it lies in its file, and the byte of it where the values begin."""
     crc, left = 0, info.length
-    with open(path, "rb", buffering=0) as file:
+    with open(folder / info.relative_path, "rb", buffering=0) as file:
         file.seek(info.offset)
-        while left and (part := file.read(min(left, 1 << 22))):
+        while left and (part := file.read(min(left, _PIECE))):
             crc, left = crc32(part, crc), left - len(part)
-    return crc
+        view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+        return crc, torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
 
 
 def _member(kind: Any, name: Any) -> Any:
@@ -123,15 +139,20 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a folder that `manifest` describes; raises Damaged where a record is not what was written."""
+    """torch's reader of a folder that `manifest` describes; raises Damaged where a record is not what was written.
+
+    It takes types and shapes from the metadata and the values' place from the manifest, and unpickles no record.  So
+    values are read to where they belong, and checked there.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder)
-        self._crcs = {
-            (name, offset): (length, crc)
+        self._records = {
+            (name, offset): (length, crc, start)
             for name, records in manifest.tensors.items()
-            for offset, length, crc in records
+            for offset, length, crc, start in records
         }
+        self._shards: dict[tuple[str, torch.Size], tuple[torch.Size, torch.dtype]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """torch's metadata, by an unpickler that knows its classes alone."""
@@ -145,17 +166,78 @@ class CheckedReader(FileSystemReader):
             raise Damaged(f"{METADATA} cannot be read ({error!r})") from error
         return found
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The record's bytes, read once and checked before anything is made of them."""
-        where = f"{sinfo.relative_path} at byte {sinfo.offset}"
-        length, crc = self._crcs.get((sinfo.relative_path, sinfo.offset), (None, None))
-        if length != sinfo.length:
-            raise Damaged(f"{where}: {METADATA} tells of a record that the manifest does not")
-        file.seek(sinfo.offset)
-        content = file.read(sinfo.length)
-        if len(content) != length or crc32(content) != crc:
-            raise Damaged(f"{where} is not what was written: its CRC-32 differs")
-        return io.BytesIO(content)
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep type and shape of every shard."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, dcp.TensorStorageMetadata)
+            for chunk in tensor.chunks:
+                self._shards[name, chunk.offsets] = (chunk.sizes, tensor.properties.dtype)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, file by file from front to back."""
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self._checked(item).relative_path].append(item)
+        for name, items in by_file.items():
+            with open(Path(self.path) / name, "rb", buffering=0) as file:
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    target = planner.resolve_tensor(item).detach()
+                    self._read(file, item, target)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _checked(self, item: ReadItem) -> _StorageInfo:
+        """Where a shard lies by the metadata; Damaged if the manifest has no such record, or a smaller one."""
+        info: _StorageInfo = self.storage_data[item.storage_index]
+        length, _, start = self._records.get((info.relative_path, info.offset), (None, 0, 0))
+        sizes, dtype = self._shards[_place(item)]
+        if length != info.length or start + math.prod(sizes) * dtype.itemsize > length:
+            raise Damaged(
+                f"{info.relative_path} at byte {info.offset}: {METADATA} tells of a record that the manifest does not"
+            )
+        return info
+
+    def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
+        """Read a shard into a tensor if it is the whole of it, else into memory of its own for a part of it."""
+        info = self.storage_data[item.storage_index]
+        sizes, dtype = self._shards[_place(item)]
+        whole = item.lengths == sizes and target.shape == sizes
+        if whole and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu":
+            self._read_values(file, info, target)
+            return
+        shard = torch.empty(sizes, dtype=dtype)
+        self._read_values(file, info, shard)
+        for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            shard = shard.narrow(dim, first, length)
+        target.copy_(shard)
+
+    def _read_values(self, file: BinaryIO, info: _StorageInfo, values: Tensor) -> None:
+        """Read a record's values into a contiguous tensor of their type, and check the whole record."""
+        length, crc, start = self._records[info.relative_path, info.offset]
+        inside = values.view(-1).view(torch.uint8).numpy().data
+        found = 0
+        file.seek(info.offset)
+        for part in (memoryview(bytearray(start)), inside, memoryview(bytearray(length - start - len(inside)))):
+            for at in range(0, len(part), _PIECE):
+                found = crc32(_fill(file, part[at : at + _PIECE]), found)
+        if found != crc:
+            raise Damaged(f"{info.relative_path} at byte {info.offset} is not what was written: its CRC-32 differs")
+
+
+def _place(item: ReadItem) -> tuple[str, torch.Size]:
+    """The saved tensor's name, and where in it the shard begins."""
+    return item.storage_index.fqn, cast(torch.Size, item.storage_index.offset)
+
+
+def _fill(file: BinaryIO, into: memoryview) -> memoryview:
+    """Read until a buffer is full or the file ends; what the end leaves is caught by the CRC."""
+    got = 0
+    while got < len(into) and (read := file.readinto(into[got:])):  # type: ignore[attr-defined]
+        got += read
+    return into
 
 
 def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,14 @@ import torch
 
 from megatron_snip.checkpoint import saver as saver_module
 from megatron_snip.checkpoint.lock import LOCK
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, iterations, newest, read_manifest, tracked_iteration
+from megatron_snip.checkpoint.manifest import (
+    STATE_FIELDS,
+    VERSION,
+    iterations,
+    newest,
+    read_manifest,
+    tracked_iteration,
+)
 from megatron_snip.checkpoint.saver import MOST_FAILED
 from tests.unit.checkpoint.conftest import loaded, tensors
 
@@ -206,5 +213,18 @@ def test_a_manifest_tells_what_is_there(save, tmp_path):
     assert found.run_id == "run" and found.layout == {"tp": 1, "pp": 1, "dp": 1}
     assert names(folder) == sorted(["manifest.json", *found.small, *found.tensors])
     assert found.size == sum((folder / name).stat().st_size for name in names(folder) if name != "manifest.json")
-    assert json.loads((folder / "manifest.json").read_text())["version"] == 2
+    assert json.loads((folder / "manifest.json").read_text())["version"] == VERSION
     assert torch.equal(tensors(1.0)["model.a"], torch.ones(30, 4))
+
+
+def test_closing_does_not_hide_why_the_run_ends(saver, tmp_path, monkeypatch, caplog):
+    """A bug in a save in the background is told of, and what ends the run goes on."""
+    monkeypatch.setattr(saver_module, "write_atomic", lambda path, text: [].no_such_name)
+    one = saver(tmp_path, async_save=True)
+    with pytest.raises(KeyError, match="the reason"):
+        try:
+            one.save(1, tensors(1.0), state_of(1, 1.0), finite=True, last=False)
+            raise KeyError("the reason")
+        finally:
+            one.close()
+    assert "the last save in the background did not end well" in caplog.text

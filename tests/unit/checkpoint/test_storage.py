@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_snip.checkpoint import storage
-from megatron_snip.checkpoint.manifest import Damaged, folder_of
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, Damaged, folder_of
 from megatron_snip.checkpoint.storage import load_tensors
 from tests.unit.checkpoint.conftest import prove, tensors
 
@@ -109,3 +110,45 @@ def test_any_crc_32_will_do(save, tmp_path, monkeypatch):
     save(tmp_path, 5, 1.0)
     monkeypatch.setattr(storage, "crc32", zlib.crc32)
     load_tensors(tmp_path, 5, tensors(0.0))
+
+
+SAVED = {
+    "model.matrix": torch.arange(35.0).reshape(5, 7),
+    "model.half": torch.arange(6).to(torch.bfloat16),
+    "model.one": torch.tensor(3.0),
+    "model.none": torch.empty(0, 4),
+    "model.large": torch.arange(3 << 19, dtype=torch.int32),  # of several pieces
+}
+
+
+@pytest.mark.parametrize("change", ["as it was", "transposed", "another type"])
+def test_values_come_back_whatever_they_are_read_into(change, saver, tmp_path):
+    saver(tmp_path).save(5, SAVED, dict.fromkeys(STATE_FIELDS, 0) | {"iteration": 5}, finite=True, last=True)
+    into = {name: torch.zeros_like(value) for name, value in SAVED.items()}
+    if change == "transposed":
+        into["model.matrix"] = torch.zeros(7, 5).t()
+    elif change == "another type":
+        into["model.half"] = into["model.half"].float()
+    load_tensors(tmp_path, 5, into)
+    for name, value in SAVED.items():
+        assert torch.equal(into[name], value.to(into[name].dtype)), name
+
+
+def test_values_that_do_not_lie_row_by_row_are_not_written(saver, tmp_path):
+    with pytest.raises(CheckpointException, match=r"model.matrix is not contiguous, and checkpoints hold values row"):
+        saver(tmp_path).save(5, {"model.matrix": torch.zeros(7, 5).t()}, {}, finite=True, last=True)
+
+
+def test_a_record_that_is_smaller_than_its_tensor(save, tmp_path):
+    """Metadata that tell of a larger tensor make nobody read beyond the record, or set memory aside for it."""
+    save(tmp_path, 5, 1.0)
+    path = folder_of(tmp_path, 5) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    large = torch.Size([1 << 40, 4])
+    found = metadata.state_dict_metadata["model.a"]
+    found.size, found.chunks[0].sizes = large, large
+    path.write_bytes(pickle.dumps(metadata))
+    prove(path)
+    wanted = {"model.a": torch.zeros(1, 1).expand(large)}
+    with pytest.raises(Damaged, match=r"\.metadata tells of a record that the manifest does not"):
+        load_tensors(tmp_path, 5, wanted)
