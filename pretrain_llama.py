@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.config import parse
+from megatron_snip.arguments import parse
 from megatron_snip.runtime import report_errors
 from megatron_snip.train.loop import train
 

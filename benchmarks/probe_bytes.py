@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness import save
 
-from megatron_snip.config import parse
+from megatron_snip.arguments import parse
 from megatron_snip.snip.measure.footprint import Layout, footprint
 from megatron_snip.train.setup import snip_shapes
 

@@ -1,24 +1,19 @@
-"""Every option of a run: frozen dataclasses, one flat command line, the same names in a TOML file.
+"""Every option of a run, as frozen dataclasses; `arguments` reads them from a command line and a TOML file.
 
-Names are Megatron-LM's where Megatron has one; `--snip-*` are ours.  The command line wins over the file.
+Names are Megatron-LM's where Megatron has one; `--snip-*` are ours.
 Values that name a format or an objective are plain strings here, because the registries stand above this
 module; `train.setup` checks them before anything is built.  Source of the names: Megatron-LM core 0.16.1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
-
-from megatron_snip.files import parse_toml, read_file, shown
 
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
 
@@ -270,126 +265,3 @@ def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown option {name} in {where}; did you mean {near}?")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Options of a TOML file; tables group them for the reader and their names mean nothing."""
-    if not path.exists():
-        raise ValueError(f"--config {path}: no such file; give the path of a TOML file of options")
-    data = read_file(path, "file of options", "give the path of a TOML file of options", most=1 << 20)
-    try:
-        content = parse_toml(data)
-    except ValueError as error:
-        raise ValueError(f"--config {path}: not valid TOML: {error}; correct the file") from None
-    options: dict[str, Any] = {}
-    for key, value in content.items():
-        for name, item in value.items() if isinstance(value, dict) else [(key, value)]:
-            name = name.replace("-", "_")
-            if name in options:
-                raise ValueError(f"--config {path}: option {name} is given twice; keep one")
-            options[name] = item
-    check_names(options, str(path))
-    _check_kinds(options, path)
-    return options
-
-
-def _check_kinds(options: dict[str, Any], path: Path) -> None:
-    """ValueError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
-    groups = option_groups()
-    for name, value in options.items():
-        default = getattr(getattr(Config(), groups[name]), name)
-        if isinstance(default, bool) != isinstance(value, bool):
-            wanted = "true or false" if isinstance(default, bool) else "a value, not true or false"
-            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give {wanted}")
-        if isinstance(value, dict) or (isinstance(value, list) and not isinstance(default, tuple)):
-            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give one value")
-        for item in value if isinstance(value, list) else ():
-            if isinstance(item, (bool, dict, list)):
-                raise ValueError(f"--config {path}: option {name} has the item {shown(item)}; give text or numbers")
-
-
-def _as_arguments(options: dict[str, Any]) -> list[str]:
-    """Options as command-line words, so that one parser checks the types of both sources."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            items = [str(item) for item in value]
-            if odd := [item for item in items if item.startswith("-")]:
-                raise ValueError(f"--{flag} has the item {odd[0]!r}, which reads as an option; write ./{odd[0]}")
-            words += [f"--{flag}", *items]
-        else:
-            words.append(f"--{flag}={value}")
-    return words
-
-
-def _take_config_file(words: list[str]) -> tuple[list[str], Path | None]:
-    """Command-line words without `--config FILE`, and the file."""
-    at = [i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")]
-    if not at:
-        return words, None
-    if len(at) > 1:
-        raise ValueError("--config is given twice; keep one, and give other options by their names")
-    _, joined, path = words[at[0]].partition("=")
-    rest = words[at[0] + 1 :]
-    if not joined and rest:
-        path, rest = rest[0], rest[1:]
-    if not path or path.startswith("--"):
-        raise ValueError("--config names no file; give the path of a TOML file of options")
-    return words[: at[0]] + rest, Path(path)
-
-
-def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config:
-    """Config from command-line words; ValueError for what cannot be read (`--help` prints and exits).
-
-    Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
-    defaults: options, as a TOML file would hold them, that command line and file win over.
-    """
-    words, path = _take_config_file(list(argv))
-    file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
-    given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
-    names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
-    check_names([n for n in names if n != "help"], "the command line")
-    config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
-    _check_texts(config)
-    return config
-
-
-def _check_texts(config: Config) -> None:
-    """ValueError for an empty path, which would mean the current folder, and for text that no path can hold."""
-    for name, group in option_groups().items():
-        value = getattr(getattr(config, group), name)
-        for text in value if isinstance(value, tuple) else (value,):
-            option = f"--{name.replace('_', '-')}"
-            if text == "" and name != "snip_fix":
-                raise ValueError(f"{option} is empty; give it a value, or leave it out")
-            if isinstance(text, str) and "\0" in text:
-                raise ValueError(f"{option} {text!r} has a NUL character; leave that out")
-
-
-def _read_words(words: list[str]) -> Config:
-    """tyro's reading of the words, its framed complaint turned into one line."""
-    import tyro
-
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                Config,
-                args=words,
-                prog="pretrain_llama.py",
-                description="Pretrain a Llama whose linears' precision is planned. --config FILE.toml reads "
-                "options from a file; the command line wins.",
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-            )
-    except SystemExit as leaving:
-        if not leaving.code:
-            raise
-    # a frame of lines or dashes: title, rule, what is wrong, and help that would not fit one line
-    text = re.sub(r"[\s│╭╮╰╯]*(?:─{3,}|-{3,})[\s│╭╮╰╯]*", ": ", complaint.getvalue())
-    text = " ".join(text.replace("│", " ").split()).partition(": ")[2]
-    for tail in ("Argument helptext", "For full helptext", "Perhaps you meant"):
-        text = text.partition(tail)[0]
-    raise ValueError(f"{text.strip(' :.')}; --help lists all options and their values")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.config import TILE, Config, ModelConfig, parse
+from megatron_snip.arguments import parse
+from megatron_snip.config import TILE, Config, ModelConfig
 from megatron_snip.train.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]

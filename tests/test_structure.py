@@ -22,6 +22,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LEVELS = [
     {"formats", "files"},
     {"config"},
+    {"arguments"},
     {"faults"},
     {"runtime", "mesh"},
     {"quant"},

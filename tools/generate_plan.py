@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_snip.config import Config, parse
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config
 from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.jsonfile import write_atomic

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 from megatron_snip import runtime
-from megatron_snip.config import Config, parse
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear

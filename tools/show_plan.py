@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_snip.config import parse
+from megatron_snip.arguments import parse
 from megatron_snip.files import one_line, path_word
 from megatron_snip.model.llama import linear_place
 from megatron_snip.quant import KINDS

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_snip.config import parse
+from megatron_snip.arguments import parse
 from megatron_snip.train.loop import train
 from megatron_snip.train.metrics import read_metrics
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
-from megatron_snip.config import Config, option_groups, parse
+from megatron_snip.config import Config, option_groups
 from megatron_snip.files import check_folder
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
@@ -236,7 +237,7 @@ def drop_later_plans(run_dir: Path, iteration: int) -> None:
 
 
 def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """Options of a checkpoint's run for `config.parse`, those of some groups.
+    """Options of a checkpoint's run for `arguments.parse`, those of some groups.
 
     Left out are those that were not set, and those that this version does not know.
     """

@@ -9,7 +9,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_snip import config as config_module
-from megatron_snip.config import Config, option_groups, parse
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config, option_groups
 
 #: Words of the command line -> value; every option stands here once (checked below).
 WORDS = {
