@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "train_iters": 48, "lr": 2e-3, "mock_data": True, "bf16": True, "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2, "precision": "snip", "snip_start": 4, "snip_interval": 8, "snip_apply_lag": 3,
     "snip_probe_tokens": 1, "save_interval": 3, "async_save": True, "log_interval": 1000,
-    "distributed_timeout_minutes": 0.5, "snip_solve_timeout": 20.0,
+    "distributed_timeout_minutes": 0.4, "snip_solve_timeout": 20.0,
 }  # fmt: skip
 #: Metrics that a clock wrote.
 TIMES = re.compile(r"(-time|_seconds|-seconds)$")
@@ -148,7 +148,7 @@ def one_fault(round_: Round, fault: Fault, outcome: Outcome) -> None:
         outcome.resumed, outcome.lost = 0, outcome.whole
     line = next((line for line in said.splitlines() if expected and re.search(expected, line)), "")
     # a run that was leaving already, and began again, has nothing to say of what befell its processes
-    owed = FAULTS[fault.kind].damages or outcome.resumed is None
+    owed = FAULTS[fault.kind].damages or FAULTS[fault.kind].ends or outcome.resumed is None
     outcome.said, outcome.silent = line.strip()[:300], bool(expected and owed and not line)
     outcome.seconds = time.monotonic() - begin
 

@@ -145,12 +145,14 @@ def newest_whole(saves: Path, *, leave_out: bool = False) -> int:
 class Kind:
     """A kind of fault: what lets it fall, where it can, whether it damages the newest checkpoint.
 
-    ``fall`` returns a pattern of what the run must say of it; empty where a process's end says it.
+    ``fall`` returns a pattern of what the run must say of it; empty where a process's end says it.  ends: the run must
+    say it though it ends.
     """
 
     fall: Callable[[Round, Fault], str]
     places: tuple[str, ...] = ("anywhere", "probe", "solve", "broadcast", "save", "restart")
     damages: bool = False
+    ends: bool = False
 
 
 def _send(pids: Sequence[int], number: int) -> None:
@@ -207,6 +209,19 @@ def pause(round_: Round, fault: Fault) -> str:
     time.sleep(1.0)
     _send(ranks, signal.SIGCONT)
     return ""
+
+
+def hang(round_: Round, fault: Fault) -> str:
+    """A rank that stands still for good: the others end within the time-out, and the last line names it."""
+    stopped = _one_rank(round_, fault)
+    _send(stopped, signal.SIGSTOP)
+    end = time.monotonic() + PATIENCE
+    while round_.run.alive():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the run goes on beside the stopped process {stopped}")
+        time.sleep(0.05)
+    _send(stopped, signal.SIGKILL)
+    return rf"error.*\(process {stopped[0]} on .*its last checkpoint is" if stopped else ""
 
 
 def terminate(round_: Round, fault: Fault) -> str:
@@ -278,6 +293,7 @@ FAULTS: Mapping[str, Kind] = {
     "agent": Kind(kill_agent),
     "solver": Kind(kill_solver, places=("solve",)),
     "pause": Kind(pause, places=("anywhere", "probe", "broadcast", "save")),
+    "hang": Kind(hang, places=("anywhere", "probe", "save"), ends=True),
     "terminate": Kind(terminate, places=("anywhere", "probe", "solve", "save")),
     "bit": Kind(flip_bit, places=("anywhere",), damages=True),
     "shard": Kind(swap_shard, places=("anywhere",), damages=True),
