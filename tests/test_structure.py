@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -320,3 +321,12 @@ def test_requirements_pin_every_direct_dependency() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=\[ ]", requirement)[0].replace("-", "_") for requirement in wanted}
     assert not names - pinned
+
+
+def test_pytest_goes_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """Folders called `dist` are among those that it leaves out by itself."""
+    files = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    folders = {parent.name for path in files for parent in path.parents if parent.name}
+    assert "dist" in folders
+    patterns = pytestconfig.getini("norecursedirs")
+    assert [name for name in sorted(folders) if any(fnmatch(name, pattern) for pattern in patterns)] == []

@@ -14,7 +14,7 @@ PACED = Path(__file__).with_name("paced.py")
 ITERATIONS = 36
 #: Over examples/llama_1b/llama_1b.toml.
 OPTIONS = (
-    "--distributed-backend gloo --distributed-timeout-minutes 1 --snip-solve-timeout 30 "
+    "--distributed-backend gloo --distributed-timeout-minutes 1 --snip-solve-timeout 10 "
     "--num-layers 2 --hidden-size 128 --kv-channels 64 --ffn-hidden-size 128 --num-attention-heads 2 --num-query-groups 2 --vocab-size 512 --seq-length 128 "
     "--max-position-embeddings 128 --global-batch-size 4 --lr-warmup-iters 4 --snip-start 3 --snip-interval 10 "
     f"--snip-apply-lag 2 --snip-probe-tokens 1 --log-interval 5 --eval-iters 1 --train-iters {ITERATIONS}"

@@ -78,6 +78,8 @@ def test_a_cut_cable_ends_the_run_in_time(net: Network, undisturbed: SmallRun, t
     net.cut("node2")
     wait_until(lambda: not trainers(net), LIMIT + SLACK, "the end of both processes")
     assert all(agent.wait(PATIENCE) != 0 for agent in agents), run.log
+    told = [line for line in run.log.splitlines() if line.startswith("error")]
+    assert any("rank 1 (process" in line and "on node2)" in line for line in told), run.log
     left = run.saved
     assert left >= 5
     net.mend("node2")
