@@ -18,7 +18,7 @@ from typing import Any
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.config import Config, option_groups
-from megatron_snip.files import check_folder
+from megatron_snip.files import check_folder, parse_json, read_file
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
 
@@ -150,13 +150,21 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
 
 def run_id_of(run_dir: Path) -> str | None:
     """Id of the run that a folder holds; None if it holds none."""
-    path = run_dir / "config.json"
+    found = _run_of(run_dir)
+    return None if found is None else found[0]
+
+
+def _run_of(run_dir: Path) -> tuple[str, str | None] | None:
+    """Id and --save of the run that a folder holds, by its config.json; None if it holds none."""
+    path, way_out = run_dir / "config.json", "move the folder aside"
     if not path.is_file():
         return None
+    data = read_file(path, "options of a run", way_out, most=1 << 20)
     try:
-        return str(json.loads(path.read_text())["run_id"])
+        found = parse_json(data)
+        return str(found["run_id"]), found["checkpoint"]["save"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error!r}); move the folder aside") from error
+        raise ValueError(f"{path}: cannot be read ({error!r}); {way_out}") from error
 
 
 def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
@@ -190,10 +198,8 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
 
 def _save_dir_of(run_dir: Path) -> Path | None:
     """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
-    if run_id_of(run_dir) is None:
-        return None
-    saved = json.loads((run_dir / "config.json").read_text())["checkpoint"]["save"]
-    return Path(saved or run_dir / "checkpoints")
+    found = _run_of(run_dir)
+    return None if found is None else Path(found[1] or run_dir / "checkpoints")
 
 
 def advice(config: Config) -> str:

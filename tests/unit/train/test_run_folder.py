@@ -188,7 +188,7 @@ def test_a_file_is_no_folder(tmp_path):
     assert refused(options(tmp_path / "run", save=str(file)), tmp_path) == f"--save {file} is no folder; give another"
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b"{}", b"\xff"])
+@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"run_id": "abc"}'])
 def test_a_damaged_config_is_named(text, tmp_path):
     run = used(tmp_path / "run", "abc", 7)
     (run / "config.json").write_bytes(text)
