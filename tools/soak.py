@@ -148,7 +148,8 @@ def one_fault(round_: Round, fault: Fault, outcome: Outcome) -> None:
         outcome.resumed, outcome.lost = 0, outcome.whole
     line = next((line for line in said.splitlines() if expected and re.search(expected, line)), "")
     # a run that was leaving already, and began again, has nothing to say of what befell its processes
-    owed = FAULTS[fault.kind].damages or FAULTS[fault.kind].ends or outcome.resumed is None
+    kind = FAULTS[fault.kind]
+    owed = kind.tells and (kind.damages or kind.ends or outcome.resumed is None)
     outcome.said, outcome.silent = line.strip()[:300], bool(expected and owed and not line)
     outcome.seconds = time.monotonic() - begin
 

@@ -58,6 +58,7 @@ class Ending:
         self.watch: Watch | None = None
         self._file: IO[str] | None = None
         self._leaving = threading.Lock()
+        self._unanswered = False  # the store did not answer in time
 
     def open(self) -> None:
         """Open the file of stacks, so that a crash of the interpreter itself leaves one."""
@@ -130,6 +131,8 @@ class Ending:
         missing = self._ask(self.watch.missing, 15.0) if self.watch is not None else None
         who = "; ".join((missing or [])[:4])
         what = "waited too long for" if kind == "timed out" else "lost its connection to"
+        if self._unanswered:
+            who = "the run's store does not answer either, its node or the network may be gone"
         return f"rank {self.rank} {what} {'another rank' if not who else f'another rank: {who}'}"
 
     def _tell(self, line: str, status: int) -> None:
@@ -173,9 +176,13 @@ class Ending:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    @staticmethod
-    def _ask(function: Callable[[], Any], seconds: float) -> Any:
-        """The function's value; None if it fails or takes too long, as where the store's process is stopped."""
+    def _ask(self, function: Callable[[], Any], seconds: float) -> Any:
+        """The function's value; None if it fails or takes too long, as where the store's process is stopped or away.
+
+        Once it took too long nothing is asked any more, so that a process whose cable was cut ends soon.
+        """
+        if self._unanswered:
+            return None
         found: list[Any] = []
 
         def ask() -> None:
@@ -185,4 +192,5 @@ class Ending:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(seconds)
+        self._unanswered = thread.is_alive()
         return found[0] if found else None

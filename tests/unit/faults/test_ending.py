@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -89,3 +90,18 @@ def test_a_run_that_went_well_leaves_no_stacks(ending, tmp_path):
     assert (tmp_path / "run/stacks/rank_0001.txt").is_file()
     ending.close()
     assert not (tmp_path / "run/stacks").exists()
+
+
+def test_a_store_that_does_not_answer_is_asked_once(ending, capsys):
+    """Where the cable was cut every question takes its whole time: one, and the line is told."""
+    asked: list[str] = []
+
+    class Away:
+        def __getattr__(self, name):
+            return lambda *words: asked.append(name) or threading.Event().wait(60)
+
+    ending.watch = Away()
+    with pytest.raises(SystemExit):
+        ending.after(RuntimeError(TIMED_OUT))
+    assert asked == ["take_the_word"]
+    assert "rank 1 waited too long for another rank: the run's store does not answer" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""The casts that training launches, on a GPU against the specification: at most 150 kernels, so that minutes do.
+
+    python -m tests.gpu.core --workers 14        # on a GPU; test_core.py runs the same cases under pytest
+    TRITON_INTERPRET=1 python -m tests.gpu.core --rehearse   # small tensors on a CPU, in Triton's interpreter
+
+Prints one JSON object: how many cases there were, and what differs.  test_cast.py has all other formats and layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.kernels import triton_cast
+from tests.unit.quant.kernels.operands import bits, operands
+
+FORMATS = ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")
+SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
+KEY = RoundingKey(seed=-5, iteration=2**32 - 1, stream=3, row0=2**32 - 3, col0=2**33 + 8)
+#: Of a GPU and of a rehearsal: whole tiles, and edges that no tile and no block divides.
+SHAPES = {False: ((2048, 4096), (1031, 2571)), True: ((128, 256), (131, 75))}
+
+
+class Case(NamedTuple):
+    """Forms of one read; ragged: of a tensor with edges, NaN, infinities and subnormal numbers."""
+
+    forms: tuple[Form, ...]
+    outputs: tuple[Output, ...]
+    dtype: torch.dtype = torch.bfloat16
+    ragged: bool = True
+
+    @property
+    def name(self) -> str:
+        """What a report calls it."""
+        each = " and ".join(
+            f"{form.fmt.name} {form.role} {form.dim} {output}{' stochastic' if form.key else ''}"
+            for form, output in zip(self.forms, self.outputs, strict=True)
+        )
+        return f"{each}, {str(self.dtype).removeprefix('torch.')}{', ragged' if self.ragged else ''}"
+
+
+def _form(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
+    return Form(get_format(fmt), role, dim, key).without_transform()
+
+
+def _outputs(form: Form) -> tuple[Output, ...]:
+    return ("values", "codes", "operand") if form.element.carrier is not None else ("values", "codes")
+
+
+def cases() -> list[Case]:
+    """Every case, in an order that does not change."""
+    return list(_each())
+
+
+def _each() -> Iterator[Case]:
+    for fmt, (role, dim) in itertools.product(FORMATS, SIDES):
+        form = _form(fmt, role, dim)
+        for output in _outputs(form):
+            yield Case((form,), (output,))
+    for fmt, dim in itertools.product(FORMATS, (0, 1)):
+        form = _form(fmt, "grad_output", dim, KEY)
+        for output in _outputs(form)[1:]:
+            yield Case((form,), (output,))
+        yield Case((_form(fmt, "input", dim),), ("codes",), ragged=False)
+    for fmt, other, key in itertools.product(FORMATS[:2], FORMATS[:2], (None, KEY)):
+        pair = (_form(fmt, "grad_output", 1, key), _form(other, "grad_output", 0, key))
+        yield Case(pair, ("operand", "operand"), ragged=False)
+    for fmt in FORMATS:
+        pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
+        yield Case(pair, ("codes", "codes"))
+        yield Case((_form(fmt, "weight", 1),), ("codes",), torch.float32)
+
+
+def differences(ours: Cast, expected: Cast) -> list[str]:
+    """Parts of a cast that are not the same bits."""
+    found = []
+    for part in ("values", "scales", "saturated"):
+        a, b = getattr(ours, part), getattr(expected, part)
+        if (a is None) != (b is None) or (a is not None and not torch.equal(bits(a), bits(b).to(a.device))):
+            found.append(part)
+    return found
+
+
+def run(number: int, *, rehearse: bool) -> str:
+    """What differs in one case; empty if nothing does."""
+    case, device = cases()[number], "cpu" if rehearse else "cuda"
+    x = operands(SHAPES[rehearse][case.ragged], case.dtype, device)[1 if case.ragged else 0]
+    amax = finite_amax(x)
+    try:
+        if rehearse:
+            from triton.runtime import interpreter
+
+            from tests.unit.quant.kernels.interpreted import convert
+
+            with mock.patch.object(interpreter, "_convert_float", convert):
+                made = triton_cast.cast(x, case.forms, case.outputs, amax)
+        else:
+            assert triton_cast.takes(x, case.forms, case.outputs), "the kernels do not take it"
+            made = triton_cast.cast(x, case.forms, case.outputs, amax)
+        found = []
+        for ours, form, output in zip(made, case.forms, case.outputs, strict=True):
+            for where in {device, "cpu"}:  # the specification on either device
+                expected = cast_reference(x.to(where), [form], [output], amax.to(where))[0]
+                found += [f"{part} against the specification on {where}" for part in differences(ours, expected)]
+    except Exception as error:
+        return f"{case.name}: {''.join(traceback.format_exception_only(error)).strip()}"
+    return f"{case.name}: {', '.join(found)}" if found else ""
+
+
+def main() -> int:
+    """Run all cases; 0 if nothing differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1, help="take each such case alone")
+    args = parser.parse_args()
+    numbers = range(0, len(cases()), args.every)
+    one = partial(run, rehearse=args.rehearse)
+    if args.workers > 1:
+        with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(one, numbers))
+    else:
+        found = [one(number) for number in numbers]
+    print(json.dumps({"cases": len(numbers), "differences": [text for text in found if text]}))
+    return 1 if any(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
