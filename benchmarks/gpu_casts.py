@@ -1,0 +1,111 @@
+"""Steps of gpu.py: what the card can do at most, whether casts give the specification's bits, and how fast they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+from gpu import ROOT, Contact, Table
+from harness import Case, interleaved
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Form, Output, finite_amax
+from megatron_snip.quant.dispatch import cast
+
+KEY = RoundingKey(seed=1, iteration=2, stream=3)
+
+
+def _times(contact: Contact, cases: dict[str, Case], repeats: int = 15) -> dict[str, float]:
+    return interleaved(cases, contact.device, 1 if contact.rehearse else repeats, 0 if contact.rehearse else 3)
+
+
+def ceilings(contact: Contact) -> Table:
+    """A large copy and large GEMMs: what everything else is divided by."""
+    table = Table("Ceilings", ("what", "ms", "rate"))
+    side = 256 if contact.rehearse else 8192
+    x = torch.randn(side * 4, side, device=contact.device).bfloat16()
+    target = torch.empty_like(x)
+    a, b = (torch.randn(side, side, device=contact.device).bfloat16() for _ in range(2))
+    cases: dict[str, Case] = {"copy": lambda: target.copy_(x), "bf16 GEMM": lambda: a @ b.T}
+    if not contact.rehearse:
+        codes = [t.clamp(-4, 4).to(torch.float8_e4m3fn) for t in (a, b)]
+        one = torch.ones((), device=contact.device)
+        cases["fp8 GEMM, one scale a tensor, fast accumulation"] = lambda: torch._scaled_mm(
+            codes[0], codes[1].T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        cases["fp8 GEMM, one scale a tensor"] = lambda: torch._scaled_mm(
+            codes[0], codes[1].T, one, one, out_dtype=torch.bfloat16
+        )
+    for name, seconds in _times(contact, cases).items():
+        rate = (
+            f"{4 * x.numel() / seconds / 1e9:.0f} GB/s"
+            if name == "copy"
+            else f"{2 * side**3 / seconds / 1e12:.0f} TFLOP/s"
+        )
+        table.rows.append((name, f"{seconds * 1e3:.3f}", rate))
+    table.notes.append(f"copy of bfloat16 {list(x.shape)}, read and written; GEMMs of {side} x {side} x {side}")
+    return table
+
+
+def bits(contact: Contact) -> Table:
+    """The core set of casts, in as many processes as compile in parallel."""
+    command = [sys.executable, "-m", "tests.gpu.core"]
+    command += ["--rehearse", "--every", "9"] if contact.rehearse else ["--workers", str(min(14, os.cpu_count() or 1))]
+    limit = max(30.0, contact.left())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise RuntimeError(f"tests.gpu.core said nothing: {done.stderr[-2000:]}")
+    found = json.loads(lines[-1])
+    table = Table("Casts against the specification, bit for bit", ("cases", "that differ"))
+    table.rows.append((str(found["cases"]), str(len(found["differences"]))))
+    table.bad += found["differences"]
+    return table
+
+
+#: What training launches: name, (format, role, dim, stochastic) of each form, output.
+LAUNCHES: dict[str, tuple[tuple[tuple[str, str, int, bool], ...], Output]] = {
+    f"{fmt} {name}": (forms, output)
+    for fmt in ("fp8", "fp4", "mxfp8", "nvfp4")
+    for name, forms, output in (
+        ("values, nearest", ((fmt, "input", 1, False),), "values"),
+        ("codes, nearest", ((fmt, "input", 1, False),), "codes"),
+        ("weight, operand", ((fmt, "weight", 1, False),), "operand"),
+        ("input, both operands", ((fmt, "input", 1, False), (fmt, "input", 0, False)), "operand"),
+        (
+            "gradient, both operands, stochastic",
+            ((fmt, "grad_output", 1, True), (fmt, "grad_output", 0, True)),
+            "operand",
+        ),
+    )
+    if output != "operand" or fmt in ("fp8", "fp4", "mxfp8")
+}
+
+
+def casts(contact: Contact) -> Table:
+    """Bandwidth of the casts that training launches, by a copy's of the same run."""
+    table = Table("Casts", ("cast", "ms", "GB/s read and written", "by the copy's"))
+    x = torch.randn(*((256, 512) if contact.rehearse else (8192, 8192)), device=contact.device).bfloat16()
+    target, amax = torch.empty_like(x), finite_amax(x)
+    sizes = {"copy": 4.0}
+    cases: dict[str, Case] = {"copy": lambda: target.copy_(x)}
+    for name, (described, output) in LAUNCHES.items():
+        forms = [Form(get_format(fmt), role, dim, KEY if random else None).without_transform()
+                 for fmt, role, dim, random in described]  # fmt: skip
+        cases[name] = _cast_case(x, forms, output, amax)
+        sizes[name] = 2.0 + len(forms) * (2.0 if output == "values" else 1.0)
+    seconds = _times(contact, cases)
+    rates = {name: sizes[name] * x.numel() / taken / 1e9 for name, taken in seconds.items()}
+    for name, taken in seconds.items():
+        table.rows.append((name, f"{taken * 1e3:.3f}", f"{rates[name]:.0f}", f"{rates[name] / rates['copy']:.2f}"))
+    table.notes.append(f"bfloat16 {list(x.shape)}; outputs are allocated in each call, as in training")
+    return table
+
+
+def _cast_case(x: Tensor, forms: list[Form], output: Output, amax: Tensor) -> Case:
+    return lambda: cast(x, forms, [output] * len(forms), amax)
