@@ -365,7 +365,8 @@ def train(config: Config, ending: Ending | None = None) -> None:
     start = find_start(config)
     if ending is not None:
         ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
-    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
+    p = config.parallel
+    here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan, False), start)
     if ending is not None:

@@ -86,7 +86,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
     """ValueError if --linear-impl cannot run a precision that this run may come to."""
-    kind, device = config.precision.precision, runtime.resolve_backend(config.parallel.distributed_backend)[1]
+    kind = config.precision.precision
+    device = runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1]
     if plan is not None:
         precisions = set(plan.linears.values())
     elif kind == "snip":
