@@ -69,7 +69,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
     sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
-    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs.
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs where there are some, unless the backend is gloo.
+    # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for a try.
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     distributed_timeout_minutes: float = 10.0  # A collective that takes longer ends the run.
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -79,4 +80,24 @@ def build_mesh(device_type: str, *, pp: int, dp: int, tp: int, timeout_minutes: 
         name: Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name))
         for name, size in zip(AXES, (pp, dp, tp))
     }
+    for axis in axes.values():
+        _connect(axis, device_type, pairs=axis is axes["pp"])
     return Mesh(device_mesh, axes["pp"], axes["dp"], axes["tp"], rank, world_size)
+
+
+def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:
+    """Let NCCL make the communicators of an axis now, in one order on all processes.
+
+    Else they are made at first use: the axis's own by a pipeline's first batch of sends and receives in mid-step, and
+    one of each pair by its first single send, where both wait for processes that may wait for others.
+    """
+    if axis.size == 1 or dist.get_backend(axis.group) == "fake":
+        return
+    one = torch.ones(1, device=device_type)
+    dist.all_reduce(one, group=axis.group)
+    for first in range(axis.size) if pairs else ():
+        second = (first + 1) % axis.size  # the last and the first talk where stages are interleaved
+        if axis.rank == first:
+            dist.send(one, group_dst=second, group=axis.group)
+        elif axis.rank == second:
+            dist.recv(one, group_src=first, group=axis.group)

@@ -70,11 +70,13 @@ def end_with_agent() -> None:
         os._exit(1)
 
 
-def resolve_backend(backend: str) -> tuple[str, str]:
-    """--distributed-backend with auto resolved, and the type of device that goes with it."""
+def resolve_backend(backend: str, device: str = "auto") -> tuple[str, str]:
+    """--distributed-backend and --device with auto resolved."""
+    if device == "auto":
+        device = "cuda" if backend == "nccl" or (backend == "auto" and torch.cuda.is_available()) else "cpu"
     if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return backend, "cuda" if backend == "nccl" else "cpu"
+        backend = "nccl" if device == "cuda" else "gloo"
+    return backend, device
 
 
 def keep_freed_memory() -> None:
@@ -89,43 +91,59 @@ def keep_freed_memory() -> None:
         mallopt(-1, of_top)  # M_TRIM_THRESHOLD
 
 
-def start(backend: str, timeout_minutes: float, ending: Ending | None = None) -> Runtime:
+def start(backend: str, timeout_minutes: float, ending: Ending | None = None, device: str = "auto") -> Runtime:
     """Join the process group and take a device.  Every process calls it once; `stop` undoes it.
 
     ending: gets a watch over the other processes.
     """
     rank, world_size = environment_rank(), environment_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    backend, _ = resolve_backend(backend)
-    if backend == "nccl":
-        if not torch.cuda.is_available():
-            raise ValueError("--distributed-backend nccl needs a GPU and none is here; use gloo")
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are here; "
-                "start one process a GPU (torchrun --nproc_per_node)"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    backend, kind = resolve_backend(backend, device)
+    if kind == "cuda":
+        place = torch.device("cuda", _gpu_of(local_rank, backend, device))
+        torch.cuda.set_device(place)
     else:
-        device = torch.device("cpu")
+        place = torch.device("cpu")
         keep_freed_memory()
     if not dist.is_initialized():
-        _join(backend, rank, world_size, timeout_minutes, ending)
-    return Runtime(rank, world_size, local_rank, device, backend)
+        # NCCL's communicators are then made here and the mesh's split from them, not at first use in mid-step
+        bound = {"device_id": place} if backend == "nccl" else {}
+        _join(backend, rank, world_size, timeout_minutes, ending, bound)
+    return Runtime(rank, world_size, local_rank, place, backend)
 
 
-def _join(backend: str, rank: int, world_size: int, timeout_minutes: float, ending: Ending | None) -> None:
+def _gpu_of(local_rank: int, backend: str, device: str) -> int:
+    """The GPU of a process of this node; over gloo several may share one."""
+    if not torch.cuda.is_available():
+        option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
+        raise ValueError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus and backend == "nccl":
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {gpus} are here; start one process a GPU "
+            "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
+        )
+    return local_rank % gpus
+
+
+def _join(
+    backend: str,
+    rank: int,
+    world_size: int,
+    timeout_minutes: float,
+    ending: Ending | None,
+    bound: dict[str, torch.device],
+) -> None:
     """Make the process group, under keys that no earlier start has used, and begin to watch the other processes."""
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:  # a lone process needs no address
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **bound)
         return
     own, key = next(rendezvous("env://", rank, world_size, timeout=timeout))[0], "start"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
         key = agree_on_start(own, rank, world_size, timeout.total_seconds())
     store = PrefixStore(key, own)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **bound)
     if ending is not None and world_size > 1:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         second = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))

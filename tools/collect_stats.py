@@ -56,9 +56,10 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
     refuse_other_model(config, start.state, finetune=False)
-    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    p = config.parallel
+    here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
-    parts = build(config, here, None)
+    parts = build(config, here, None, draw=False)
     assert parts.coordinator is not None and start.load is not None and start.state is not None
     load_tensors(start.load, start.load_iteration, parts.tensors())
     parts.optimizer.set_steps(start.state["optimizer_steps"])

@@ -176,7 +176,7 @@ def hardware(device: torch.device) -> str:
 
 def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -> GemmTimes:
     """The table of this machine.  Raises ValueError where nothing but bf16 runs."""
-    device = torch.device(runtime.resolve_backend(config.parallel.distributed_backend)[1])
+    device = torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
     impl, tokens = config.precision.linear_impl, config.training.micro_batch_size * config.model.seq_length
     able = supported(formats, impl, device)
     if able == ["bf16"]:

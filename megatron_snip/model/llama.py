@@ -1,7 +1,8 @@
 """Llama, cut into pipeline stages.  Source: arXiv 2302.13971, 2307.09288, 2407.21783 (RoPE scaling).
 
 Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
-plan and a checkpoint mean the same on every layout.  Weights are a function of (seed, name) alone.
+plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
+them memory once they are sharded, and `model.initial` or a checkpoint their values.
 Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
 the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.
 """
@@ -31,7 +32,6 @@ from megatron_snip.parallel.tensor import (
     make_parameter,
 )
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, LinearShape, RoundingKey, wide_linear
-from megatron_snip.runtime import seed_of
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -95,20 +95,11 @@ class Build:
         """The quantisable linears of the whole model by name."""
         return {shape.name: shape for shape in linear_shapes(self.model)}
 
-    def normal(self, name: str, shape: tuple[int, int], std: float) -> Tensor:
-        """Initial weight [rows, columns] on the CPU: a function of seed and name, whatever the layout."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
-        return torch.empty(shape).normal_(std=std, generator=generator)
-
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
-        """The parallel linear of this name, freshly initialised."""
+        """The parallel linear of this name."""
         shape = self.shapes[name]
-        leaves = shape.kind in ROW_PARALLEL
-        std = self.model.init_method_std
-        if leaves:  # Megatron's scaled initialisation: the residual stream keeps its variance with depth
-            std /= math.sqrt(2 * self.model.num_layers)
-        weight = self.normal(name, (shape.out_features, shape.in_features), std)
-        module = RowParallelLinear if leaves else ColumnParallelLinear
+        weight = torch.empty(shape.out_features, shape.in_features, device="meta")
+        module = RowParallelLinear if shape.kind in ROW_PARALLEL else ColumnParallelLinear
         return module(name, weight, self.region, self.mesh.device_mesh)
 
 
@@ -118,8 +109,8 @@ class RMSNorm(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.epsilon = build.model.norm_epsilon
-        ones = torch.ones(build.model.hidden_size)
-        self.weight = make_parameter(ones, None, build.region.axis, build.mesh.device_mesh)
+        weight = torch.empty(build.model.hidden_size, device="meta")
+        self.weight = make_parameter(weight, None, build.region.axis, build.mesh.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
@@ -220,7 +211,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, build: Build, shape: tuple[int, int]) -> None:
         super().__init__()
-        weight = build.normal("lm_head", shape, build.model.init_method_std)
+        weight = torch.empty(shape, device="meta")
         self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
 
 
@@ -252,7 +243,7 @@ class LlamaStage(nn.Module):
         self.norm: RMSNorm | None = None
         self.lm_head: OutputLayer | None = None
         if first:
-            weight = build.normal("embed_tokens", vocab, m.init_method_std)
+            weight = torch.empty(vocab, device="meta")
             self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
         self.layers = nn.ModuleDict({str(i): Block(build, i) for i in layers})
         if last:
@@ -260,9 +251,13 @@ class LlamaStage(nn.Module):
             if not tied:
                 self.lm_head = OutputLayer(build, vocab)
         self.last = last
-        cos, sin = rotary_tables(m, build.dtype, build.device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
+
+    def allocate(self) -> None:
+        """Give this process's parts of the parameters memory, not values, and make the rotary tables."""
+        self.to_empty(device=self.build.device)
+        self.cos, self.sin = rotary_tables(self.build.model, self.build.dtype, self.build.device)
 
     def blocks(self) -> dict[int, Block]:
         """The blocks of this stage by their number in the whole model."""

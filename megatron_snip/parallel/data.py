@@ -45,6 +45,20 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def first_element(parameter: Tensor, mesh: Mesh) -> tuple[int, int]:
+    """Where the local part of a sharded matrix [R, C] begins in the whole: (row, column)."""
+    first, sizes = [0, 0], list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        by_axis = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+        if "tp" in by_axis:
+            dim = by_axis["tp"].dim  # type: ignore[attr-defined]  # every matrix is split over tp
+            sizes[dim] //= mesh.tp.size
+            first[dim] = mesh.tp.rank * sizes[dim]
+        if "dp" in by_axis:  # FSDP deals out equal chunks of rows, the last ones smaller or empty
+            first[0] += min(mesh.dp.rank * -(-sizes[0] // mesh.dp.size), sizes[0])
+    return first[0], first[1]
+
+
 def is_replicated_over_tp(name: str) -> bool:
     """Whether every tp process holds the whole parameter of this name: the norms, and nothing else."""
     return name.endswith("norm.weight")

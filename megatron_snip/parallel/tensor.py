@@ -112,9 +112,10 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
     """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
 
     With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard goes to
-    the mesh's device and is kept; a view would keep the whole.
+    the mesh's device and is kept; a view would keep the whole.  From meta it stays on meta, for FSDP2 to cut further
+    before there is memory for it.
     """
-    device = device_mesh.device_type
+    device = "meta" if full.is_meta else device_mesh.device_type
     if axis.size == 1:
         return nn.Parameter(full.to(device))
     local = (full if dim is None else full.chunk(axis.size, dim)[axis.rank].clone()).contiguous().to(device)

@@ -17,6 +17,7 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
+from megatron_snip.model.initial import draw_weights
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.guard import Guard, go_back
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
@@ -321,6 +322,7 @@ class Trainer:
             seconds = time.perf_counter() - begin
             LOGGER.info(f"loaded and verified iteration {start.load_iteration} of {start.load} in {seconds:.2f} s")
             return self._take_up(start)
+        draw_weights(self.parts.stages.values())
         LOGGER.info("starting from new weights at iteration 0")
 
     def _take_up(self, start: Start) -> None:
@@ -363,9 +365,10 @@ def train(config: Config, ending: Ending | None = None) -> None:
     start = find_start(config)
     if ending is not None:
         ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
-    here = runtime.start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, ending)
+    p = config.parallel
+    here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
-    trainer = Trainer(config, build(config, here, plan), start)
+    trainer = Trainer(config, build(config, here, plan, False), start)
     if ending is not None:
         ending.open()
     try:

@@ -20,6 +20,7 @@ from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
+from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
 from megatron_snip.parallel.data import shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
@@ -85,7 +86,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
     """ValueError if --linear-impl cannot run a precision that this run may come to."""
-    kind, device = config.precision.precision, runtime.resolve_backend(config.parallel.distributed_backend)[1]
+    kind = config.precision.precision
+    device = runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1]
     if plan is not None:
         precisions = set(plan.linears.values())
     elif kind == "snip":
@@ -128,7 +130,7 @@ def _stages_of(config: Config) -> int:
 
 
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
-    """This process's stages, initialised, sharded over dp, by stage number."""
+    """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
     dtype = torch.bfloat16 if t.bf16 else torch.float32
     build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device)
@@ -147,6 +149,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
             if reshard and mesh.dp.size > 1:  # the gathered weight is freed after each use: so are its casts
                 linear.weight_casts = None
         shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=reshard)
+        stage.allocate()
     return stages
 
 
@@ -237,8 +240,11 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     )  # fmt: skip
 
 
-def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
-    """All parts of a run with fresh weights; every process calls it alike."""
+def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True) -> Parts:
+    """All parts of a run; every process calls it alike.
+
+    draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.
+    """
     dp = config.data_parallel_size(runtime.world_size)
     p = config.parallel
     mesh = build_mesh(
@@ -249,6 +255,8 @@ def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
         timeout_minutes=p.distributed_timeout_minutes,
     )
     stages = build_model(config, mesh, runtime.device)
+    if draw:
+        draw_weights(stages.values())
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     train_loader, valid_loader = build_loaders(config, mesh)

@@ -175,7 +175,14 @@ def _validate_choices(config: Config) -> None:
 
 def _validate_pairs(config: Config) -> None:
     """ValueError for two options that contradict each other, of which one would quietly win or the run would end."""
-    s, t = config.snip, config.training
+    s, t, p = config.snip, config.training, config.parallel
+    if p.device == "cpu" and p.distributed_backend == "nccl":
+        raise ValueError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
+    if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, and gloo sends nothing between GPUs' "
+            "memories; use nccl, or one stage"
+        )
     waits, limit = s.snip_solve_timeout, 60.0 * config.parallel.distributed_timeout_minutes
     if config.precision.precision == "snip" and waits >= limit:
         raise ValueError(

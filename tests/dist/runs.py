@@ -14,6 +14,7 @@ from megatron_snip import runtime
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import CheckedWriter, load_tensors
 from megatron_snip.config import Config
+from megatron_snip.mesh import build_mesh
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure import linear_probe
@@ -200,6 +201,28 @@ def memory_and_timeouts(options: dict[str, Any]) -> dict[str, Any]:
         "surplus": surplus,
         "timeouts": {n: g._get_backend(device).options._timeout.total_seconds() for n, g in axes.items()},
     }
+
+
+def connections() -> list[tuple[str, int]]:
+    """What this rank of one pipeline exchanges while the mesh is built: ("send" or "recv", with which rank)."""
+    seen: list[tuple[str, int]] = []
+    send, recv, reduce = dist.send, dist.recv, dist.all_reduce
+
+    def sending(tensor: torch.Tensor, *, group_dst: int, group: Any) -> None:
+        seen.append(("send", group_dst))
+        send(tensor, group_dst=group_dst, group=group)
+
+    def receiving(tensor: torch.Tensor, *, group_src: int, group: Any) -> None:
+        seen.append(("recv", group_src))
+        recv(tensor, group_src=group_src, group=group)
+
+    def reducing(tensor: torch.Tensor, *, group: Any) -> None:
+        seen.append(("all", dist.get_world_size(group)))
+        reduce(tensor, group=group)
+
+    dist.send, dist.recv, dist.all_reduce = sending, receiving, reducing  # type: ignore[assignment]
+    build_mesh("cpu", pp=dist.get_world_size(), dp=1, tp=1)
+    return seen
 
 
 def disagreement(what: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, disagreement, memory_and_timeouts
+from tests.dist.runs import LAYOUTS, connections, disagreement, memory_and_timeouts
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,15 @@ def test_a_shard_does_not_keep_the_whole_weight_alive(held):
 def test_the_time_out_reaches_every_axis(held):
     for result in held:
         assert result["timeouts"] == {"pp": 180.0, "dp": 180.0, "tp": 180.0}
+
+
+def test_neighbours_in_a_pipeline_talk_before_its_first_step():
+    """As the whole and pair by pair, the last with the first too; NCCL would else connect them in mid-step."""
+    assert run_ranks(connections, 3) == [
+        [("all", 3), ("send", 1), ("recv", 2)],
+        [("all", 3), ("recv", 0), ("send", 2)],
+        [("all", 3), ("recv", 1), ("send", 0)],
+    ]
 
 
 @pytest.mark.parametrize(

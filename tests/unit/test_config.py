@@ -21,6 +21,7 @@ WORDS = {
     "untie_embeddings_and_output_weights": True, "init_method_std": "0.01", "vocab_size": "500",
     "make_vocab_size_divisible_by": "64", "tensor_model_parallel_size": "2", "pipeline_model_parallel_size": "3",
     "num_layers_per_virtual_pipeline_stage": "1", "sequence_parallel": True, "distributed_backend": "gloo",
+    "device": "cpu",
     "distributed_timeout_minutes": "2.5", "micro_batch_size": "2", "global_batch_size": "16", "train_iters": "7",
     "lr": "1e-3", "min_lr": "1e-5", "lr_decay_style": "WSD", "lr_decay_iters": "6", "lr_warmup_iters": "2",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",

@@ -40,6 +40,52 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         runtime.start("auto", 1.0)
 
 
+def test_device_and_backend_are_two_options(monkeypatch):
+    def resolved(gpus: bool) -> list[tuple[str, str]]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+        options = [
+            ("auto", "auto"),
+            ("gloo", "auto"),
+            ("nccl", "auto"),
+            ("auto", "cpu"),
+            ("auto", "cuda"),
+            ("gloo", "cuda"),
+        ]
+        return [runtime.resolve_backend(*pair) for pair in options]
+
+    asked = [("gloo", "cpu"), ("nccl", "cuda"), ("gloo", "cpu"), ("nccl", "cuda"), ("gloo", "cuda")]
+    assert resolved(gpus=True) == [("nccl", "cuda"), *asked]
+    assert resolved(gpus=False) == [("gloo", "cpu"), *asked]
+
+
+def test_several_processes_share_a_gpu_over_gloo(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert runtime.start("gloo", 1.0, device="cuda").device == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda needs a GPU and none is here; use cpu"):
+        runtime.start("gloo", 1.0, device="cuda")
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("nccl", {"device_id": torch.device("cuda", 1)}), ("gloo", {})])
+def test_nccl_is_bound_to_its_gpu(backend, bound, monkeypatch):
+    """So that the mesh's groups are split from communicators that are made at the start."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: seen.append((name, more)))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    runtime.start(backend, 1.0, device="cuda")
+    ((name, more),) = seen
+    assert name == backend and {key: more[key] for key in more if key == "device_id"} == bound
+
+
 def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert runtime.seed_of(1234, "layers.0.mlp.up_proj") == 6050616723310766188, "weights of old runs hang on it"
     seeds = {runtime.seed_of(*parts) for parts in [(1,), (2,), (1, "a"), (1, "b"), ("1a",), (1, "a", 0)]}

@@ -118,7 +118,8 @@ def block_scales(amax, tensor_amax, F: tl.constexpr):
     else:
         encode = divide(tl.full(amax.shape, F.largest, tl.float32), float_of(amax))
         if F.scale == "fp32_pow2":
-            encode = float_of(bits_of(encode) & INFINITY)
+            # at least 2**-126: a subnormal encode, which E2M5 reaches, would be masked to 0
+            encode = float_of(tl.maximum(bits_of(encode) & INFINITY, 1 << 23))
         scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
         scale = tl.where(amax > 0, scale, 0.0)
         return encode, scale, scale

@@ -31,7 +31,9 @@ CASES = {
 
 def make_stage(m: ModelConfig, mesh, *, tied: bool) -> LlamaStage:
     build = Build(m, mesh, Region(mesh.tp, False), 1, torch.float32, torch.device("cpu"))
-    return LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied, recompute=False)
+    stage = LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied, recompute=False)
+    stage.allocate()
+    return stage
 
 
 @pytest.mark.parametrize("case", CASES)

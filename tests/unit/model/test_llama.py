@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.initial import draw_weights, fill_normal
 from megatron_snip.model.llama import (
     Build,
     LlamaStage,
@@ -37,7 +38,11 @@ def make(lone_mesh):
         m: ModelConfig = MODEL, *, num_stages: int = 1, tied: bool = False, recompute: bool = False, seed: int = 1
     ) -> dict[int, LlamaStage]:
         build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"))
-        return build_stages(build, num_stages=num_stages, tied=tied, recompute=recompute, of=lambda s: True)
+        made = build_stages(build, num_stages=num_stages, tied=tied, recompute=recompute, of=lambda s: True)
+        for stage in made.values():
+            stage.allocate()
+        draw_weights(made.values())
+        return made
 
     return stages
 
@@ -96,6 +101,22 @@ def test_initial_weights(make):
         assert float(p.std()) == pytest.approx(std, rel=0.05) and abs(float(p.mean())) < std / 20, name
 
 
+def test_a_weight_depends_on_seed_and_place_alone():
+    whole, part, other = torch.empty(300, 400), torch.empty(150, 7), torch.empty(300, 400)
+    fill_normal(whole, 2**63 - 1, 0, 0)
+    fill_normal(part, 2**63 - 1, 120, 250)
+    fill_normal(other, 2**63 - 2, 0, 0)
+    assert torch.equal(part, whole[120:270, 250:257])
+    assert len(torch.cat([whole, other]).unique()) > 0.99 * 2 * 300 * 400
+    assert abs(float(whole.std()) - 1) < 0.01
+
+
+def test_stages_are_made_without_memory(lone_mesh):
+    build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
+    (stage,) = build_stages(build, num_stages=1, tied=False, recompute=False, of=lambda s: True).values()
+    assert all(p.is_meta for p in stage.parameters())
+
+
 def test_rotary_angles_and_llama_3s_stretching():
     plain = rotary_frequencies(dataclasses.replace(MODEL, kv_channels=64))
     expected = [10000.0 ** (-i / 32) for i in range(32)]
@@ -131,7 +152,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone():
 
 def test_rms_norm(make, lone_mesh):
     build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
-    norm = RMSNorm(build)
+    norm = RMSNorm(build).to_empty(device="cpu")
     x = torch.randn(2, 3, 128)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(128))

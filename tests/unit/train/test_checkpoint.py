@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.checkpoint.manifest import read_state
+from megatron_snip.train import loop, setup
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -48,6 +49,20 @@ def test_a_resume_is_bit_for_bit_and_cuts_the_metrics(train_here, tmp_path):
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
     assert losses(rows) == losses(whole)
     assert [row["grad-norm"] for row in rows] == [row["grad-norm"] for row in whole]
+
+
+def test_nothing_is_drawn_where_weights_are_loaded(train_here, tmp_path, monkeypatch):
+    def draw(*_):
+        raise AssertionError("drew weights")
+
+    train_here(train_iters=2)
+    for module in (loop, setup):
+        monkeypatch.setattr(module, "draw_weights", draw)
+    saves = str(tmp_path / "run/checkpoints")
+    assert len(train_here(train_iters=3, load=saves)) == 3
+    assert len(train_here(train_iters=3, load=saves, finetune=True, run_dir=str(tmp_path / "fine"))) == 3
+    with pytest.raises(AssertionError, match="drew weights"):
+        train_here(train_iters=3, run_dir=str(tmp_path / "anew"))
 
 
 def test_another_global_batch_size_is_refused(train_here, tmp_path):

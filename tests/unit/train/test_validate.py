@@ -174,6 +174,14 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4; change one",
         ),
         ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint needs --load"),
+        (
+            {"device": "cpu", "distributed_backend": "nccl"},
+            "--distributed-backend nccl is for GPUs, and --device is cpu",
+        ),
+        (
+            {"device": "cuda", "distributed_backend": "gloo"},
+            "--pipeline-model-parallel-size is 2, and gloo sends nothing between GPUs' memories; use nccl, or one",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(changes, said):
@@ -188,6 +196,7 @@ def test_options_that_contradict_each_other(changes, said):
         {"lr": 1e-3, "min_lr": 2e-3, "lr_decay_style": "constant"},
         {"lr_wsd_decay_iters": 3, "lr_decay_style": "WSD"},
         {"exit_on_missing_checkpoint": True, "load": "a"},
+        {"device": "cuda", "distributed_backend": "gloo", "pipeline_model_parallel_size": 1},
     ],
 )
 def test_options_that_agree_pass(changes):

@@ -125,6 +125,11 @@ def odd_ones() -> Iterator[Case]:
     half = Format("half", get_format("fp8").element, tile=64, weight_block=64)
     tall = [Form(half, "input", 0), plain("fp8", "weight", 1), plain("mxfp8", "input", 0), Form(half, "weight", 0)]
     yield Case(operands((130, 20), torch.bfloat16)[1], tall, ["codes"] * 4, fp8=True)
+    subnormal = Format("subnormal", get_format("e2m5").element, tile=32, weight_block=32, scale="fp32_pow2")
+    # 3.94 / 3.4e38 is no normal number
+    steep = torch.tensor([[3.4e38, 2.2e38, -1e38, 0.0], [2.2e38, 1.0, 1e30, -1e36]])
+    for role in ("input", "weight"):
+        yield Case(steep, [Form(subnormal, role, 1), Form(subnormal, role, 1)], ["codes", "values"], fp8=False)
     tiny = Format("tiny", get_format("fp4").element, tile=4, weight_block=2, scale="e8m0")
     small = [Form(tiny, "input", 1), Form(tiny, "weight", 0)]
     yield Case(operands((9, 20), torch.float32)[4], small, ["values", "codes"], fp8=False)

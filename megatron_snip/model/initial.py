@@ -1,0 +1,56 @@
+"""Initial weights, drawn for this process's own shard alone.
+
+An element is a function of (seed, parameter's name, position in the whole parameter), so that weights are the same on
+every layout.  Normal deviates come in blocks of 128 x 128 from numpy's Philox, whose counter is the block's position;
+blocks that a shard cuts are drawn whole and cut.  Source of Philox: Salmon et al., SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_snip.config import TILE, ModelConfig
+from megatron_snip.model.llama import ROW_PARALLEL, LlamaStage, linear_place
+from megatron_snip.parallel.data import first_element, is_replicated_over_tp, local_of
+from megatron_snip.runtime import seed_of
+
+
+@torch.no_grad()
+def draw_weights(stages: Iterable[LlamaStage]) -> None:
+    """Set every parameter of the stages to its initial value, wherever its parts lie."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            part = local_of(parameter)
+            if is_replicated_over_tp(name):
+                part.fill_(1.0)
+                continue
+            values = torch.empty(part.shape)
+            fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))
+            part.copy_(values.mul_(_standard_deviation(name, stage.build.model)))
+
+
+def _standard_deviation(parameter: str, m: ModelConfig) -> float:
+    """Of a matrix; Megatron's scaled initialisation keeps the variance of the residual stream with depth."""
+    place = linear_place(parameter.removesuffix(".weight"))
+    leaves = place is not None and place[1] in ROW_PARALLEL
+    return m.init_method_std / math.sqrt(2 * m.num_layers) if leaves else m.init_method_std
+
+
+def fill_normal(values: Tensor, seed: int, row0: int, col0: int) -> None:
+    """N(0, 1) into float32 values [R, C] on the CPU, whose first element is (row0, col0) of the whole matrix."""
+    rows, cols = values.shape
+    whole, out = np.empty((TILE, TILE), np.float32), values.numpy()
+    for i in range(row0 // TILE, -(-(row0 + rows) // TILE)):
+        for j in range(col0 // TILE, -(-(col0 + cols) // TILE)):
+            # the counter's lowest word is left to the block's own draws
+            philox = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, j, i, 0], np.uint64))
+            np.random.Generator(philox).standard_normal(dtype=np.float32, out=whole)
+            top, left = i * TILE - row0, j * TILE - col0  # of the block in values
+            to_rows, to_cols = slice(max(top, 0), top + TILE), slice(max(left, 0), left + TILE)
+            kept = out[to_rows, to_cols]
+            kept[...] = whole[max(-top, 0) :, max(-left, 0) :][: kept.shape[0], : kept.shape[1]]
