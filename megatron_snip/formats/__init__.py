@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_snip.formats.element import NAN_CODE, Element
-from megatron_snip.formats.format import ROLES, Format, format_names, get_format, register
+from megatron_snip.formats.format import ROLES, SCALES, Format, format_names, get_format, register
 from megatron_snip.formats.known import BF16, FP4, FP8, FP8_E5M2
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "FP8_E5M2",
     "NAN_CODE",
     "ROLES",
+    "SCALES",
     "Element",
     "Format",
     "format_names",

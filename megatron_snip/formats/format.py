@@ -16,8 +16,11 @@ from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
 
-_EXMY = re.compile(r"e(\d)m(\d)")
+#: Kinds of scale and their stored bits.  Kernels know a kind by its place (cpu.h's enum Scale).
 _SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e4m3": 8}
+SCALES = tuple(_SCALE_BITS)
+
+_EXMY = re.compile(r"e(\d)m(\d)")
 _FORMATS: dict[str, Format] = {}
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Element, Format, get_format
+from megatron_snip.formats import SCALES, Element, Format, get_format
+from megatron_snip.formats.element import Specials
 from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import RoundingKey, random_bits
@@ -27,6 +28,41 @@ Rounding = Literal["nearest", "stochastic"]
 #: element's carrier, laid out as those want them: codes contiguous along the reduction dim, scales along
 #: the other one.
 Output = Literal["values", "codes", "operand"]
+
+_SPECIALS: tuple[Specials, ...] = get_args(Specials)
+OUTPUTS: tuple[Output, ...] = get_args(Output)
+
+
+class Constants(NamedTuple):
+    """A form and its output, but for the key, in integers: whatever a kernel is built or called for follows from them.
+
+    C's struct (cpu.py), the Triton kernels' constants (triton_cast.py) and the operators' integers (op.py) are made of
+    them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of what shares
+    a scale.  dim: the reduction dim.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    specials: int
+    scale: int
+    block_rows: int
+    block_cols: int
+    dim: int
+    output: int
+
+    @property
+    def element(self) -> Element:
+        """The element onto whose grid values are rounded."""
+        return Element(self.exponent_bits, self.mantissa_bits, _SPECIALS[self.specials])
+
+    @property
+    def stored(self) -> Element:
+        """The element in which codes are written: the carrier's for tensor cores."""
+        element = self.element
+        if OUTPUTS[self.output] != "operand":
+            return element
+        assert element.carrier is not None, f"{element.name} has no carrier"
+        return element.carrier
 
 
 @dataclass(frozen=True)
@@ -62,6 +98,31 @@ class Form:
         assert self.fmt.element is not None, "bf16 is not cast"
         return self.fmt.element
 
+    def constants(self, output: Output) -> Constants:
+        """This form, its key and transform aside, and an output in integers."""
+        return _constants(self.fmt, self.block, self.dim, output)
+
+    @classmethod
+    def of(cls, constants: Constants, key: RoundingKey | None) -> tuple[Form, Output]:
+        """A form with these constants and this key, and the output."""
+        rows, cols = constants.block_rows, constants.block_cols
+        square = rows == cols
+        fmt = Format(
+            name="constants",
+            element=constants.element,
+            tile=max(rows, cols),
+            weight_block=rows if square else None,
+            scale=SCALES[constants.scale],
+        )
+        return cls(fmt, "weight" if square else "input", constants.dim, key), OUTPUTS[constants.output]
+
+
+def _constants(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> Constants:
+    element = fmt.element
+    assert element is not None, "bf16 is not cast"
+    specials, scale = _SPECIALS.index(element.specials), SCALES.index(fmt.scale)
+    return Constants(element.exponent_bits, element.mantissa_bits, specials, scale, *block, dim, OUTPUTS.index(output))
+
 
 class Cast(NamedTuple):
     """One form of an operand [R, C].
@@ -94,6 +155,11 @@ class Quantized:
     block: tuple[int, int]
     tensor_scale: Tensor | None = None
     saturated: Tensor | None = None
+
+    @property
+    def constants(self) -> Constants:
+        """The constants of the codes; those in square blocks do not tell their dim, and decoding does not ask."""
+        return _constants(self.fmt, self.block, int(self.block[0] == 1), "codes")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scale * q, computed in float32 and rounded to ``dtype``: [R, C]."""

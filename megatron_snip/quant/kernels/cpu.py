@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference
+from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, cast_reference
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ _ELEMENTS_PER_THREAD = 1 << 16
 # Outputs of this size go past the caches: they would not be there any more when the next operation reads them.
 _STREAM_BYTES = 32 << 20
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
-_SCALES = {"fp32": 0, "fp32_pow2": 1, "e8m0": 2, "e4m3": 3}
 
 # cpu.h's structs, field by field
 _GRID = struct.Struct("@ff5i")
-_FORM = struct.Struct("@PPPqqQQ3I5i28s28s")
+_FORM = struct.Struct("@PPPqqQQ3Ii72s")
+_CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
 
@@ -207,22 +207,27 @@ def _empty(x: Tensor, form: Form, output: Output) -> Cast:
 
 def _packed(form: Form, output: Output, room: Cast) -> bytes:
     """A form and where its cast goes, as cpu.h's struct Form."""
-    key, element, stored = form.key, form.element, form.element
-    if output == "operand":
-        assert element.carrier is not None, f"{element.name} has no carrier"
-        stored = element.carrier
-    scales, saturated = room.scales, room.saturated
+    key, scales, saturated = form.key, room.scales, room.saturated
     return _FORM.pack(
         room.values.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         *((0, 0) if scales is None else scales.stride()),
         *((0, 0, 0, 0, 0, False) if key is None else (key.row0, key.col0, *key.words, key.iteration, True)),
-        output != "values",
-        _SCALES[form.fmt.scale],
-        *form.block,
-        _grid(element),
-        _grid(stored),
+        _constants(form.constants(output)),
+    )
+
+
+@cache
+def _constants(constants: Constants) -> bytes:
+    """The end of cpu.h's struct Form, which is the same for every call."""
+    return _CONSTANTS.pack(
+        OUTPUTS[constants.output] != "values",
+        constants.scale,
+        constants.block_rows,
+        constants.block_cols,
+        _grid(constants.element),
+        _grid(constants.stored),
     )
 
 

@@ -2,29 +2,24 @@
 
 Direct calls go straight to a kernel or to the specification (cast.py).  Compilers and fake tensors cannot look into
 kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize`` and ``finite_amax``, whose forms are lists of
-integers, ``_FIELDS`` each.
+integers, ``_FIELDS`` each: a form's constants and its key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_snip.formats import ROLES, Element, Format
-from megatron_snip.formats.element import Specials
 from megatron_snip.quant import cast as specification
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference
+from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, cast_reference
 from megatron_snip.quant.kernels import cpu, triton_cast
 from megatron_snip.quant.rounding import RoundingKey
 
-_SPECIALS, _OUTPUTS = get_args(Specials), get_args(Output)
-_SCALES = ("fp32", "fp32_pow2", "e8m0", "e4m3")
-_FIELDS = 16
+_CONSTANTS = len(Constants._fields)
+_FIELDS = _CONSTANTS + 7
 _MASK32 = 0xFFFFFFFF
 
 
@@ -42,13 +37,13 @@ def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tens
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """``quantized.dequantize(dtype)`` [R, C]: bfloat16 and float32 by a kernel where there is one."""
-    element = quantized.fmt.element
-    if element is None or dtype not in (torch.bfloat16, torch.float32):
+    if not quantized.fmt.quantised or dtype not in (torch.bfloat16, torch.float32):
         return quantized.dequantize(dtype)
     if not _traced(quantized.codes):
         return _dequantize_now(quantized, dtype)
-    numbers = [*_element_numbers(element), *quantized.block]
-    return torch.ops.megatron_snip.dequantize(quantized.codes, quantized.scales, quantized.tensor_scale, numbers, dtype)
+    return torch.ops.megatron_snip.dequantize(
+        quantized.codes, quantized.scales, quantized.tensor_scale, list(quantized.constants), dtype
+    )
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -88,52 +83,29 @@ def _finite_amax_now(x: Tensor) -> Tensor:
 # --- Forms as integers
 
 
-def _element_numbers(element: Element) -> list[int]:
-    return [element.exponent_bits, element.mantissa_bits, _SPECIALS.index(element.specials)]
-
-
 def _numbers(form: Form, output: Output) -> list[int]:
     """A form as _FIELDS integers of 64 bits; a key's seed and stream in halves, which together are as good."""
-    fmt, key = form.fmt, form.key
-    numbers = [*_element_numbers(form.element), fmt.tile, fmt.weight_block or 0, _SCALES.index(fmt.scale)]
-    numbers += [ROLES.index(form.role), form.dim, _OUTPUTS.index(output)]
+    constants, key = form.constants(output), form.key
     if key is None:
-        return [*numbers, -1, 0, 0, 0, 0, 0, 0]
+        return [*constants, -1, 0, 0, 0, 0, 0, 0]
     halves = [key.seed & _MASK32, key.seed >> 32 & _MASK32, key.stream & _MASK32, key.stream >> 32 & _MASK32]
-    return [*numbers, key.iteration, *halves, key.row0, key.col0]
+    return [*constants, key.iteration, *halves, key.row0, key.col0]
 
 
 def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
     """What _numbers made into integers."""
     forms, outputs = [], []
     for first in range(0, len(numbers), _FIELDS):
-        fmt, role, dim, output = _shape(*numbers[first : first + 9])
-        iteration, seed_low, seed_high, stream_low, stream_high, row0, col0 = numbers[first + 9 : first + _FIELDS]
+        rest = numbers[first + _CONSTANTS : first + _FIELDS]
+        iteration, seed_low, seed_high, stream_low, stream_high, row0, col0 = rest
         key = None
         if iteration >= 0:
             seed, stream = seed_low | seed_high << 32, stream_low | stream_high << 32
             key = RoundingKey(seed, iteration, stream, row0, col0)
-        forms.append(Form(fmt, role, dim, key))
+        form, output = Form.of(Constants(*numbers[first : first + _CONSTANTS]), key)
+        forms.append(form)
         outputs.append(output)
     return forms, outputs
-
-
-@cache
-def _shape(
-    exponent_bits: int,
-    mantissa_bits: int,
-    specials: int,
-    tile: int,
-    weight_block: int,
-    scale: int,
-    role: int,
-    dim: int,
-    output: int,
-) -> tuple[Format, str, int, Output]:
-    """A form but for its key."""
-    element = Element(exponent_bits, mantissa_bits, _SPECIALS[specials])
-    fmt = Format(name="op", element=element, tile=tile, weight_block=weight_block or None, scale=_SCALES[scale])
-    return fmt, ROLES[role], dim, _OUTPUTS[output]
 
 
 # --- The operators
@@ -165,15 +137,16 @@ def _(x: Tensor, amax: Tensor | None, forms: Sequence[int]) -> list[Tensor]:
 
 @torch.library.custom_op("megatron_snip::dequantize", mutates_args=())
 def _dequantize_op(
-    codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: Sequence[int], dtype: torch.dtype
+    codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, constants: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    exponent_bits, mantissa_bits, specials, block_rows, block_cols = form
-    fmt = Format(name="op", element=Element(exponent_bits, mantissa_bits, _SPECIALS[specials]))
-    return _dequantize_now(Quantized(codes, scales, fmt, (block_rows, block_cols), tensor_scale), dtype)
+    form, _ = Form.of(Constants(*constants), None)
+    return _dequantize_now(Quantized(codes, scales, form.fmt, form.block, tensor_scale), dtype)
 
 
 @_dequantize_op.register_fake
-def _(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _(
+    codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, constants: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_snip.formats import Element, Format
+from megatron_snip.formats import SCALES
 from megatron_snip.formats.element import E4M3, E5M2
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized
+from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized
 
 if TYPE_CHECKING:
     from megatron_snip.quant.kernels.triton_steps import FormSpec
@@ -108,7 +108,7 @@ def _cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Ten
     arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
     for form, output in zip(forms, outputs, strict=True):
         phase = -1 if form.key is None else form.key.col0 & 3
-        specs.append(_spec(form.fmt, form.role, form.dim, phase, output, fp8))
+        specs.append(_spec(form.constants(output), phase, fp8))
         made = _allocate(x, form, output)
         casts.append(made)
         strides = (0, 0) if made.scales is None else made.scales.stride()
@@ -130,20 +130,16 @@ def _converts_fp8(device: torch.device) -> bool:
 
 
 @cache
-def _spec(fmt: Format, role: str, dim: int, phase: int, output: Output, fp8: bool) -> FormSpec:
-    """The constants of a kernel; fp8: whether the device converts."""
+def _spec(constants: Constants, phase: int, fp8: bool) -> FormSpec:
+    """What a kernel is compiled for; phase as FormSpec has it, fp8: whether the device converts."""
     from megatron_snip.quant.kernels.triton_steps import FormSpec
 
-    element = fmt.element
-    assert element is not None
-    stored: Element | None = element.carrier if output == "operand" else element
-    assert stored is not None, f"{element.name} has no carrier"
+    element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
     hardware = _FP8.get(stored, "") if fp8 and output != "values" else ""
-    block_rows, block_cols = fmt.block_shape(role, dim)
     return FormSpec(
-        block_rows=block_rows,
-        block_cols=block_cols,
-        scale=fmt.scale,
+        block_rows=constants.block_rows,
+        block_cols=constants.block_cols,
+        scale=SCALES[constants.scale],
         mantissa=element.mantissa_bits,
         emin=element.emin,
         emax=element.emax,
@@ -151,7 +147,7 @@ def _spec(fmt: Format, role: str, dim: int, phase: int, output: Output, fp8: boo
         saturation=element.saturation,
         sixth=float(np.float32(1.0) / np.float32(element.max)),
         output=output,
-        transposed=output == "operand" and dim == 0,
+        transposed=output == "operand" and constants.dim == 0,
         code_mantissa=stored.mantissa_bits,
         code_emin=stored.emin,
         sign_code=stored.sign_code,

@@ -152,9 +152,9 @@ def _cast_chunk(
             codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
             wrong = y != y if EVEN else inside & (y != y)
             _store_codes(codes, wrong, out, row, col, rows, cols, F, ROWS, COLS)
-        # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless encode
-        # was raised to a normal number, as only for elements below 4 (the largest float32 x 2**-126).
-        SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4)
+        # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
+        # largest / amax is below the smallest power of two, which below 4 it may be.
+        SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if SATURATES or broken:
             _count(y, saturated, F.saturation)
 

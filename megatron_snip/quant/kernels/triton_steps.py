@@ -45,6 +45,7 @@ class FormSpec(NamedTuple):
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias
 INFINITY = tl.constexpr(0x7F800000)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
 _MULTIPLIER0, _MULTIPLIER1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)  # of Philox, as are the next two
 _WEYL0, _WEYL1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
@@ -118,8 +119,8 @@ def block_scales(amax, tensor_amax, F: tl.constexpr):
     else:
         encode = divide(tl.full(amax.shape, F.largest, tl.float32), float_of(amax))
         if F.scale == "fp32_pow2":
-            # at least 2**-126: a subnormal encode, which E2M5 reaches, would be masked to 0
-            encode = float_of(tl.maximum(bits_of(encode) & INFINITY, 1 << 23))
+            # of a subnormal number nothing would be left: E2M5 alone reaches them
+            encode = float_of(bits_of(tl.maximum(encode, FLOAT32_TINY)) & INFINITY)
         scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
         scale = tl.where(amax > 0, scale, 0.0)
         return encode, scale, scale

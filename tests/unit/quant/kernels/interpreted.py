@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.formats import Element, Format, format_names, get_format
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
 from megatron_snip.quant.kernels import triton_cast
@@ -122,6 +122,8 @@ def odd_ones() -> Iterator[Case]:
         x = scale_ties(float(torch.tensor(unit).bfloat16()))
         yield Case(x, [plain("nvfp4", "input", 1)], ["codes"], fp8=True)
     yield Case(draw_ties(KEY), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
+    huge = Format("huge", Element(2, 5, "ieee"), scale="fp32_pow2")  # 3.94 / 3.4e38 is a subnormal number
+    yield Case(torch.full((3, 40), torch.finfo(torch.float32).max), [Form(huge, "input", 1)], ["codes"], fp8=True)
     half = Format("half", get_format("fp8").element, tile=64, weight_block=64)
     tall = [Form(half, "input", 0), plain("fp8", "weight", 1), plain("mxfp8", "input", 0), Form(half, "weight", 0)]
     yield Case(operands((130, 20), torch.bfloat16)[1], tall, ["codes"] * 4, fp8=True)

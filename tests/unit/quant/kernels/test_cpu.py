@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_snip.formats import Element, Format, format_names, get_format
+from megatron_snip.formats import SCALES, Element, Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, fake_quantize
 from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
 from megatron_snip.quant.kernels import cpu
@@ -29,7 +30,7 @@ def formats() -> list[Format]:
     """All registered formats, other grids, and blocks that fit no vector, with every kind of scale."""
     known = [get_format(name) for name in (*format_names(), "e3m2", "e2m3", "e3m4", "e6m1", "e2m5")]
     chosen = [fmt for fmt in known if fmt.quantised and not fmt.hadamard]
-    for scale in ("fp32", "fp32_pow2", "e8m0", "e4m3"):
+    for scale in SCALES:
         chosen.append(Format(name=f"odd_{scale}", element=E3M2, tile=24, weight_block=40, scale=scale))
         chosen.append(Format(name=f"wide_{scale}", element=E3M2, tile=48, weight_block=96, scale=scale))
         chosen.append(Format(name=f"least_{scale}", element=Element(2, 1, "fn"), tile=1, weight_block=3, scale=scale))
@@ -312,3 +313,12 @@ def test_a_library_of_another_version_is_refused(monkeypatch, caplog):
         assert "ABI" in caplog.text
     finally:
         cpu.library.cache_clear()
+
+
+def test_kinds_of_scale_stand_in_one_order():
+    """A kind's place in SCALES is its number in cpu.h."""
+    header = Path(cpu.__file__).with_name("cpu.h").read_text()
+    (names,) = re.findall(r"enum Scale : int32_t \{(.*?)\}", header)
+    assert [name.strip() for name in names.split(",")] == [
+        "k" + "".join(part.capitalize() for part in scale.split("_")) for scale in SCALES
+    ]
