@@ -172,7 +172,8 @@ class SnipConfig:
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # A plan probed before iteration i holds from iteration i + this.
-    snip_options: str = "fp8,fp4"  # Precisions a linear may take, by comma; a/b/c is fprop/dgrad/wgrad.
+    # Precisions a linear may take, by comma; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else fp8,fp4.
+    snip_options: str = "auto"
     snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # One choice: a linear; a GEMM; q,k,v or gate,up.
     snip_fix: str = ""  # Linears that are not planned: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.

@@ -36,7 +36,7 @@ from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
-from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
+from megatron_snip.snip.plan.options import Choices, check_choices, measured_options, read_times, solve_request
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
@@ -142,6 +142,8 @@ def make_planner(config: Config, path: Path) -> Planner:
         )
     if not 0 <= config.snip.snip_target <= 1:
         raise ValueError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
+    if config.snip.snip_options == "auto":
+        config = config.replace(snip_options=measured_options(stats.formats))
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
 
 

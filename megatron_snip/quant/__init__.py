@@ -7,6 +7,7 @@ from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linear import (
     check_linear,
     linear_implementations,
+    linear_runs,
     quantized_linear,
     register_linear,
 )
@@ -14,6 +15,7 @@ from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Oper
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, name_stream
 from megatron_snip.quant.shape import KINDS, LinearShape
+from megatron_snip.quant.three_gemms import Sizes
 from megatron_snip.quant.wide import wide_linear
 
 __all__ = [
@@ -27,10 +29,12 @@ __all__ = [
     "Operands",
     "Quantized",
     "RoundingKey",
+    "Sizes",
     "check_linear",
     "dequantize",
     "fake_quantize",
     "linear_implementations",
+    "linear_runs",
     "name_stream",
     "quantize",
     "quantized_linear",

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
+from megatron_snip.quant.block_scaled import MX, NVFP4
+from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
-from megatron_snip.quant.precision import LinearPrecision
+from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
-from megatron_snip.quant.scaled_mm import ScaledMM, unfit_shapes
+from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.three_gemms import Sizes
 from megatron_snip.quant.transformer_engine import TransformerEngine
 
 
@@ -34,22 +37,6 @@ class LinearImplementation(Protocol):
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable."""
         ...
-
-
-class Auto:
-    """scaled_mm where it can run the call, else emulated: the same codes and scales either way."""
-
-    def __init__(self) -> None:
-        self._emulated, self._scaled_mm = Emulated(), ScaledMM()
-
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Always None."""
-        return None
-
-    def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N]."""
-        fits = x.is_cuda and unfit_shapes(x, w) is None and self._scaled_mm.refusal(call.precision, x.device) is None
-        return self._scaled_mm(x, w, call) if fits else self._emulated(x, w, call)
 
 
 _IMPLEMENTATIONS: dict[str, LinearImplementation] = {}
@@ -134,7 +121,16 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
             )
 
 
-register_linear("auto", Auto())
-register_linear("emulated", Emulated())
-register_linear("scaled_mm", ScaledMM())
+def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
+    """Who multiplies the GEMMs of each format of a linear, in words; ``check_linear`` has passed."""
+    implementation = _IMPLEMENTATIONS[impl]
+    if isinstance(implementation, ByGemm):
+        return implementation.runs(precision, device, sizes)
+    return {getattr(precision, gemm): impl for gemm in GEMMS}
+
+
+# each asks its backends in this order, for every GEMM
+register_linear("auto", ByGemm(Hopper(), MX(), NVFP4(), Emulated()))
+register_linear("emulated", ByGemm(Emulated()))
+register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))
 register_linear("transformer_engine", TransformerEngine())

@@ -120,20 +120,21 @@ class Operand:
     """One operand [R, C] of one GEMM as an implementation wants it.
 
     data: the tensor itself where form is None; values, codes or tensor-core bytes as ``Output`` says.
-    scales: float32 [row blocks, column blocks] of codes and bytes, with the tensor's scale in them.
+    scales: float32 [row blocks, column blocks] of codes and bytes; tensor_scale: float32 scalar that multiplies them.
     """
 
     form: Form | None
     output: Output
     data: Tensor
     scales: Tensor | None = None
+    tensor_scale: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Dequantised [R, C] of a dtype; not for tensor-core bytes."""
         if self.form is None or self.output == "values":
             return self.data
         assert self.output == "codes" and self.scales is not None
-        return dequantize(Quantized(self.data, self.scales, self.form.fmt, self.form.block), dtype)
+        return dequantize(Quantized(self.data, self.scales, self.form.fmt, self.form.block, self.tensor_scale), dtype)
 
 
 Wanted = tuple[Form | None, Output]
@@ -150,7 +151,7 @@ def cast_operands(x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax |
             operands.append(Operand(None, output, x))
             continue
         data, scales, _, whole = next(made)
-        operands.append(Operand(form, output, data, scales if whole is None or scales is None else scales * whole))
+        operands.append(Operand(form, output, data, scales, None if scales is None else whole))
     return operands
 
 

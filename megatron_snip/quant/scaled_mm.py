@@ -1,9 +1,9 @@
-"""The ``scaled_mm`` linear: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
+"""The ``hopper`` backend: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
 
 Operands are codes and scales of the specification, bit for bit; the hardware multiplies them and applies the
 scales every 128 elements, in float32.  Elements narrower than 8 bits ride E4M3, which holds their values
 exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling
-(CUDA 12.9 or newer, compute capability 9.0).
+(CUDA 12.9 or newer, compute capability 9.0).  Blackwell's is in block_scaled.py.
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
 """
@@ -14,42 +14,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import Format, get_format
+from megatron_snip.formats import Format
 from megatron_snip.formats.element import E4M3
 from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import LinearCall, Operand
-from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.three_gemms import plain_product, three_gemms
+from megatron_snip.quant.operands import Operand
+from megatron_snip.quant.three_gemms import Backend, Sizes
 
 _BLOCK = 128
 
 
-class ScaledMM:
-    """Implementation of that name; also the ``Gemms`` that it multiplies with."""
+class Hopper(Backend):
+    """``Backend`` of that name."""
 
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Why this precision cannot run on a device, or None."""
-        formats = {get_format(getattr(precision, gemm)) for gemm in GEMMS}
-        for fmt in sorted((fmt for fmt in formats if fmt.quantised), key=lambda fmt: fmt.name):
-            if reason := _unfit_format(fmt):
-                return reason
-        return _unfit_device(device)
+    name = "hopper (FP8 tensor cores, scales of 1x128 and 128x128)"
 
-    def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N].  Raises ValueError for sizes that are no multiples of 128."""
-        quantised = any(get_format(getattr(call.precision, gemm)).quantised for gemm in GEMMS)
-        if quantised and (reason := unfit_shapes(x, w)):
-            raise ValueError(f"--linear-impl scaled_mm: {reason}; use --linear-impl auto or emulated")
-        return three_gemms(x, w, call, self)
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run a format, or None."""
+        if fmt.scale not in ("fp32", "fp32_pow2") or fmt.tile != _BLOCK or fmt.weight_block != _BLOCK:
+            return f"{fmt.name} has other scales than float32 ones of 1x{_BLOCK} tiles and {_BLOCK}x{_BLOCK} blocks"
+        return unfit_element(fmt)
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why this is no Hopper GPU, or None."""
+        return unfit_gpu(device, "Hopper", (9, 0), (12, 9))
+
+    def unfit_sizes(self, sizes: Sizes) -> str | None:
+        """Which size is no multiple of the block, or None."""
+        return no_multiple(sizes, _BLOCK)
 
     def output(self, role: str, *, kept: bool) -> Output:
         """Bytes for the tensor cores; one an element, so they are what is kept too."""
         return "operand"
 
-    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """A GEMM on the tensor cores, or the plain one where it is in bf16."""
-        if a.form is None or b.form is None:
-            return plain_product(gemm, a.values(dtype), b.values(dtype))
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """A GEMM of two operands [R, C] on the tensor cores, in dtype ``out``."""
         a_codes, a_scales = _left(gemm, a)
         b_codes, b_scales, b_recipe = _right(gemm, b)
         return F.scaled_mm(
@@ -59,39 +57,39 @@ class ScaledMM:
             F.ScalingType.BlockWise1x128,
             b_scales,
             b_recipe,
-            output_dtype=dtype,
+            output_dtype=out,
             use_fast_accum=False,
         )
 
 
-def unfit_shapes(x: Tensor, w: Tensor) -> str | None:
-    """Why the tensor cores cannot multiply x [T,K] and w [N,K], or None."""
-    sizes = {"tokens": x.shape[0], "input channels": x.shape[1], "output channels": w.shape[0]}
-    for what, size in sizes.items():
-        if size % _BLOCK:
-            return f"{size} {what} are no multiple of {_BLOCK}"
+def no_multiple(sizes: Sizes, multiple: int) -> str | None:
+    """Which size is no multiple of what a backend needs, or None."""
+    words = {"tokens": sizes.tokens, "input channels": sizes.inputs, "output channels": sizes.outputs}
+    return next(
+        (f"{size} {what} are no multiple of {multiple}" for what, size in words.items() if size % multiple), None
+    )
+
+
+def unfit_gpu(device: torch.device, kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
+    """Why a device is not such a GPU, whose compute capability has the same major number and is no lower, or None."""
+    if device.type != "cuda":
+        return f"it needs a {kind} GPU, the device is {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != capability[0] or minor < capability[1]:
+        name = torch.cuda.get_device_name(device)
+        return f"it needs a {kind} GPU (compute capability {capability[0]}.{capability[1]}), not {name}"
+    if tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) < cuda:
+        return f"block scales need CUDA {cuda[0]}.{cuda[1]}, PyTorch was built with {torch.version.cuda}"
     return None
 
 
-def _unfit_format(fmt: Format) -> str | None:
-    if fmt.scale not in ("fp32", "fp32_pow2") or fmt.tile != _BLOCK or fmt.weight_block != _BLOCK:
-        return f"{fmt.name} has other scales than float32 ones of 1x{_BLOCK} tiles and {_BLOCK}x{_BLOCK} blocks"
+def unfit_element(fmt: Format) -> str | None:
+    """Why a format's elements do not ride E4M3, or None."""
     assert fmt.element is not None
     if fmt.element.carrier is None:
         return f"{fmt.name}'s {fmt.element.name} elements fit neither E4M3 nor E5M2"
     if fmt.element.carrier != E4M3:  # both operands of a GEMM have one format
         return f"{fmt.name} needs E5M2 for both operands, which the hardware does not multiply"
-    return None
-
-
-def _unfit_device(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a Hopper GPU, the device is {device.type}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"it needs a Hopper GPU (compute capability 9.0), not {torch.cuda.get_device_name(device)}"
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if cuda < (12, 9):
-        return f"block scales need CUDA 12.9, PyTorch was built with {torch.version.cuda}"
     return None
 
 

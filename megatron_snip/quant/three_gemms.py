@@ -1,6 +1,6 @@
-"""A linear's forward and backward as three GEMMs on cast operands, for implementations that work GEMM by GEMM.
+"""A linear's forward and backward as three GEMMs on cast operands, each multiplied by a backend of its own.
 
-What differs between such implementations is in ``Gemms``: how operands are laid out, and who multiplies
+What differs between backends is in ``Backend``: what they can run, how operands are laid out, and who multiplies
 them.  The input is cast once, in forward, into its two forms, for fprop and wgrad; backward keeps the
 second and never sees the unquantised input again, unless wgrad is in bf16 or an observer looks.
 """
@@ -8,81 +8,119 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_snip.formats import Format
 from megatron_snip.quant.cast import Output
 from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, cast_operands
 
 
-class Gemms(Protocol):
-    """One way to hold and to multiply quantised operands."""
+class Sizes(NamedTuple):
+    """What a linear multiplies: x [tokens, inputs], w [outputs, inputs], of this process."""
 
+    tokens: int
+    inputs: int
+    outputs: int
+
+
+class Backend(ABC):
+    """One way to hold and to multiply quantised operands; where it cannot, it says why."""
+
+    name: str  # as the start of a run tells it
+    takes_values = False  # for ``codes`` too, which a cast that makes codes to keep gives besides
+
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
+        return None
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device, or None if it can."""
+        return None
+
+    def unfit_sizes(self, sizes: Sizes) -> str | None:
+        """Why it cannot run the GEMMs of a linear of these sizes, or None if it can."""
+        return None
+
+    @abstractmethod
     def output(self, role: str, *, kept: bool) -> Output:
         """How an operand of a role is held; ``kept`` until backward or longer, so memory counts."""
-        ...
 
-    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """The product of a GEMM, of a dtype; a and b as docs in operands.py: fprop (X [T,K], W [N,K]),
-        dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
+    @abstractmethod
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """The product of a GEMM in dtype ``out``, operands dequantised to ``dtype`` where that is needed; a and b as
+        the table in operands.py: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
         """
-        ...
 
 
-def three_gemms(x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
+class Backends(NamedTuple):
+    """Who multiplies each GEMM of a linear."""
+
+    fprop: Backend
+    dgrad: Backend
+    wgrad: Backend
+
+
+def three_gemms(x: Tensor, w: Tensor, call: LinearCall, backends: Backends) -> Tensor:
     """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable once."""
     # inside the Function gradients are off, and what it says of its inputs ignores no_grad outside
     needs_wgrad = torch.is_grad_enabled() and w.requires_grad
-    y: Tensor = _ThreeGemms.apply(x, w, call, gemms, needs_wgrad)
+    y: Tensor = _ThreeGemms.apply(x, w, call, backends, needs_wgrad)
     return y
 
 
-def plain_product(gemm: str, a: Tensor, b: Tensor) -> Tensor:
-    """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b."""
-    if gemm == "fprop":
-        return a @ b.T
-    return a @ b if gemm == "dgrad" else a.T @ b
+def plain_product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b, in dtype ``out``."""
+    a, b = (a.T if gemm == "wgrad" else a), (b.T if gemm == "fprop" else b)
+    if out == a.dtype or a.device.type == "cpu":  # CPUs multiply bf16 into bf16 alone
+        return (a @ b).to(out)
+    return torch.mm(a, b, out_dtype=out)
 
 
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, gemms: Gemms, needs_wgrad: bool) -> Tensor:
-        wanted = [(call.form("fprop", "input"), gemms.output("input", kept=False))]
+    def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, backends: Backends, needs_wgrad: bool) -> Tensor:
+        wanted = [(call.form("fprop", "input"), backends.fprop.output("input", kept=False))]
         if needs_wgrad:
-            wanted.append((call.form("wgrad", "input"), gemms.output("input", kept=True)))
+            wanted.append((call.form("wgrad", "input"), backends.wgrad.output("input", kept=True)))
         casts = call.input_casts if call.input_casts is not None else Casts()
         made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
-        y = gemms.multiply("fprop", made[0], _weight(w, "fprop", call, gemms, x.dtype), x.dtype)
+        weight = _weight(w, "fprop", call, backends.fprop, x.dtype)
+        y = backends.fprop.multiply("fprop", made[0], weight, x.dtype, x.dtype)
         kept = made[1] if needs_wgrad else None
-        data, scales = (None, None) if kept is None else (kept.data, kept.scales)
-        ctx.save_for_backward(data, scales, w, x if call.observer is not None else None)
+        data, scales, whole = (None, None, None) if kept is None else (kept.data, kept.scales, kept.tensor_scale)
+        ctx.save_for_backward(data, scales, whole, w, x if call.observer is not None else None)
         ctx.form, ctx.output = (None, "values") if kept is None else (kept.form, kept.output)
         # what linears share of the input is for their forward alone: holding it would hold the input itself
-        ctx.call, ctx.gemms, ctx.dtype = dataclasses.replace(call, input_casts=None), gemms, x.dtype
+        ctx.call, ctx.backends, ctx.dtype = dataclasses.replace(call, input_casts=None), backends, x.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        data, scales, w, x = ctx.saved_tensors
-        call, gemms, dtype = ctx.call, ctx.gemms, ctx.dtype
+        data, scales, whole, w, x = ctx.saved_tensors
+        call, backends, dtype = ctx.call, ctx.backends, ctx.dtype
         g = grads[0]
         needed = [gemm for gemm, need in zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False) if need]
-        output = gemms.output("grad_output", kept=False)
-        wanted = [(call.form(gemm, "grad_output"), output) for gemm in needed]
+        wanted = [
+            (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False))
+            for gemm in needed
+        ]
         cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
         grad_x = grad_w = None
         if "dgrad" in cast:
-            grad_x = gemms.multiply("dgrad", cast.pop("dgrad"), _weight(w, "dgrad", call, gemms, dtype), dtype)
+            weight = _weight(w, "dgrad", call, backends.dgrad, dtype)
+            grad_x = backends.dgrad.multiply("dgrad", cast.pop("dgrad"), weight, dtype, dtype)
 
         @cache
         def wgrad() -> Tensor:
-            operand = Operand(ctx.form, ctx.output, data, scales)
-            return gemms.multiply("wgrad", cast.pop("wgrad"), operand, dtype).to(w.dtype)
+            operand = Operand(ctx.form, ctx.output, data, scales, whole)
+            return backends.wgrad.multiply("wgrad", cast.pop("wgrad"), operand, dtype, w.dtype)
 
         if call.observer is not None:
             call.observer.backward(Operands(x, w.to(dtype), g, call, grad_x, wgrad if "wgrad" in cast else None))
@@ -91,9 +129,9 @@ class _ThreeGemms(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-def _weight(w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.dtype) -> Operand:
+def _weight(w: Tensor, gemm: str, call: LinearCall, backend: Backend, dtype: torch.dtype) -> Operand:
     """The weight [N,K] for a GEMM, from the casts that are kept if there are any."""
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
-    wanted = [(call.form(gemm, "weight"), gemms.output("weight", kept=kept))]
-    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=True)[0]
+    wanted = [(call.form(gemm, "weight"), backend.output("weight", kept=kept))]
+    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.operands import Casts, LinearCall
 from megatron_snip.quant.precision import LinearPrecision
 
@@ -70,7 +70,7 @@ class TransformerEngine:
     def __init__(self) -> None:
         # by the object that a parallel linear keeps for its weight: the module goes when the linear goes
         self._modules: WeakKeyDictionary[Casts, tuple[str, nn.Module]] = WeakKeyDictionary()
-        self._emulated = Emulated()  # for bf16, where nothing is emulated
+        self._plain = ByGemm()  # for bf16
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
         """Why this precision cannot run on a device, or None."""
@@ -89,7 +89,7 @@ class TransformerEngine:
         if call.precision.fprop == "bf16":
             if call.weight_casts is not None:  # or the module would not notice that the weight changes meanwhile
                 self._modules.pop(call.weight_casts, None)
-            return self._emulated(x, w, call)
+            return self._plain(x, w, call)
         if call.observer is not None:
             raise ValueError(
                 f"--linear-impl transformer_engine: a probe looks at a linear in {call.precision}; "

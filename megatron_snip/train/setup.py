@@ -25,13 +25,13 @@ from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_na
 from megatron_snip.parallel.data import shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearPrecision, LinearShape, check_linear, linear_implementations
+from megatron_snip.quant import LinearPrecision, LinearShape, Sizes, check_linear, linear_implementations, linear_runs
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import read_choices, read_times
+from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
 from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
@@ -45,7 +45,8 @@ LOGGER = logging.getLogger("megatron_snip")
 def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     """Everything that can be found wrong before processes meet; ValueError for the first.
 
-    Returns the options with the vocabulary filled in from the tokenizer, and the plan of --precision plan.
+    Returns the options with the vocabulary filled in from the tokenizer and --snip-options auto by the device, and the
+    plan of --precision plan.
     """
     validate(config, world_size)
     m, p = config.model, config.precision
@@ -73,6 +74,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         plan.check_names(linear_names(m.num_layers), str(p.precision_plan))
         plan.check_achieved(snip_shapes(config), str(p.precision_plan))
     elif p.precision == "snip":
+        if config.snip.snip_options == "auto":
+            config = config.replace(snip_options=auto_options(_device(config)))
         check_snip(config.snip, snip_shapes(config))
     else:
         try:
@@ -86,17 +89,25 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
     """ValueError if --linear-impl cannot run a precision that this run may come to."""
+    for precision in _precisions(config, plan):
+        check_linear(config.precision.linear_impl, precision, _device(config))
+
+
+def _device(config: Config) -> torch.device:
+    return torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
+
+
+def _precisions(config: Config, plan: Plan | None) -> list[LinearPrecision]:
+    """Every precision that linears of this run may come to."""
     kind = config.precision.precision
-    device = runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1]
     if plan is not None:
-        precisions = set(plan.linears.values())
+        found = set(plan.linears.values())
     elif kind == "snip":
         choices = read_choices(config.snip, snip_shapes(config))
-        precisions = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
+        found = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
     else:
-        precisions = {LinearPrecision.parse(kind)}
-    for precision in sorted(precisions, key=str):
-        check_linear(config.precision.linear_impl, precision, torch.device(device))
+        found = {LinearPrecision.parse(kind)}
+    return sorted(found, key=str)
 
 
 @dataclass
@@ -267,6 +278,7 @@ def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
     _warn_about_cut_blocks(config, parts)
+    _tell_who_multiplies(config, parts, plan, runtime.device)
     return parts
 
 
@@ -275,6 +287,24 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
     uniform = config.snip.snip_warmup_precision if kind == "snip" else kind
     for name, linear in parts.linears.items():
         linear.precision = plan.linears[name] if plan is not None else LinearPrecision.parse(uniform)
+
+
+def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
+    """One line a format: who multiplies its GEMMs, by kind of linear where that differs."""
+    told: dict[str, dict[str, set[str]]] = {}
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    for name, linear in parts.linears.items():
+        sides = [linear.out_features, linear.in_features]
+        sides[linear.split_dim] //= parts.mesh.tp.size
+        for precision in _precisions(config, plan):
+            runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
+            for fmt, who in runs.items():
+                told.setdefault(fmt, {}).setdefault(who, set()).add(name.rsplit(".", 1)[1])
+    if config.precision.precision == "snip":
+        LOGGER.info(f"plans choose from {config.snip.snip_options}")
+    for fmt, by in sorted(told.items()):
+        for who, kinds in by.items():
+            LOGGER.info(f"GEMMs in {fmt}: {who}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
 
 
 def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
-from megatron_snip.quant.scaled_mm import ScaledMM
+from megatron_snip.quant import LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +20,10 @@ DEVICE = torch.device("cuda")
 
 
 def needs_scaled_mm() -> None:
-    if reason := ScaledMM().refusal(LinearPrecision.uniform("fp8"), DEVICE):
-        pytest.skip(reason)
+    try:
+        check_linear("scaled_mm", LinearPrecision.uniform("fp8"), DEVICE)
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 def tensors(sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,15 +10,16 @@ columns at the end, reserved for the linears fixed to them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, check_linear
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
     GemmTimes,
@@ -32,6 +33,8 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
 from megatron_snip.snip.plan.solver import SolveRequest
 
 Ints = NDArray[np.int64]
+#: What --snip-options auto stands for: what tensor cores multiply that read block scales themselves, and elsewhere.
+BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +71,29 @@ def measure_of(options: Sequence[LinearPrecision]) -> str:
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
+def auto_options(device: torch.device) -> str:
+    """What --snip-options auto stands for on a device."""
+    try:
+        for name in BLOCK_SCALED.split(","):
+            check_linear("scaled_mm", LinearPrecision.uniform(name), device)
+    except ValueError:
+        return AUTO
+    return BLOCK_SCALED
+
+
+def measured_options(formats: Iterable[str]) -> str:
+    """What --snip-options auto stands for where statistics of some formats are all there is."""
+    return BLOCK_SCALED if set(BLOCK_SCALED.split(",")) <= set(formats) else AUTO
+
+
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """--snip-options, --snip-granularity and --snip-fix for these linears.
+    """--snip-options, --snip-granularity and --snip-fix for these linears; auto that nobody has resolved is a CPU's.
 
     Raises ValueError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
     granularity ties.
     """
-    free = linear_options([text.strip() for text in snip.snip_options.split(",")], snip.snip_granularity)
+    words = AUTO if snip.snip_options == "auto" else snip.snip_options
+    free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
     names = [shape.name for shape in shapes]
     fixes = read_fixes(snip.snip_fix, names)
     options = tuple(dict.fromkeys([*free, *fixes.values()]))

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
-from megatron_snip.quant.scaled_mm import ScaledMM, unfit_shapes
+from megatron_snip.quant.by_gemm import ByGemm
+from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
@@ -40,6 +42,7 @@ def multiply(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, use_fa
 @pytest.fixture
 def scaled_mm(monkeypatch):
     calls = []
+    monkeypatch.setattr(Hopper, "unfit_device", lambda self, device: None)
     monkeypatch.setattr(F, "scaled_mm", lambda *args, **how: calls.append(args) or multiply(*args, **how))
     return calls
 
@@ -58,7 +61,7 @@ def test_the_same_codes_and_scales_as_the_emulation(precision, dtype, scaled_mm)
     x, w, g = tensors(dtype)
     precision = LinearPrecision.parse(precision)
     emulated = quantized_linear(x, w, precision, key=KEY)
-    y = ScaledMM()(x, w, LinearCall(precision, KEY))
+    y = ByGemm(Hopper())(x, w, LinearCall(precision, KEY))
     expected = [emulated, *torch.autograd.grad(emulated, (x, w), g)]
     ours = [y, *torch.autograd.grad(y, (x, w), g)]
     # float32: only the order of sums differs; bfloat16 operands of the emulation are rounded once more
@@ -74,7 +77,7 @@ def test_backward_keeps_a_byte_an_element(scaled_mm):
     x, w, _ = tensors(torch.bfloat16)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        ScaledMM()(x, w, LinearCall(LinearPrecision.uniform("fp4"), KEY))
+        ByGemm(Hopper())(x, w, LinearCall(LinearPrecision.uniform("fp4"), KEY))
     assert sorted(str(t.dtype) for t in kept) == ["torch.bfloat16", "torch.float32", "torch.uint8"]
     assert next(t for t in kept if t.dtype == torch.bfloat16).data_ptr() == w.data_ptr()
 
@@ -82,8 +85,7 @@ def test_backward_keeps_a_byte_an_element(scaled_mm):
 @pytest.mark.parametrize(
     ("fmt", "reason"),
     [
-        ("mxfp8", "mxfp8 has other scales"),
-        ("nvfp4", "nvfp4 has other scales"),
+        ("nvfp4", "needs a Blackwell GPU, the device is cpu"),
         ("fp8_e5m2", "fp8_e5m2 needs E5M2 for both operands"),
         ("e6m1", "e6m1's E6M1 elements fit neither E4M3 nor E5M2"),
         ("fp8", "needs a Hopper GPU, the device is cpu"),
@@ -96,20 +98,33 @@ def test_what_cannot_run_is_refused_with_the_way_out(fmt, reason):
 
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
-    [((9, 0), "13.0", None), ((9, 0), "12.8", "need CUDA 12.9"), ((10, 0), "13.0", "compute capability 9.0")],
-)
+    [((9, 0), "13.0", None), ((9, 0), "12.8", "need CUDA 12.9"), ((10, 0), "13.0", "compute capability 9.0"),
+     ((8, 9), "13.0", "compute capability 9.0")],
+)  # fmt: skip
 def test_devices(capability, cuda, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    refusal = ScaledMM().refusal(LinearPrecision.uniform("fp4"), torch.device("cuda"))
+    refusal = ByGemm(Hopper()).refusal(LinearPrecision.uniform("fp4"), torch.device("cuda"))
     assert refusal is None if reason is None else reason in refusal
 
 
 @pytest.mark.parametrize("sizes", [(300, 256, 256), (256, 300, 256), (256, 256, 300)])
-def test_sizes_that_do_not_fit_the_blocks_are_refused(sizes):
+def test_sizes_that_do_not_fit_the_blocks_are_refused_or_emulated(sizes, scaled_mm):
     t, k, n = sizes
     x, w = torch.randn(t, k), torch.randn(n, k)
-    assert "300" in unfit_shapes(x, w)
+    call = LinearCall(LinearPrecision.uniform("fp8"), KEY)
     with pytest.raises(ValueError, match=r"300 .* no multiple of 128; use --linear-impl auto or emulated"):
-        ScaledMM()(x, w, LinearCall(LinearPrecision.uniform("fp8"), KEY))
+        ByGemm(Hopper())(x, w, call)
+    expected = quantized_linear(x, w, call.precision, key=KEY)
+    assert torch.equal(ByGemm(Hopper(), Emulated())(x, w, call), expected) and not scaled_mm
+
+
+def test_only_gemms_that_the_tensor_cores_take_go_there(scaled_mm):
+    x, w, g = tensors(torch.float32)
+    precision = LinearPrecision.parse("fp8/mxfp8/fp4")
+    y = ByGemm(Hopper(), Emulated())(x, w, LinearCall(precision, KEY))
+    ours, emulated = [y, *torch.autograd.grad(y, (x, w), g)], quantized_linear(x, w, precision, key=KEY)
+    assert len(scaled_mm) == 2
+    assert torch.equal(ours[1], torch.autograd.grad(emulated, x, g, retain_graph=True)[0])
+    torch.testing.assert_close(ours[2], torch.autograd.grad(emulated, w, g)[0], rtol=1e-5, atol=1e-4)

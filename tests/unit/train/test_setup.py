@@ -150,6 +150,27 @@ def test_a_plan_is_its_linears_and_snip_begins_with_its_warm_up(config, lone_mes
     assert [shape.name for shape in parts.coordinator.shapes] == names
 
 
+def test_auto_options_are_resolved_where_plans_are_made(config, monkeypatch):
+    assert check(config, 1)[0].snip.snip_options == "auto"
+    planned = config.replace(precision="snip")
+    assert check(planned, 1)[0].snip.snip_options == "fp8,fp4"
+    assert check(planned.replace(snip_options="mxfp8,fp4"), 1)[0].snip.snip_options == "mxfp8,fp4"
+    monkeypatch.setattr(setup, "_device", lambda config: torch.device("cuda", 7))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert check(planned, 1)[0].snip.snip_options == "mxfp8,nvfp4"
+
+
+def test_the_start_tells_once_who_multiplies(config, lone_mesh, caplog):
+    with caplog.at_level(logging.INFO, "megatron_snip"):
+        parts_of(config.replace(precision="snip", snip_warmup_precision="bf16"))
+    lines = [line for line in caplog.messages if line.startswith(("GEMMs in", "plans choose"))]
+    assert [line.split(" (")[0] for line in lines] == [
+        "plans choose from fp8,fp4", "GEMMs in bf16: torch", "GEMMs in fp4: emulated", "GEMMs in fp8: emulated",
+    ]  # fmt: skip
+    assert "it needs a Hopper GPU, the device is cpu" in lines[2]
+
+
 def test_stages_of_linears_are_pipeline_processes(config):
     deep = config.replace(num_layers=8, pipeline_model_parallel_size=2)
     stages = [shape.stage for shape in setup.snip_shapes(deep)[::7]]

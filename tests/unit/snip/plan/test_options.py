@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_snip.config import Config, SnipConfig
 from megatron_snip.model.llama import linear_shapes
@@ -14,9 +15,11 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
 from megatron_snip.snip.plan.cost import GemmTimes
 from megatron_snip.snip.plan.options import (
+    auto_options,
     changed_gemms,
     check_choices,
     measure_of,
+    measured_options,
     read_choices,
     read_fixes,
     read_times,
@@ -51,6 +54,25 @@ def test_granularity_makes_options_and_ties():
     fused = read_choices(SnipConfig(snip_granularity="fused"), SHAPES)
     assert fused.options == (FP8, FP4) and fused.ties[:7].tolist() == [0, 0, 0, -1, 1, 1, -1]
     assert measure_of([FP8]) == "fp4" and measure_of([FP8, LinearPrecision.parse("bf16/fp8/fp8")]) == "time"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "options"),
+    [((9, 0), "13.0", "fp8,fp4"), ((10, 0), "13.0", "mxfp8,nvfp4"), ((10, 0), "12.6", "fp8,fp4"),
+     ((12, 0), "13.0", "fp8,fp4")],
+)  # fmt: skip
+def test_auto_follows_the_device(capability, cuda, options, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    index = int(f"{capability[0]}{cuda[-1]}")  # answers are kept by device
+    assert auto_options(torch.device("cuda", index)) == options
+    assert auto_options(torch.device("cpu")) == "fp8,fp4"
+
+
+def test_auto_follows_the_statistics_where_there_is_no_device():
+    assert measured_options(["mxfp8", "nvfp4"]) == "mxfp8,nvfp4"
+    assert measured_options(["fp4", "fp8"]) == measured_options(["nvfp4"]) == "fp8,fp4"
 
 
 def test_fused_linears_get_one_precision_in_every_stage():

@@ -1,0 +1,75 @@
+"""Linears whose GEMMs each go to the first of a list of backends that can run it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.operands import LinearCall
+from megatron_snip.quant.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.three_gemms import Backend, Backends, Sizes, three_gemms
+
+_PLAIN = Emulated()  # for bf16, where nothing is emulated
+
+
+class ByGemm:
+    """Linear implementation by backends, the best first."""
+
+    def __init__(self, *backends: Backend) -> None:
+        self._list = backends
+        self._chosen = cache(self._choose)  # asked at every call of a linear, so answered once
+
+    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
+        """Why a precision cannot run on a device, or None."""
+        for gemm in GEMMS:
+            backend, why = self._first(getattr(precision, gemm), device)
+            if backend is None:
+                return why
+        return None
+
+    def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
+        """x [T,K], w [N,K] -> y [T,N].  Raises ValueError for what no backend of the list can run."""
+        sizes = Sizes(x.shape[0], x.shape[1], w.shape[0])
+        return three_gemms(x, w, call, self._chosen(call.precision, x.device, sizes))
+
+    def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
+        """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""
+        told = {}
+        for name in dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS):
+            backend, why = self._first(name, device, sizes)
+            assert backend is not None, "check_linear refuses this"
+            if backend is _PLAIN:
+                told[name] = "torch"
+                continue
+            told[name] = f"{backend.name} ({why})" if why and isinstance(backend, Emulated) else backend.name
+        return told
+
+    def _choose(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
+        chosen = []
+        for gemm in GEMMS:
+            backend, why = self._first(getattr(precision, gemm), device, sizes)
+            if backend is None:
+                raise ValueError(f"--linear-impl scaled_mm: {why}; use --linear-impl auto or emulated")
+            chosen.append(backend)
+        return Backends(*chosen)
+
+    def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
+        """The first backend that runs a format here, and why others do not: those that take the format, if any do."""
+        fmt = get_format(name)
+        if not fmt.quantised:
+            return _PLAIN, ""
+        strange: list[str] = []
+        here: list[str] = []
+        for backend in self._list:
+            if why := backend.unfit_format(fmt):
+                strange.append(why)
+                continue
+            why = backend.unfit_device(device) or (backend.unfit_sizes(sizes) if sizes is not None else None)
+            if why is None:
+                return backend, "; ".join(here or strange)
+            here.append(why)
+        return None, "; ".join(here or strange)
