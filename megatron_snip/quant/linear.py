@@ -48,7 +48,7 @@ class Auto:
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [T,K], w [N,K] -> y [T,N]."""
-        fits = x.is_cuda and unfit_shapes(x, w) is None and self._scaled_mm.refusal(call.precision, x.device) is None
+        fits = _refusal("scaled_mm", call.precision, x.device) is None and unfit_shapes(x, w) is None
         return self._scaled_mm(x, w, call) if fits else self._emulated(x, w, call)
 
 

@@ -237,17 +237,21 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     )  # fmt: skip
 
 
-def build(config: Config, runtime: Runtime, plan: Plan | None) -> Parts:
-    """All parts of a run with fresh weights; every process calls it alike."""
-    dp = config.data_parallel_size(runtime.world_size)
+def mesh_of(config: Config, runtime: Runtime) -> Mesh:
+    """The mesh of a run; every process calls it alike."""
     p = config.parallel
-    mesh = build_mesh(
+    return build_mesh(
         runtime.device.type,
         pp=p.pipeline_model_parallel_size,
-        dp=dp,
+        dp=config.data_parallel_size(runtime.world_size),
         tp=p.tensor_model_parallel_size,
         timeout_minutes=p.distributed_timeout_minutes,
     )
+
+
+def build(config: Config, runtime: Runtime, plan: Plan | None, mesh: Mesh | None = None) -> Parts:
+    """All parts of a run with fresh weights; every process calls it alike."""
+    mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
