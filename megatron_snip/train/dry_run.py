@@ -301,16 +301,13 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
     for words, changed in _changes(config):
         with contextlib.suppress(ValueError):  # a layout that does not divide
             validate(changed, world_size)
-            tried = measure_all(changed, world_size, end_ranks(changed, world_size))
-            found.append((max(one.worst.total for one in tried) / GIB, words))
-    fits = [f"{words} ({peak:.1f} GiB)" for peak, words in found if peak <= gib]
-    if fits:
+            ends = measure_all(changed, world_size, end_ranks(changed, world_size))
+            found.append((max(one.worst.total for one in ends) / GIB, words))
+    if fits := [f"{words} ({peak:.1f} GiB)" for peak, words in found if peak <= gib]:
         way_out = f"it fits with {' or '.join(fits)}"
     else:
-        tried = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found))
-        way_out = (
-            f"none of these alone makes it fit: {tried or 'no other layout divides'}; combine them or take more GPUs"
-        )
+        least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
+        way_out = f"no single change makes it fit: {least}; combine changes or take more processes"
     raise ValueError(
         f"--memory-gib {gib:g}: rank {worst.rank}, pipeline stage {worst.stage}, needs "
         f"{worst.worst.total / GIB:.1f} GiB ({worst.worst.name}); {way_out}"
