@@ -200,6 +200,16 @@ class SnipConfig:
 
 
 @dataclass(frozen=True)
+class DryRunConfig:
+    """Counting what a run would need, without running it."""
+
+    dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors, print them and leave.
+    world_size: Optional[int] = None  # Processes that --dry-run takes the run to have; by default torchrun's.
+    memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than so many GiB.
+    dry_run_json: Optional[str] = None  # With --dry-run: a file for the same figures as JSON.
+
+
+@dataclass(frozen=True)
 class Config:
     """All options of a run."""
 
@@ -211,6 +221,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     snip: SnipConfig = field(default_factory=SnipConfig)
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Groups of options as plain values, for config.json and checkpoints."""

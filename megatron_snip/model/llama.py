@@ -95,10 +95,14 @@ class Build:
         """The quantisable linears of the whole model by name."""
         return {shape.name: shape for shape in linear_shapes(self.model)}
 
+    def empty(self, *shape: int) -> Tensor:
+        """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
+        return torch.empty(shape, device="meta")
+
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name."""
         shape = self.shapes[name]
-        weight = torch.empty(shape.out_features, shape.in_features, device="meta")
+        weight = self.empty(shape.out_features, shape.in_features)
         module = RowParallelLinear if shape.kind in ROW_PARALLEL else ColumnParallelLinear
         return module(name, weight, self.region, self.mesh.device_mesh)
 
@@ -109,7 +113,7 @@ class RMSNorm(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.epsilon = build.model.norm_epsilon
-        weight = torch.empty(build.model.hidden_size, device="meta")
+        weight = build.empty(build.model.hidden_size)
         self.weight = make_parameter(weight, None, build.region.axis, build.mesh.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +215,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, build: Build, shape: tuple[int, int]) -> None:
         super().__init__()
-        weight = torch.empty(shape, device="meta")
+        weight = build.empty(*shape)
         self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
 
 
@@ -243,7 +247,7 @@ class LlamaStage(nn.Module):
         self.norm: RMSNorm | None = None
         self.lm_head: OutputLayer | None = None
         if first:
-            weight = torch.empty(vocab, device="meta")
+            weight = build.empty(*vocab)
             self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
         self.layers = nn.ModuleDict({str(i): Block(build, i) for i in layers})
         if last:

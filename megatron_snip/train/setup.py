@@ -251,20 +251,26 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     )  # fmt: skip
 
 
-def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True) -> Parts:
+def mesh_of(config: Config, runtime: Runtime) -> Mesh:
+    """The mesh of a run; every process calls it alike."""
+    p = config.parallel
+    return build_mesh(
+        runtime.device.type,
+        pp=p.pipeline_model_parallel_size,
+        dp=config.data_parallel_size(runtime.world_size),
+        tp=p.tensor_model_parallel_size,
+        timeout_minutes=p.distributed_timeout_minutes,
+    )
+
+
+def build(
+    config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True, mesh: Mesh | None = None
+) -> Parts:
     """All parts of a run; every process calls it alike.
 
     draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.
     """
-    dp = config.data_parallel_size(runtime.world_size)
-    p = config.parallel
-    mesh = build_mesh(
-        runtime.device.type,
-        pp=p.pipeline_model_parallel_size,
-        dp=dp,
-        tp=p.tensor_model_parallel_size,
-        timeout_minutes=p.distributed_timeout_minutes,
-    )
+    mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
     if draw:
         draw_weights(stages.values())

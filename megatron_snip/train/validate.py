@@ -22,7 +22,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every",
-        "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience",
+        "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience", "world_size",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps",
+        "adam_eps", "memory_gib",
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
@@ -94,6 +94,7 @@ def validate(config: Config, world_size: int) -> None:
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
+    _validate_dry_run(config)
 
 
 def check_restarts(config: Config, restarts: int) -> None:
@@ -202,6 +203,15 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise ValueError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+
+
+def _validate_dry_run(config: Config) -> None:
+    given = vars(config.dry_run)
+    for name, value in given.items():
+        if value is not None and not given["dry_run"] and name != "dry_run":
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} is for --dry-run, which is not given; add --dry-run or drop it"
+            )
 
 
 def _validate_guard(config: Config) -> None:

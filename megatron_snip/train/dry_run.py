@@ -1,0 +1,333 @@
+"""`--dry-run`: a run's own code on fake tensors, which have a shape and no memory, for one process after another.
+
+Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
+process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
+stage: an iteration in each precision that the run comes to, and a probe.
+
+Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
+CUDA tensor.  What is chosen by the device is chosen as on a Hopper GPU all the same, unless --distributed-backend is
+gloo: `scaled_mm`, the fused norm, and blocks of 512 bytes.  Not counted: what a kernel allocates within itself
+(cuBLAS's workspace), NCCL's buffers, and what a caching allocator cannot fill.
+
+Of many microbatches a few are run, enough for the pipeline to be full; a further one adds to the counts what lies
+between the last two of them, and nothing to the peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.data.loader import Batch
+from megatron_snip.files import atomic_output, check_output
+from megatron_snip.model.llama import Build, LlamaStage
+from megatron_snip.parallel.data import local_of
+from megatron_snip.quant import scaled_mm
+from megatron_snip.runtime import Runtime
+from megatron_snip.snip.coordinator import batches_of
+from megatron_snip.snip.measure import updates
+from megatron_snip.snip.measure.probe import Pass
+from megatron_snip.snip.plan.cost import efficiency, stages
+from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.train.dry_run_counts import Measured, Stretch, Tracker
+from megatron_snip.train.dry_run_report import as_json, as_text, is_for_gpus
+from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
+from megatron_snip.train.validate import validate
+
+GIB = 2**30
+GPU_GRANULE = 512  # bytes that torch's CUDA allocator rounds up to
+
+
+def dry_run(config: Config) -> None:
+    """`pretrain_llama.py --dry-run`; rank 0 alone does it.  ValueError if it does not fit --memory-gib."""
+    world_size = config.dry_run.world_size or runtime.environment_world_size()
+    config = without_files(config)
+    validate(config, world_size)
+    if runtime.environment_rank() > 0:
+        return
+    target = Path(config.dry_run.dry_run_json) if config.dry_run.dry_run_json else None
+    if target is not None:
+        check_output("--dry-run-json", target)
+    measured = measure_all(config, world_size, end_ranks(config, world_size))
+    runtime.say(as_text(config, world_size, measured))
+    if target is not None:
+        with atomic_output(target) as part:
+            part.write_text(json.dumps(as_json(config, world_size, measured), indent=1) + "\n")
+    if config.dry_run.memory_gib is not None:
+        check_memory(config, world_size, measured, config.dry_run.memory_gib)
+
+
+def without_files(config: Config) -> Config:
+    """The same run on made-up tokens, without a file but the tokenizer's that a vocabulary is missing from."""
+    if config.model.vocab_size is not None:
+        config = config.replace(tokenizer_type="NullTokenizer", tokenizer_model=None)
+    return config.replace(
+        mock_data=True, data_path=(), train_data_path=(), valid_data_path=(), data_cache_path=None, wandb_project=None,
+        eval_interval=None, optimizer_impl="torch",
+    )  # fmt: skip
+
+
+def end_ranks(config: Config, world_size: int) -> list[int]:
+    """A process of the first pipeline stage and one of the last."""
+    pp = config.parallel.pipeline_model_parallel_size
+    return list(dict.fromkeys([0, world_size // pp * (pp - 1)]))
+
+
+def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[Measured]:
+    """`measure` of each rank, side by side in processes of their own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(min(2, len(ranks)), context) as pool:
+        return [job.result() for job in [pool.submit(measure, config, world_size, rank) for rank in ranks]]
+
+
+def measure(config: Config, world_size: int, rank: int) -> Measured:
+    """Build and run one process of a run on fake tensors; it takes the place of this process's group."""
+    config = without_files(config)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # fake tensors have no address, a fake group no time-out
+        if is_for_gpus(config):
+            stack.enter_context(_as_on_a_gpu())
+        config, plan = check(config, world_size)
+        here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
+        _join_fake_group(rank, world_size)
+        stack.callback(dist.destroy_process_group)
+        tracker = Tracker(GPU_GRANULE if is_for_gpus(config) else 1)
+        few, share = _few_microbatches(config, config.data_parallel_size(world_size))
+        mesh = mesh_of(config, here)
+        tracker.name_axes(mesh)
+        stack.enter_context(_on_fake_tensors())
+        stack.enter_context(tracker)
+        parts = build(few, here, plan, draw=False, mesh=mesh)
+        return _Stretches(config, few, share, parts, tracker).measured()
+
+
+def _join_fake_group(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@contextlib.contextmanager
+def _on_fake_tensors() -> Iterator[None]:
+    """Inside, tensors are fake but for a mesh's tables of ranks, and arrays read from them are zeros."""
+    plain = DeviceMesh.__init__
+
+    def init(*args: object, **options: object) -> None:
+        with _disable_current_modes():
+            plain(*args, **options)  # type: ignore[arg-type]
+
+    def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return np.zeros(tuple(tensor.shape))
+
+    with (
+        mock.patch.object(DeviceMesh, "__init__", init),
+        mock.patch.object(FakeTensor, "numpy", zeros),
+        # fake weights need no second life: torch cannot put another tensor in the place of a fake one
+        mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
+        mock.patch.object(LlamaStage, "to_empty", lambda stage, *, device: stage),
+        FakeTensorMode(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Inside, what asks for the device chooses as on a Hopper GPU."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
+        stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
+        stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))
+        yield
+
+
+@torch.library.custom_op("dry_run::rms_norm", mutates_args=())
+def _norm(x: Tensor) -> list[Tensor]:
+    raise NotImplementedError("fake tensors alone come here")
+
+
+@_norm.register_fake
+def _(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)]
+
+
+@torch.library.custom_op("dry_run::rms_norm_backward", mutates_args=())
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    raise NotImplementedError("fake tensors alone come here")
+
+
+@_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(weight)]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's fused RMSNorm makes and keeps: its input, its weight and a float32 number a row."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        y, scale = torch.ops.dry_run.rms_norm(x)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_x, grad_weight = torch.ops.dry_run.rms_norm_backward(grads[0], x, weight)
+        return grad_x, grad_weight
+
+
+def _fused_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    y: Tensor = _FusedNorm.apply(x, weight)
+    return y
+
+
+def _few_microbatches(config: Config, dp: int) -> tuple[Config, int]:
+    """The options with a batch that fills the pipeline and has two microbatches more, and how many are left out."""
+    p, t, wanted = config.parallel, config.training, config.num_microbatches(dp)
+    if p.num_layers_per_virtual_pipeline_stage is not None:  # whose microbatches come in rounds
+        return config, 0
+    few = min(wanted, p.pipeline_model_parallel_size + 2)
+    return config.replace(global_batch_size=few * t.micro_batch_size * dp), wanted - few
+
+
+class _Stretches:
+    """Runs the parts of one process through what a run comes to.
+
+    config has the whole batch, few the part of it that is run, without left_out microbatches.
+    """
+
+    def __init__(self, config: Config, few: Config, left_out: int, parts: Parts, tracker: Tracker) -> None:
+        self.config, self.left_out, self.parts, self.tracker = config, left_out, parts, tracker
+        optimizer, mesh = parts.optimizer, parts.mesh
+        weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
+        self.parameters = sum(weight.numel() for weight in weights)
+        tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
+        tracker.memory.mark(weights, "parameters")
+        tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
+        m, t = few.model, few.training
+        shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
+        tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
+        self.batch = Batch(tokens, labels, torch.zeros(shape, dtype=torch.int64))
+        parts.stepper.before_update = self._mark_gradients
+        for stage in parts.stages.values():
+            stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
+
+    def _mark_gradients(self) -> None:
+        grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]
+        self.tracker.memory.mark(map(local_of, grads), "gradients")
+
+    def measured(self) -> Measured:
+        """All stretches of this process."""
+        kind, mesh = self.config.precision.precision, self.parts.mesh
+        stretches = []
+        if kind != "snip":
+            stretches.append(self._stretch(f"iteration, {kind}", self._iteration))
+        else:
+            stretches.append(self._stretch(f"iteration, {self.config.snip.snip_warmup_precision}", self._iteration))
+            self._plan_at_target()
+            stretches.append(self._stretch("iteration, plan", self._iteration))
+            stretches.append(self._stretch("probe", self._probe, self._batches()))
+        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches))
+
+    def _stretch(self, name: str, run: Callable[[], None], batches: int = 1) -> Stretch:
+        self.tracker.begin()
+        run()
+        counts, laps = self.tracker.counts, self.tracker.laps
+        if self.left_out:
+            further = Counter(laps[-1])
+            further.subtract(laps[-2])
+            for what, count in further.items():
+                counts[what] += self.left_out * batches * count
+        return Stretch(name, self.tracker.memory.peak(), Counter({what: n for what, n in counts.items() if n}))
+
+    def _iteration(self) -> None:
+        self.parts.stepper.step(self.batch, 1)
+
+    def _batches(self) -> int:
+        return batches_of(self.config.snip, self.config.training.global_batch_size * self.config.model.seq_length)
+
+    def _probe(self) -> None:
+        coordinator, stepper = self.parts.coordinator, self.parts.stepper
+        assert coordinator is not None
+        run_pass = stepper.pass_runner(self.batch, 1, lambda ahead: self.batch)
+
+        def marked(ahead: int = 0) -> Pass:
+            done = run_pass(ahead)
+            self._mark_gradients()
+            return done
+
+        coordinator.probe.run(
+            marked, self.parts.optimizer.zero_grad, 1, self._batches(), updates=self.config.snip.snip_weight > 0
+        )
+
+    def _plan_at_target(self) -> None:
+        """A plan that saves --snip-target of each stage: its linears from the first on take what saves most."""
+        shapes = snip_shapes(self.config)
+        options = read_choices(self.config.snip, shapes).options
+        saved = efficiency(shapes, options, "fp4")
+        least, most, stage = saved.min(axis=1), saved.max(axis=1), stages(shapes)
+        missing = {
+            s: self.config.snip.snip_target * most[stage == s].sum() - least[stage == s].sum() for s in set(stage)
+        }
+        for row, shape in enumerate(shapes):
+            column = saved[row].argmax() if missing[stage[row]] > 1e-9 else saved[row].argmin()
+            missing[stage[row]] -= most[row] - least[row]
+            if shape.name in self.parts.linears:
+                self.parts.linears[shape.name].precision = options[int(column)]
+
+
+def check_memory(config: Config, world_size: int, measured: Sequence[Measured], gib: float) -> None:
+    """ValueError if a peak is above so many GiB, naming what a dry run of it says would help."""
+    worst = max(measured, key=lambda one: one.worst.total)
+    if worst.worst.total <= gib * GIB:
+        return
+    found = []
+    for words, changed in _changes(config):
+        with contextlib.suppress(ValueError):  # a layout that does not divide
+            validate(changed, world_size)
+            ends = measure_all(changed, world_size, end_ranks(changed, world_size))
+            found.append((max(one.worst.total for one in ends) / GIB, words))
+    if fits := [f"{words} ({peak:.1f} GiB)" for peak, words in found if peak <= gib]:
+        way_out = f"it fits with {' or '.join(fits)}"
+    else:
+        least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
+        way_out = f"no single change makes it fit: {least}; combine changes or take more processes"
+    raise ValueError(
+        f"--memory-gib {gib:g}: rank {worst.rank}, pipeline stage {worst.stage}, needs "
+        f"{worst.worst.total / GIB:.1f} GiB ({worst.worst.name}); {way_out}"
+    )
+
+
+def _changes(config: Config) -> list[tuple[str, Config]]:
+    """Single changes that take memory off a process, as words of the command line and as options."""
+    p, changes = config.parallel, []
+    if config.training.recompute_granularity == "none":
+        changes.append(("--recompute-granularity full", config.replace(recompute_granularity="full")))
+    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        changes.append(("--sequence-parallel", config.replace(sequence_parallel=True)))
+    if config.training.micro_batch_size > 1:
+        changes.append(("--micro-batch-size 1", config.replace(micro_batch_size=1)))
+    for option in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = 2 * getattr(p, option)
+        changes.append((f"--{option.replace('_', '-')} {size}", config.replace(**{option: size})))
+    return changes

@@ -1,0 +1,140 @@
+"""What a dry run found, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_snip.config import Config
+from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.train.dry_run_counts import KINDS, Measured, Stretch
+from megatron_snip.train.setup import snip_shapes
+
+_GIB = 2**30
+
+
+def is_for_gpus(config: Config) -> bool:
+    """Whether devices are taken to be GPUs."""
+    return config.parallel.distributed_backend != "gloo"
+
+
+def _layout(config: Config, world_size: int) -> dict[str, int]:
+    p, t = config.parallel, config.training
+    dp = config.data_parallel_size(world_size)
+    return {
+        "world_size": world_size, "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size, "dp": dp,
+        "microbatches": config.num_microbatches(dp), "tokens": t.micro_batch_size * config.model.seq_length,
+    }  # fmt: skip
+
+
+def plan_size(config: Config) -> tuple[int, int]:
+    """Linears and options of the integer program that a plan comes from."""
+    shapes = snip_shapes(config)
+    return len(shapes), len(read_choices(config.snip, shapes).options)
+
+
+def _gemms(stretch: Stretch) -> list[dict[str, Any]]:
+    return [
+        {"m": what[1], "n": what[2], "k": what[3], "formats": what[4], "count": count}
+        for what, count in sorted(stretch.counts.items(), key=str)
+        if what[0] == "gemm"
+    ]
+
+
+def _collectives(stretch: Stretch) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, collective) -> (how often, bytes)."""
+    found = sorted((str(what[1]), str(what[2])) for what in stretch.counts if what[0] == "count")
+    return {pair: (stretch.counts["count", *pair], stretch.counts["bytes", *pair]) for pair in found}
+
+
+def _launches(stretch: Stretch) -> dict[str, int]:
+    return {str(what[1]): count for what, count in stretch.counts.items() if what[0] == "launch"}
+
+
+def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> dict[str, Any]:
+    """Everything that was counted; bytes are bytes."""
+    linears, options = plan_size(config)
+    return {
+        "version": 1,
+        "device": "hopper" if is_for_gpus(config) else "cpu",
+        "layout": _layout(config, world_size),
+        "plan": {"linears": linears, "options": options},
+        "ranks": [
+            {
+                "rank": one.rank,
+                "stage": one.stage,
+                "parameters": one.parameters,
+                "stretches": [
+                    {
+                        "name": stretch.name,
+                        "peak": {"total": stretch.total, **stretch.peak},
+                        "flops": stretch.counts["flops",],
+                        "collectives": [
+                            {"axis": axis, "collective": kind, "count": count, "bytes": size}
+                            for (axis, kind), (count, size) in _collectives(stretch).items()
+                        ],
+                        "gemms": _gemms(stretch),
+                        "launches": _launches(stretch),
+                        "host_reads": stretch.counts["read",],
+                    }
+                    for stretch in one.stretches
+                ],
+            }
+            for one in measured
+        ],
+    }
+
+
+def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
+    """Tables for people."""
+    at, (linears, options) = _layout(config, world_size), plan_size(config)
+    device = "Hopper GPUs" if is_for_gpus(config) else "CPUs"
+    lines = [
+        f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']} x data parallel "
+        f"{at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
+        f"a plan: {linears} linears x {options} options",
+    ]
+    for one in measured:
+        lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, {one.parameters / 1e9:.3f}e9 parameters", ""]
+        lines += _aligned(_rows(one))
+    return "\n".join(lines)
+
+
+def _rows(one: Measured) -> list[list[str]]:
+    """The table of one process: first row names, then what each stretch has of it."""
+
+    def row(name: str, value: Callable[[Stretch], str]) -> list[str]:
+        return [name, *(value(stretch) for stretch in one.stretches)]
+
+    rows = [row("", lambda stretch: stretch.name)]
+    rows += [row(f"{kind}, GiB", lambda s, kind=kind: f"{s.peak[kind] / _GIB:.2f}") for kind in KINDS]  # type: ignore[misc]
+    rows.append(row("peak, GiB", lambda s: f"{s.total / _GIB:.2f}"))
+    rows.append(row("TFLOP", lambda s: f"{s.counts[('flops',)] / 1e12:.4g}"))
+    pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})
+    for pair in pairs:
+        rows.append(row(f"{pair[0]} {pair[1]}, times: GiB", lambda s, pair=pair: _sent(s, pair)))  # type: ignore[misc]
+    rows.append(row("kernel launches", lambda s: str(sum(_launches(s).values()))))
+    rows.append(row("of them casts", lambda s: str(_launches(s).get("cast", 0))))
+    rows.append(row("of them GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
+    rows.append(row("numbers that the host reads", lambda s: str(s.counts["read",])))
+    shapes = sorted({what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm"}, key=str)
+    for what in shapes:
+        name = f"GEMM {what[1]} x {what[2]} x {what[3]}, {what[4]}"
+        rows.append(row(name, lambda s, what=what: str(s.counts[what] or "")))  # type: ignore[misc]
+    return rows
+
+
+def _sent(stretch: Stretch, pair: tuple[str, str]) -> str:
+    count, size = _collectives(stretch).get(pair, (0, 0))
+    return f"{count}: {size / _GIB:.3f}" if count else ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a Markdown table, the first its head, columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return [lines[0], f"|{rule}|", *lines[1:]]

@@ -1,0 +1,75 @@
+"""What tests hold dry runs against: the same run on real tensors over gloo; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_snip.config import Config
+from megatron_snip.train.dry_run_counts import Tracker
+from megatron_snip.train.setup import Parts
+from tests.dist.runs import TINY, make
+
+
+def options_of(options: dict[str, Any]) -> Config:
+    """The options of such a run for a dry run of it."""
+    return Config().replace(**{**TINY, "distributed_backend": "gloo", **options})
+
+
+def real_collectives(options: dict[str, Any]) -> list[Counter[Any]]:
+    """What torch was asked to send in an iteration, and in a probe."""
+    parts, runs = _runs(options)
+    tracker = Tracker()
+    tracker.name_axes(parts.mesh)
+    found = []
+    for run in runs:
+        tracker.begin()
+        with tracker:
+            run()
+        found.append(collectives(tracker.counts))
+    return found
+
+
+def collectives(counts: Counter[Any]) -> Counter[Any]:
+    """Those of what was counted."""
+    return Counter({what: n for what, n in counts.items() if what[0] in ("count", "bytes")})
+
+
+def real_rises(options: dict[str, Any]) -> list[int]:
+    """The most bytes at once that an iteration and a probe allocate beside what is there, by torch's profiler."""
+    _, runs = _runs(options)
+    found = []
+    for run in runs:
+        run()  # what is made at first use and kept is there
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+        found.append(_highest(seen))
+    return found
+
+
+def _runs(options: dict[str, Any]) -> tuple[Parts, list[Callable[[], Any]]]:
+    config, parts = make(options)
+    parts.train_loader.close()
+    batch = parts.train_loader.make(0)
+    runs: list[Callable[[], Any]] = [partial(parts.stepper.step, batch, 1)]
+    if (coordinator := parts.coordinator) is not None:
+        run_pass, updates = parts.stepper.pass_runner(batch, 1), config.snip.snip_weight > 0
+        runs.append(partial(coordinator.probe.run, run_pass, parts.optimizer.zero_grad, 1, updates=updates))
+    return parts, runs
+
+
+def _highest(seen: Any) -> int:
+    """The most bytes at once that torch's allocator gave out during a profile."""
+    events, changes = seen.profiler.kineto_results.experimental_event_tree(), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            changes.append((event.start_time_ns, event.typed[1].alloc_size))
+    return max(accumulate(change for _, change in sorted(changes, key=lambda pair: pair[0])))

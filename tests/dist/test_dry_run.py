@@ -1,0 +1,67 @@
+"""Dry runs predict what the same run does on real tensors, and every example has one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.arguments import parse
+from megatron_snip.model.flops import iteration_flops, parameters
+from megatron_snip.train.dry_run import end_ranks, measure_all
+from tests.dist.dry_runs import collectives, options_of, real_collectives, real_rises
+from tests.dist.harness import run_ranks
+from tests.dist.runs import LAYOUTS, world_of
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+WORLD_SIZES = {"llama_1b": 8, "llama_3b": 8, "llama_7b": 8, "llama_70b": 512}
+SMALL = {"num_layers": 2, "bf16": True, "precision": "snip"}
+
+
+def test_collectives_are_those_of_a_run() -> None:
+    """Eight microbatches a process, of which the dry run makes four."""
+    layout = "tp2 x pp2 x dp2"
+    options = {**SMALL, **LAYOUTS[layout], "hidden_size": 128, "snip_weight": 1.0, "global_batch_size": 16}
+    real = run_ranks(real_collectives, world_of(layout), options)
+    for one in measure_all(options_of(options), world_of(layout), [0, 4]):
+        iteration, _, probe = one.stretches
+        assert [collectives(iteration.counts), collectives(probe.counts)] == real[one.rank]
+        assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**SMALL, "snip_weight": 1.0},
+        {"num_layers": 2, "precision": "fp4", "recompute_granularity": "full"},
+    ],
+    ids=["snip", "fp4 with recomputation"],
+)
+def test_peaks_are_those_of_a_run(options: dict) -> None:
+    (real,), (one,) = run_ranks(real_rises, 1, options), measure_all(options_of(options), 1, [0])
+    for stretch, rise in zip([one.stretches[0], *one.stretches[2:]], real, strict=True):
+        before = stretch.peak["parameters"] + stretch.peak["optimiser"]
+        assert before == pytest.approx(3 * 4 * one.parameters, rel=0.01)
+        assert stretch.total - before == pytest.approx(rise, rel=0.1)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_every_example(name: str) -> None:
+    """With a block a stage: the processes hold the model together, and multiply as often as it takes."""
+    world = WORLD_SIZES[name]
+    config = parse(["--config", str(EXAMPLES / name / f"{name}.toml"), "--mock-data"])
+    pp, tied = config.parallel.pipeline_model_parallel_size, not config.model.untie_embeddings_and_output_weights
+    config = config.replace(num_layers=pp, global_batch_size=8 * world)
+    measured = measure_all(config, world, end_ranks(config, world))
+    seen = dataclasses.replace(config.model, num_layers=len(measured))  # both ends of a pipeline, without its middle
+    held = sum(one.parameters for one in measured) * world // pp
+    assert held == pytest.approx(parameters(seen, tied=tied), rel=1e-3)
+    for one in measured:
+        iteration, plan, probe = one.stretches
+        assert iteration.counts["flops",] == plan.counts["flops",] < probe.counts["flops",]
+        assert {what[4] for what in plan.counts if what[0] == "gemm"} <= {"fp4", "fp8", "bf16"}
+        assert not any(what == ("launch", "dequantize") for what in plan.counts)  # it is a Hopper GPU's scaled_mm
+    expected = iteration_flops(seen, config.training.global_batch_size) * (4 / 3 if pp > 1 else 1)  # with recomputation
+    flops = sum(one.stretches[0].counts["flops",] for one in measured) * world // pp
+    assert flops == pytest.approx(expected, rel=0.05)
