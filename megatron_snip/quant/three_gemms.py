@@ -56,7 +56,7 @@ class _ThreeGemms(torch.autograd.Function):
             wanted.append((call.form("wgrad", "input"), gemms.output("input", kept=True)))
         casts = call.input_casts if call.input_casts is not None else Casts()
         made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
-        y = gemms.multiply("fprop", made[0], _weight(w, "fprop", call, gemms, x.dtype), x.dtype)
+        y = gemms.multiply("fprop", made[0], _weight(w, "fprop", call, gemms, x.dtype, needs_wgrad), x.dtype)
         kept = made[1] if needs_wgrad else None
         data, scales = (None, None) if kept is None else (kept.data, kept.scales)
         ctx.save_for_backward(data, scales, w, x if call.observer is not None else None)
@@ -91,9 +91,17 @@ class _ThreeGemms(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-def _weight(w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.dtype) -> Operand:
-    """The weight [N,K] for a GEMM, from the casts that are kept if there are any."""
+def _weight(
+    w: Tensor, gemm: str, call: LinearCall, gemms: Gemms, dtype: torch.dtype, training: bool = False
+) -> Operand:
+    """The weight [N,K] for a GEMM, from the casts that are kept if there are any.
+
+    Tensor-core bytes that are kept are made for dgrad with those for fprop: one read serves both.
+    """
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
-    wanted = [(call.form(gemm, "weight"), gemms.output("weight", kept=kept))]
+    output = gemms.output("weight", kept=kept)
+    wanted = [(call.form(gemm, "weight"), output)]
+    if training and kept and output == "operand":
+        wanted.append((call.form("dgrad", "weight"), output))
     return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=True)[0]
