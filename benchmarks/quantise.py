@@ -55,7 +55,7 @@ def ours(x: Tensor, amax: Tensor, names: tuple[str, ...], output: Output, key: R
     size = 2.0 + len(forms) * (2 if output == "values" else 1)
     if not cpu.takes(x, forms, outputs):
         return (lambda: cast(x, forms, outputs, amax)), size
-    room = cpu.allocate(x, forms, outputs)
+    room = cpu.room(x, forms, outputs)
     return (lambda: cpu.fill(x, forms, outputs, room, amax)), size
 
 

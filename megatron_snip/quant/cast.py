@@ -25,8 +25,8 @@ Rounding = Literal["nearest", "stochastic"]
 
 #: What a cast gives.  "values": dequantised, of x's dtype.  "codes": a byte an element as the element
 #: stores it, NaN as 0xff.  "operand": a byte an element for FP8 tensor cores, that is codes of the
-#: element's carrier, laid out as those want them: codes contiguous along the reduction dim, scales along
-#: the other one.
+#: element's carrier, laid out as those want them: codes contiguous along the reduction dim, scales of tiles
+#: along the other one, scales of square blocks along the reduction dim, with zeros up to a multiple of 4.
 Output = Literal["values", "codes", "operand"]
 
 _SPECIALS: tuple[Specials, ...] = get_args(Specials)
@@ -128,8 +128,8 @@ class Cast(NamedTuple):
     """One form of an operand [R, C].
 
     values: as the Output says, logically [R, C].  For codes and operands, scales: float32 [row blocks,
-    column blocks], and saturated: int64 scalar, the elements beyond ``Element.saturation`` or infinite.
-    tensor_scale: float32 scalar that multiplies all scales, filled in by dispatch.cast where there is one.
+    column blocks], and where they are counted, saturated: int64 scalar, the elements beyond ``Element.saturation``
+    or infinite.  tensor_scale: float32 scalar that multiplies all scales, filled in by dispatch.cast if there is one.
     """
 
     values: Tensor
@@ -202,21 +202,39 @@ def finite_amax(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cast_reference(
-    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None = None
+    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None = None, count: bool = True
 ) -> list[Cast]:
     """``x`` [R, C] in each of the forms.
 
     amax: of the whole tensor, where a form needs it; for a transformed form, of the transformed tensor.
+    count: whether to count what saturates.
     """
-    return [_cast(x, form, output, amax) for form, output in zip(forms, outputs, strict=True)]
+    return [_cast(x, form, output, amax, count) for form, output in zip(forms, outputs, strict=True)]
 
 
-def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None) -> Cast:
+def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None = None, count: bool = True) -> Cast:
+    """Room for a cast of x [R, C], laid out as the Output says; values are of x's dtype or ``dtype``."""
+    if output == "values":
+        return Cast(x.new_empty(x.shape, dtype=dtype or x.dtype), None, None)
+    operand, square = output == "operand", form.block[0] == form.block[1]
+    blocks = [-(-side // block) for side, block in zip(x.shape, form.block, strict=True)]
+    if operand and square:
+        blocks[form.dim] += -blocks[form.dim] % 4
+    codes = _contiguous_along(form.dim if operand else 1, x, x.shape, torch.uint8)
+    scales = _contiguous_along((form.dim if square else 1 - form.dim) if operand else 1, x, blocks, torch.float32)
+    return Cast(codes, scales, x.new_empty((), dtype=torch.int64) if count else None)
+
+
+def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Room [R, C] beside x [...], contiguous along a dim."""
+    return x.new_empty(shape, dtype=dtype) if dim == 1 else x.new_empty(shape[::-1], dtype=dtype).T
+
+
+def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None, count: bool) -> Cast:
     element, block = form.element, form.block
     x = hadamard(x) if form.transformed else x
     encoding, scales = block_scales(_block_amax(x.float(), block), form.fmt, tensor_amax)
     y = x.float() * _expand(encoding, block, x.shape)
-    saturated = (y.abs() > element.saturation).sum()
     size = y.abs().clamp(max=element.max)
     if form.key is None:
         q = round_nearest(size, element)
@@ -228,13 +246,13 @@ def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None) -> 
             assert tensor_amax is not None
             scales = scales * tensor_scale(tensor_amax, element)
         return Cast((q * _expand(scales, block, q.shape)).to(x.dtype), None, None)
-    if output == "codes":
-        return Cast(encode(q, element), scales, saturated)
-    assert element.carrier is not None, f"{element.name} has no carrier"
-    codes = encode(q, element.carrier)
-    if form.dim == 0:
-        return Cast(codes.T.contiguous().T, scales, saturated)
-    return Cast(codes, scales.T.contiguous().T, saturated)
+    made = allocate(x, form, output, count=count)
+    assert made.scales is not None
+    made.values.copy_(encode(q, form.constants(output).stored))
+    made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
+    if made.saturated is not None:
+        made.saturated.copy_((y.abs() > element.saturation).sum())
+    return made
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:

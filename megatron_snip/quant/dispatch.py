@@ -35,22 +35,28 @@ def cast(
     outputs: Sequence[Output],
     amax: Tensor | None = None,
     reduce_amax: ReduceAmax | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    count: bool = False,
 ) -> list[Cast]:
     """``x`` [R, C] in each of the forms, from one read of it where a kernel can.
 
     amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a shard; None takes
     x's own, which ``reduce_amax`` makes the whole tensor's.  Only formats with ``needs_tensor_amax`` look.
     Transformed forms (hadamard.py) are cast from the transformed tensor, and its own amax counts for them.
+    dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
     """
-    if any(form.transformed for form in forms):
-        return _cast_with_transform(x, forms, outputs, amax, reduce_amax)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
+    if dtype is not None and (any(scaled) or any(form.transformed for form in forms)):
+        x, dtype = x.to(dtype), None
+    if any(form.transformed for form in forms):
+        return _cast_with_transform(x, forms, outputs, amax, reduce_amax, count)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
     if amax is None and any(scaled):
         amax = op.finite_amax(x)
         amax = amax if reduce_amax is None else reduce_amax(amax)
-    casts = op.cast(x, forms, outputs, amax)
+    casts = op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
     if amax is None:
         return casts
     scales = (tensor_scale(amax, form.element) if has else None for form, has in zip(forms, scaled, strict=True))
@@ -58,7 +64,12 @@ def cast(
 
 
 def _cast_with_transform(
-    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None, reduce_amax: ReduceAmax | None
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None,
+    reduce_amax: ReduceAmax | None,
+    count: bool,
 ) -> list[Cast]:
     """``cast`` where some forms are of ``hadamard(x)``: one call for x, one for the transformed tensor."""
     assert amax is None or all(form.transformed for form in forms), "x and hadamard(x) have different amaxes"
@@ -66,8 +77,9 @@ def _cast_with_transform(
     for source, transformed in ((x, False), (hadamard(x), True)):
         chosen = [index for index, form in enumerate(forms) if form.transformed == transformed]
         plain = [forms[index].without_transform() if transformed else forms[index] for index in chosen]
-        made = cast(source, plain, [outputs[index] for index in chosen], amax, reduce_amax) if chosen else []
-        casts.update(zip(chosen, made, strict=True))
+        if chosen:
+            made = cast(source, plain, [outputs[index] for index in chosen], amax, reduce_amax, count=count)
+            casts.update(zip(chosen, made, strict=True))
     return [casts[index] for index in range(len(forms))]
 
 
@@ -85,7 +97,7 @@ def quantize(
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
         return _unquantised(x, form.fmt)
-    made = cast(x, [form], ["codes"], amax)[0]
+    made = cast(x, [form], ["codes"], amax, count=True)[0]
     assert made.scales is not None
     return Quantized(made.values, made.scales, form.fmt, form.block, made.tensor_scale, made.saturated)
 

@@ -109,7 +109,7 @@ class Operands:
         form = self.call.form(gemm, role, fmt)
         if form is None or form.fmt.scale in ("fp32", "fp32_pow2"):
             return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=tensor.device)
-        made = cast(tensor, [form], ["codes"], None, self.call.reduce_amax.get(role))[0]
+        made = cast(tensor, [form], ["codes"], None, self.call.reduce_amax.get(role), count=True)[0]
         assert made.scales is not None and made.saturated is not None
         codes = Quantized(made.values, made.scales, form.fmt, form.block, made.tensor_scale)
         return dequantize(codes, tensor.dtype), made.saturated
@@ -141,10 +141,15 @@ Wanted = tuple[Form | None, Output]
 
 
 @torch.no_grad()
-def cast_operands(x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None = None) -> list[Operand]:
-    """``x`` [R, C] in each wanted form, from one read of it where a kernel can; no gradient."""
+def cast_operands(
+    x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None = None, dtype: torch.dtype | None = None
+) -> list[Operand]:
+    """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient."""
     forms = [form for form, _ in wanted if form is not None]
-    made = iter(cast(x, forms, [output for form, output in wanted if form is not None], None, reduce_amax))
+    if dtype is not None and len(forms) < len(wanted):
+        x, dtype = x.to(dtype), None
+    outputs = [output for form, output in wanted if form is not None]
+    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype))
     operands = []
     for form, output in wanted:
         if form is None:
@@ -200,7 +205,7 @@ class Casts:
         if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
             codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
             now: list[Wanted] = [(form, "values") for form, _ in codes]
-            made = cast_operands(x.to(dtype), [*missing, *now], reduce_amax)
+            made = cast_operands(x, [*missing, *now], reduce_amax, dtype)
             self._made.update(zip(missing, made, strict=False))
             used = dict(zip(codes, made[len(missing) :], strict=True))
             return [used.get(key, self._made[key]) for key in wanted]

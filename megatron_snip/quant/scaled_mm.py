@@ -109,12 +109,12 @@ def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:
 def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
     """W^T [K,N], W [N,K] or X [T,K], column-major, with scales as cuBLASLt wants them.
 
-    Scales of 128x128 blocks run along the reduction dim first, padded to a multiple of 4 there.
+    Scales of 128x128 blocks run along the reduction dim first, padded to a multiple of 4 there, as Output has them.
     """
     assert b.scales is not None
     codes = _bytes(b)
     if gemm == "wgrad":
         return codes, b.scales.T, F.ScalingType.BlockWise1x128
-    by_output = b.scales if gemm == "fprop" else b.scales.T  # [output blocks, reduction blocks]
-    padded = F.pad(by_output, (0, -by_output.shape[1] % 4)).contiguous()
-    return (codes.T if gemm == "fprop" else codes), padded.T, F.ScalingType.BlockWise128x128
+    if gemm == "fprop":
+        return codes.T, b.scales.T, F.ScalingType.BlockWise128x128
+    return codes, b.scales, F.ScalingType.BlockWise128x128

@@ -90,7 +90,7 @@ class _ThreeGemms(torch.autograd.Function):
             wanted.append((call.form("wgrad", "input"), backends.wgrad.output("input", kept=True)))
         casts = call.input_casts if call.input_casts is not None else Casts()
         made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
-        weight = _weight(w, "fprop", call, backends.fprop, x.dtype)
+        weight = _weight(w, "fprop", call, backends, x.dtype, needs_wgrad)
         y = backends.fprop.multiply("fprop", made[0], weight, x.dtype, x.dtype)
         kept = made[1] if needs_wgrad else None
         data, scales, whole = (None, None, None) if kept is None else (kept.data, kept.scales, kept.tensor_scale)
@@ -114,7 +114,7 @@ class _ThreeGemms(torch.autograd.Function):
         cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
         grad_x = grad_w = None
         if "dgrad" in cast:
-            weight = _weight(w, "dgrad", call, backends.dgrad, dtype)
+            weight = _weight(w, "dgrad", call, backends, dtype)
             grad_x = backends.dgrad.multiply("dgrad", cast.pop("dgrad"), weight, dtype, dtype)
 
         @cache
@@ -129,9 +129,18 @@ class _ThreeGemms(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-def _weight(w: Tensor, gemm: str, call: LinearCall, backend: Backend, dtype: torch.dtype) -> Operand:
-    """The weight [N,K] for a GEMM, from the casts that are kept if there are any."""
+def _weight(
+    w: Tensor, gemm: str, call: LinearCall, backends: Backends, dtype: torch.dtype, training: bool = False
+) -> Operand:
+    """The weight [N,K] for a GEMM, from the casts that are kept if there are any.
+
+    Tensor-core bytes that are kept are made for dgrad with those for fprop: one read serves both.
+    """
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
-    wanted = [(call.form(gemm, "weight"), backend.output("weight", kept=kept))]
+    backend: Backend = getattr(backends, gemm)
+    output = backend.output("weight", kept=kept)
+    wanted = [(call.form(gemm, "weight"), output)]
+    if training and kept and output == backends.dgrad.output("weight", kept=kept) == "operand":
+        wanted.append((call.form("dgrad", "weight"), output))
     return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]

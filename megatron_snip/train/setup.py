@@ -263,9 +263,7 @@ def mesh_of(config: Config, runtime: Runtime) -> Mesh:
     )
 
 
-def build(
-    config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True, mesh: Mesh | None = None
-) -> Parts:
+def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True, mesh: Mesh | None = None) -> Parts:
     """All parts of a run; every process calls it alike.
 
     draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.

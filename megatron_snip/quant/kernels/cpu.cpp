@@ -72,7 +72,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 3;
+constexpr int32_t kAbi = 4;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
@@ -234,7 +234,7 @@ class CastJob final : public Tiles {
   void tile(int64_t row, int64_t last_row, int64_t col, int64_t last_col) override {
     for (int i = 0; i < count_; ++i) {
       const int64_t saturated = kernels_.cast(call_, first_[i], row, last_row, col, last_col);
-      if (saturated) __atomic_fetch_add(first_[i].saturated, saturated, __ATOMIC_RELAXED);
+      if (saturated && first_[i].saturated) __atomic_fetch_add(first_[i].saturated, saturated, __ATOMIC_RELAXED);
     }
   }
 

@@ -20,7 +20,7 @@ struct Grid {
 struct Form {
   void* out;           // [rows, cols], contiguous: values of x's type, or codes (uint8)
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
-  int64_t* saturated;  // written with codes: elements beyond grid.saturation
+  int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
   uint32_t key0, key1, iteration;

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, cast_reference
+from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate, cast_reference
 
 logger = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
@@ -95,16 +95,22 @@ def reads(x: Tensor) -> bool:
 
 
 def cast(
-    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None, isa: int = BEST_ISA
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None,
+    isa: int = BEST_ISA,
+    *,
+    count: bool = True,
 ) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted, from one read of it.
+    """The casts of ``x`` [R, C], which ``takes`` has accepted, from one read of it; count as ``cast_reference``.
 
     isa: 0 generic, 1 AVX2, 2 AVX-512, or the best one below that this machine has.
     """
     if x.numel() == 0:
-        return cast_reference(x, forms, outputs, amax)
+        return cast_reference(x, forms, outputs, amax, count)
     x = x.contiguous()
-    casts = allocate(x, forms, outputs)
+    casts = room(x, forms, outputs, count)
     fill(x, forms, outputs, casts, amax, isa)
     for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
         if output == "operand" and form.dim == 0:
@@ -120,7 +126,7 @@ def fill(
     amax: Tensor | None,
     isa: int = BEST_ISA,
 ) -> None:
-    """Write the casts of ``x`` [R, C], contiguous and not empty, into tensors from ``allocate``."""
+    """Write the casts of ``x`` [R, C], contiguous and not empty, into tensors from ``room``."""
     packed = b"".join(map(_packed, forms, outputs, casts))
     rows, cols = x.shape
     call = _CALL.pack(
@@ -191,18 +197,15 @@ def _threads(elements: int) -> int:
     return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
 
 
-def allocate(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> list[Cast]:
+def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: bool = True) -> list[Cast]:
     """Room for casts of x [R, C]; of an operand too, the kernel writes codes row by row."""
-    return [_empty(x, form, output) for form, output in zip(forms, outputs, strict=True)]
-
-
-def _empty(x: Tensor, form: Form, output: Output) -> Cast:
-    if output == "values":
-        return Cast(torch.empty_like(x), None, None)
-    block = form.block
-    shape = (-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1]))
-    scales = torch.empty(shape) if output == "codes" or form.dim == 0 else torch.empty(shape[::-1]).T
-    return Cast(torch.empty_like(x, dtype=torch.uint8), scales, torch.empty((), dtype=torch.int64))
+    casts = [allocate(x, form, output, count=count) for form, output in zip(forms, outputs, strict=True)]
+    for i, (made, output) in enumerate(zip(casts, outputs, strict=True)):
+        if output == "operand":
+            assert made.scales is not None
+            made.scales.zero_()  # what pads them is not written
+            casts[i] = made._replace(values=torch.empty_like(x, dtype=torch.uint8))
+    return casts
 
 
 def _packed(form: Form, output: Output, room: Cast) -> bytes:

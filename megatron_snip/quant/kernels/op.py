@@ -7,14 +7,14 @@ integers, ``_FIELDS`` each: a form's constants and its key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.quant import cast as specification
-from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, cast_reference
+from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference
 from megatron_snip.quant.kernels import cpu, triton_cast
 from megatron_snip.quant.rounding import RoundingKey
 
@@ -23,16 +23,28 @@ _FIELDS = _CONSTANTS + 7
 _MASK32 = 0xFFFFFFFF
 
 
-def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
-    """``x`` [R, C] in each of the forms, none of them transformed; amax as ``cast_reference``."""
+def cast(
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+    count: bool = False,
+) -> list[Cast]:
+    """``x`` [R, C], rounded to ``dtype`` first, in each of the forms, none of them transformed; the rest as
+    ``cast_reference``.
+    """
     if not _traced(x):
-        return _cast_now(x, forms, outputs, amax)
+        return _cast_now(x, forms, outputs, amax, dtype, count)
     numbers = [number for form, output in zip(forms, outputs, strict=True) for number in _numbers(form, output)]
-    made = list(torch.ops.megatron_snip.cast(x.detach(), amax, numbers))
-    casts = []
-    for output in outputs:
-        casts.append(Cast(made.pop(0), None, None) if output == "values" else Cast(*(made.pop(0) for _ in range(3))))
-    return casts
+    made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, numbers, dtype, count))
+    return [
+        Cast(next(made), None, None)
+        if output == "values"
+        else Cast(next(made), next(made), next(made) if count else None)
+        for output in outputs
+    ]
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -56,12 +68,20 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
-def _cast_now(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
-    if cpu.takes(x, forms, outputs):
-        return cpu.cast(x, forms, outputs, amax)
+def _cast_now(
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    count: bool,
+) -> list[Cast]:
     if triton_cast.takes(x, forms, outputs):
-        return triton_cast.cast(x, forms, outputs, amax)
-    return cast_reference(x, forms, outputs, amax)
+        return triton_cast.cast(x, forms, outputs, amax, dtype, count)
+    x = x if dtype is None else x.to(dtype)
+    if cpu.takes(x, forms, outputs):
+        return cpu.cast(x, forms, outputs, amax, count=count)
+    return cast_reference(x, forms, outputs, amax, count)
 
 
 def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -112,27 +132,21 @@ def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
 
 
 @torch.library.custom_op("megatron_snip::cast", mutates_args=())
-def _cast_op(x: Tensor, amax: Tensor | None, forms: Sequence[int]) -> list[Tensor]:
-    casts = _cast_now(x.contiguous(), *_forms(forms), amax)
-    return [tensor for made in casts for tensor in made[:3] if tensor is not None]
+def _cast_op(
+    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool
+) -> list[Tensor]:
+    return _parts(_cast_now(x.contiguous(), *_forms(forms), amax, dtype, count))
 
 
 @_cast_op.register_fake
-def _(x: Tensor, amax: Tensor | None, forms: Sequence[int]) -> list[Tensor]:
-    made: list[Tensor] = []
-    rows, cols = x.shape
-    for form, output in zip(*_forms(forms), strict=True):
-        if output == "values":
-            made.append(torch.empty_like(x, memory_format=torch.contiguous_format))
-            continue
-        blocks = [-(-side // block) for side, block in zip(x.shape, form.block, strict=True)]
-        turned = output == "operand", form.dim
-        codes = x.new_empty((cols, rows), dtype=torch.uint8).T if turned == (True, 0) else None
-        scales = x.new_empty(blocks[::-1], dtype=torch.float32).T if turned == (True, 1) else None
-        made.append(x.new_empty((rows, cols), dtype=torch.uint8) if codes is None else codes)
-        made.append(x.new_empty(blocks, dtype=torch.float32) if scales is None else scales)
-        made.append(x.new_empty((), dtype=torch.int64))
-    return made
+def _(x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool) -> list[Tensor]:
+    return _parts(
+        allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(*_forms(forms), strict=True)
+    )
+
+
+def _parts(casts: Iterable[Cast]) -> list[Tensor]:
+    return [tensor for made in casts for tensor in made[:3] if tensor is not None]
 
 
 @torch.library.custom_op("megatron_snip::dequantize", mutates_args=())

@@ -1,6 +1,7 @@
 """Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
 
-One launch reads x once and writes one form or two.  Where triton is not installed nothing here is taken, and the
+One launch reads x once and writes one form or two; a weight's operands for fprop and dgrad differ in layout alone and
+are one cast that is stored twice.  Where triton is not installed nothing here is taken, and the
 specification runs.
 
 What has been run: the kernels compile for Hopper and Blackwell and their code has no fused, flushed or approximate
@@ -23,7 +24,7 @@ from torch.nn import Parameter
 
 from megatron_snip.formats import SCALES
 from megatron_snip.formats.element import E4M3, E5M2
-from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized
+from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate
 
 if TYPE_CHECKING:
     from megatron_snip.quant.kernels.triton_steps import FormSpec
@@ -83,45 +84,85 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted; two forms a launch."""
+def cast(
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    amax: Tensor | None,
+    dtype: torch.dtype | None = None,
+    count: bool = True,
+) -> list[Cast]:
+    """The casts of ``x`` [R, C], which ``takes`` has accepted; two forms a launch.
+
+    dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
+    """
+    if dtype is not None and not (dtype == x.dtype or (x.dtype, dtype) == (torch.float32, torch.bfloat16)):
+        x = x.to(dtype)
     if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE:
         x = x.contiguous()
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
-    casts: list[Cast] = []
-    while len(casts) < len(forms):
-        first = len(casts)
+    casts = [allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(forms, outputs, strict=True)]
+    for made in casts:
+        if made.saturated is not None:
+            made.saturated.zero_()
+    first = 0
+    while first < len(forms):
         both = len({form.block[0] for form in forms[first : first + 2]} - set(range(_CHUNK + 1))) < 2
         chosen = slice(first, first + 1 + both)
-        casts += _cast(x, forms[chosen], outputs[chosen], amax)
+        _launch(x, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=dtype not in (None, x.dtype))
+        if count and _twins(forms[chosen], outputs[chosen]):
+            one, twin = (made.saturated for made in casts[chosen])
+            assert one is not None and twin is not None
+            twin.copy_(one)
+        first = chosen.stop
     return casts
 
 
-def _cast(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None) -> list[Cast]:
-    """One launch: x [R, C] with contiguous rows, one form, or two whose blocks higher than a chunk are equally high."""
+def _launch(
+    x: Tensor,
+    forms: Sequence[Form],
+    outputs: Sequence[Output],
+    casts: Sequence[Cast],
+    amax: Tensor | None,
+    rounded: bool,
+) -> None:
+    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, one form, or two
+    whose blocks higher than a chunk are equally high.
+    """
     from megatron_snip.quant.kernels import triton_kernels
+    from megatron_snip.quant.kernels.triton_steps import How
 
     fp8 = _converts_fp8(x.device)
     specs: list[Any] = []
-    casts: list[Cast] = []
     arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
-    for form, output in zip(forms, outputs, strict=True):
+    twins = _twins(forms, outputs)
+    for form, output, made in zip(forms, outputs, casts, strict=True):
         phase = -1 if form.key is None else form.key.col0 & 3
-        specs.append(_spec(form.constants(output), phase, fp8))
-        made = _allocate(x, form, output)
-        casts.append(made)
+        specs.append(_spec(form.constants(output), phase, fp8, twins))
         strides = (0, 0) if made.scales is None else made.scales.stride()
         arguments += [made.values, made.scales, made.saturated, *strides, *_words(form.key)]
     if len(forms) == 1:
         specs.append(None)
         arguments += [None, None, None, 0, 0, *_words(None)]
+    if twins:
+        specs[1] = None
     rows = max(_CHUNK, *(form.block[0] for form in forms))
     even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
     grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):
-        triton_kernels.cast_kernel[grid](*arguments, *specs, rows, _COLS, _CHUNK, even, num_warps=_WARPS, **_OPTIONS)
-    return casts
+        triton_kernels.cast_kernel[grid](
+            *arguments, *specs, rows, _COLS, _CHUNK, How(even, rounded), num_warps=_WARPS, **_OPTIONS
+        )
+
+
+def _twins(forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
+    """Whether these are two operands of the same codes and scales, one along each dim."""
+    if len(forms) < 2 or forms[0].key is not None or forms[1].key is not None:
+        return False
+    one, other = (form.constants(output) for form, output in zip(forms, outputs, strict=True))
+    square = one.block_rows == one.block_cols
+    return square and OUTPUTS[one.output] == "operand" and one.dim != other.dim and one == other._replace(dim=one.dim)
 
 
 def _converts_fp8(device: torch.device) -> bool:
@@ -130,8 +171,8 @@ def _converts_fp8(device: torch.device) -> bool:
 
 
 @cache
-def _spec(constants: Constants, phase: int, fp8: bool) -> FormSpec:
-    """What a kernel is compiled for; phase as FormSpec has it, fp8: whether the device converts."""
+def _spec(constants: Constants, phase: int, fp8: bool, twins: bool) -> FormSpec:
+    """What a kernel is compiled for; phase and twins as FormSpec has them, fp8: whether the device converts."""
     from megatron_snip.quant.kernels.triton_steps import FormSpec
 
     element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
@@ -148,6 +189,7 @@ def _spec(constants: Constants, phase: int, fp8: bool) -> FormSpec:
         sixth=float(np.float32(1.0) / np.float32(element.max)),
         output=output,
         transposed=output == "operand" and constants.dim == 0,
+        twins=twins,
         code_mantissa=stored.mantissa_bits,
         code_emin=stored.emin,
         sign_code=stored.sign_code,
@@ -163,23 +205,6 @@ def _words(key: RoundingKey | None) -> list[int]:
         return [0] * 6
     words = (*key.words, key.row0 & 0xFFFFFFFF, key.row0 >> 32, key.col0 >> 2, key.iteration)
     return [(word + 2**31) % 2**32 - 2**31 for word in words]
-
-
-def _allocate(x: Tensor, form: Form, output: Output) -> Cast:
-    """Room for one cast of x [R, C], laid out as the Output says."""
-    if output == "values":
-        return Cast(torch.empty(x.shape, dtype=x.dtype, device=x.device), None, None)
-    rows, cols = x.shape
-    row_blocks, col_blocks = (-(-side // block) for side, block in zip(x.shape, form.block, strict=True))
-    if output == "operand" and form.dim == 0:
-        codes = torch.empty((cols, rows), dtype=torch.uint8, device=x.device).T
-    else:
-        codes = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
-    if output == "operand" and form.dim == 1:
-        scales = torch.empty((col_blocks, row_blocks), device=x.device).T
-    else:
-        scales = torch.empty((row_blocks, col_blocks), device=x.device)
-    return Cast(codes, scales, torch.zeros((), dtype=torch.int64, device=x.device))
 
 
 def takes_codes(quantized: Quantized) -> bool:

@@ -55,9 +55,20 @@ def _inside(row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, which, out, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds."""
-    if F.transposed:
+    out, _, _, _, _, twin = place
+    _store_along(codes, which, out, row, col, rows, cols, F.transposed, ROWS, COLS)
+    if F.twins:
+        _store_along(codes, which, twin[0], row, col, rows, cols, not F.transposed, ROWS, COLS)
+
+
+@triton.jit
+def _store_along(
+    codes, which, out, row, col, rows, cols, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """``_store_codes`` by columns or by rows."""
+    if TRANSPOSED:
         if which is not None:
             which = tl.trans(which)
         tl.store(_tile(out, col, row, rows, 1, COLS, ROWS), tl.trans(codes), mask=which)
@@ -73,13 +84,45 @@ def _count(y, saturated, SATURATION: tl.constexpr):
 
 
 @triton.jit
-def _load(x, x_stride, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+def _load(x, x_stride, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
     """A chunk of x [rows, cols] from (row, col): float32 [ROWS, COLS], 0 outside."""
     at = _tile(x, row, col, x_stride, 1, ROWS, COLS)
-    if EVEN:
-        return tl.load(at).to(tl.float32)
+    if HOW.even:
+        chunk = tl.load(at)
     else:
-        return tl.load(at, mask=_inside(row, col, rows, cols, ROWS, COLS), other=0.0).to(tl.float32)
+        chunk = tl.load(at, mask=_inside(row, col, rows, cols, ROWS, COLS), other=0.0)
+    if HOW.rounded:
+        chunk = chunk.to(tl.bfloat16)
+    return chunk.to(tl.float32)
+
+
+@triton.jit
+def _store_scales(
+    scale,
+    scales,
+    row,
+    col,
+    rows,
+    cols,
+    row_stride,
+    col_stride,
+    PADDED: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+):
+    """Write scales [NR, NC] at (row, col) of [rows, cols], all in blocks.
+
+    PADDED: the dim along which zeros follow the last block up to a multiple of 4, or -1.
+    """
+    tl.store(_tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=_inside(row, col, rows, cols, NR, NC))
+    if PADDED == 1:
+        end = tl.where(col + NC >= cols, tl.cdiv(cols, 4) * 4, 0)
+        rest = _inside(row, cols, rows, end, NR, 4)
+        tl.store(_tile(scales, row, cols, row_stride, col_stride, NR, 4), tl.zeros((NR, 4), tl.float32), mask=rest)
+    elif PADDED == 0:
+        end = tl.where(row + NR >= rows, tl.cdiv(rows, 4) * 4, 0)
+        rest = _inside(rows, col, end, cols, 4, NC)
+        tl.store(_tile(scales, rows, col, row_stride, col_stride, 4, NC), tl.zeros((4, NC), tl.float32), mask=rest)
 
 
 @triton.jit
@@ -90,14 +133,20 @@ def _scale_blocks(
 
     amax: int32 bits [row blocks, 1, column blocks, 1].
     """
-    _, scales, _, scale_row, scale_col = place
+    _, scales, _, scale_row, scale_col, twin = place
     encode, scale, decode = block_scales(amax, tensor_amax, F)
     if F.output != "values":
         NR: tl.constexpr = ROWS // F.block_rows
         NC: tl.constexpr = COLS // F.block_cols
+        PADDED: tl.constexpr = (
+            (0 if F.transposed else 1) if F.output == "operand" and F.block_rows == F.block_cols else -1
+        )
+        scale = tl.reshape(scale, (NR, NC))
         row, col = row // F.block_rows, col // F.block_cols
-        exists = _inside(row, col, tl.cdiv(rows, F.block_rows), tl.cdiv(cols, F.block_cols), NR, NC)
-        tl.store(_tile(scales, row, col, scale_row, scale_col, NR, NC), tl.reshape(scale, (NR, NC)), mask=exists)
+        rows, cols = tl.cdiv(rows, F.block_rows), tl.cdiv(cols, F.block_cols)
+        _store_scales(scale, scales, row, col, rows, cols, scale_row, scale_col, PADDED, NR, NC)
+        if F.twins:
+            _store_scales(scale, twin[1], row, col, rows, cols, twin[3], twin[4], 1 - PADDED, NR, NC)
     return encode, decode
 
 
@@ -116,15 +165,15 @@ def _cast_chunk(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    EVEN: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantise x float32 [ROWS, COLS] at (row, col) of [rows, cols] and write it.
 
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
     broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales and to the
-    count of saturated elements, and the strides of the scales.  words: as in ``draw_bits``.
+    count of saturated elements or None, the strides of the scales, and the same of a twin.  words: as in ``draw_bits``.
     """
-    out, _, saturated, _, _ = place
+    out, _, saturated, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
     NC: tl.constexpr = COLS // F.block_cols
     SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
@@ -136,7 +185,7 @@ def _cast_chunk(
     else:
         q = round_nearest(size, F.mantissa, F.emin)
     negative = bits_of(y) & -2147483648
-    if EVEN:
+    if HOW.even:
         inside = None
     else:
         inside = _inside(row, col, rows, cols, ROWS, COLS)
@@ -146,16 +195,18 @@ def _cast_chunk(
         tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
     else:
         codes = _codes(y, q, size, negative, F)
-        _store_codes(codes, inside, out, row, col, rows, cols, F, ROWS, COLS)
+        _store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
             codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
-            wrong = y != y if EVEN else inside & (y != y)
-            _store_codes(codes, wrong, out, row, col, rows, cols, F, ROWS, COLS)
+            wrong = y != y if HOW.even else inside & (y != y)
+            _store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
         # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
         # largest / amax is below the smallest power of two, which below 4 it may be.
         SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4.0)
-        if SATURATES or broken:
+        if saturated is None:
+            pass
+        elif SATURATES or broken:
             _count(y, saturated, F.saturation)
 
 
@@ -189,7 +240,7 @@ def _cast_short(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    EVEN: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Everything for a form whose blocks are no taller than the chunk x [ROWS, COLS]; arguments as ``_cast_chunk``."""
     amax = _chunk_amax(x, F, ROWS, COLS, False)
@@ -197,7 +248,7 @@ def _cast_short(
     if broken:
         amax = _chunk_amax(x, F, ROWS, COLS, True)
     encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
-    _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, EVEN)
+    _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
 @triton.jit
@@ -216,7 +267,7 @@ def _cast_tall(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Everything for a form whose blocks are ROWS high, in chunks of x [rows, cols], just read and so in the cache.
 
@@ -226,12 +277,12 @@ def _cast_tall(
     if broken:
         amax = tl.zeros_like(amax)
         for part in range(0, ROWS, CHUNK):
-            chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
+            chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, _chunk_amax(chunk, F, CHUNK, COLS, True))
     encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     for part in range(0, ROWS, CHUNK):
-        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
-        _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, EVEN)
+        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
+        _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, HOW)
 
 
 # fmt: off
@@ -245,15 +296,15 @@ def cast_kernel(
     key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a,
     out_b, scales_b, saturated_b, scale_row_b, scale_col_b,
     key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b,
-    A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, HOW: tl.constexpr,
 ):
     """A tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, in forms A and B (or None).
 
     The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
-    take their amax on the first way, and are cast on a second one.  EVEN: tiles cover x exactly.
+    take their amax on the first way, and are cast on a second one.
     """
-    place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a)
-    place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b)
+    place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b, None)
+    place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a, place_b)
     words_a = (key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a)
     words_b = (key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b)
     tiles = tl.cdiv(cols, COLS)
@@ -266,22 +317,22 @@ def cast_kernel(
     if TALL_B:
         amax_b = tl.zeros((1, 1, COLS // B.block_cols, 1), tl.int32)
     for part in range(0, ROWS, CHUNK):
-        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, EVEN)
+        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
         if TALL_A:
             amax_a = tl.maximum(amax_a, _chunk_amax(chunk, A, CHUNK, COLS, False))
         else:
-            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, EVEN)
+            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, HOW)
         if TALL_B:
             amax_b = tl.maximum(amax_b, _chunk_amax(chunk, B, CHUNK, COLS, False))
         elif B is not None:
-            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, EVEN)
+            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
     if TALL_A:
         _cast_tall(
-            amax_a, x, x_stride, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, EVEN
+            amax_a, x, x_stride, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
         )
     if TALL_B:
         _cast_tall(
-            amax_b, x, x_stride, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, EVEN
+            amax_b, x, x_stride, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
         )
 
 

@@ -20,7 +20,8 @@ class FormSpec(NamedTuple):
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, else "".
-    direct: the same instruction also rounds.  phase: col0 & 3 of the random bits, -1 to round to nearest.
+    direct: the same instruction also rounds.  transposed: codes are stored by columns.  twins: codes and scales are
+    stored along the other dim too.  phase: col0 & 3 of the random bits, -1 to round to nearest.
     """
 
     block_rows: int
@@ -34,12 +35,20 @@ class FormSpec(NamedTuple):
     sixth: float
     output: str
     transposed: bool
+    twins: bool
     code_mantissa: int
     code_emin: int
     sign_code: int
     hardware: str
     direct: bool
     phase: int
+
+
+class How(NamedTuple):
+    """How x is read.  even: tiles cover it exactly.  rounded: to bfloat16 first."""
+
+    even: bool
+    rounded: bool
 
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias

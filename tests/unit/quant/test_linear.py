@@ -165,9 +165,9 @@ def counted_casts() -> Iterator[list[tuple[str, int, str]]]:
     """(role, dim, format) of every cast made meanwhile."""
     seen: list[tuple[str, int, str]] = []
 
-    def count(x: Tensor, forms: Sequence[Form], *rest: Any) -> list[Cast]:
+    def count(x: Tensor, forms: Sequence[Form], *rest: Any, **options: Any) -> list[Cast]:
         seen.extend((form.role, form.dim, form.fmt.name) for form in forms)
-        return cast(x, forms, *rest)
+        return cast(x, forms, *rest, **options)
 
     with mock.patch.object(operands_module, "cast", count):
         yield seen

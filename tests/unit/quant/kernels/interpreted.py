@@ -13,7 +13,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from megatron_snip.formats import Element, Format, format_names, get_format
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
+from megatron_snip.quant.cast import Cast, Form, Output, Quantized, allocate, cast_reference, finite_amax
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.scales import tensor_scale
 from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
@@ -34,12 +34,14 @@ SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
 
 
 class Case(NamedTuple):
-    """One call of the cast; fp8: whether the device converts to FP8."""
+    """One call of the cast; fp8: whether the device converts to FP8.  dtype and count as triton_cast.cast has them."""
 
     x: torch.Tensor
     forms: list[Form]
     outputs: list[Output]
     fp8: bool
+    dtype: torch.dtype | None = None
+    count: bool = True
 
 
 _convert = interpreter._convert_float
@@ -112,6 +114,22 @@ def pairs() -> Iterator[Case]:
             yield Case(x, forms, [output, output], fp8=number % 2 == 0)
 
 
+def weights() -> Iterator[Case]:
+    """Operands of both dims, alike and not, rounded to bfloat16 on the way, with scales to pad on either side."""
+    tiny = Format("tiny", get_format("fp4").element, tile=4, weight_block=2, scale="e8m0")
+    for number, (one, other, shape) in enumerate(
+        [("fp8", "fp8", (256, 130)), ("fp4", "fp4", (131, 256)), ("fp4_pow2", "fp8", (128, 128)), ("", "", (35, 18))]
+    ):
+        forms = [Form(get_format(name) if name else tiny, "weight", 1 - dim) for dim, name in enumerate((one, other))]
+        x = operands(shape, torch.float32)[1]
+        for dtype in (None, torch.bfloat16):
+            yield Case(x, forms, ["operand", "operand"], number % 2 == 0, dtype, dtype is None)
+        yield Case(x, forms[::-1], ["operand", "operand"], True)
+    x = operands((40, 130), torch.float32)[1]
+    x[0, 0] = torch.finfo(torch.float32).max  # infinite in bfloat16
+    yield Case(x, [plain("mxfp8", "weight", 1), plain("fp8", "weight", 1)], ["values", "codes"], True, torch.bfloat16)
+
+
 def odd_ones() -> Iterator[Case]:
     """Layouts and mixtures that a launch has to see through."""
     wide = operands((40, 300), torch.float32)[1]
@@ -137,12 +155,25 @@ def odd_ones() -> Iterator[Case]:
     yield Case(operands((9, 20), torch.float32)[4], small, ["values", "codes"], fp8=False)
 
 
+def filled(*args: Any, **kwargs: Any) -> Cast:
+    """Room for a cast, full of what no cast leaves there."""
+    made = allocate(*args, **kwargs)
+    for part, rubbish in zip(made[:3], (77, float("nan"), 77), strict=True):
+        if part is not None:
+            part.fill_(rubbish)
+    return made
+
+
 def cast_differences(case: Case) -> list[str]:
     """How the kernel differs from the specification."""
     amax = finite_amax(case.x)
-    with mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8):
-        made = triton_cast.cast(case.x, case.forms, case.outputs, amax)
-    found = differences(made, cast_reference(case.x, case.forms, case.outputs, amax), case.outputs)
+    with (
+        mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8),
+        mock.patch.object(triton_cast, "allocate", filled),
+    ):
+        made = triton_cast.cast(case.x, case.forms, case.outputs, amax, case.dtype, case.count)
+    x = case.x if case.dtype is None else case.x.to(case.dtype)
+    found = differences(made, cast_reference(x, case.forms, case.outputs, amax, case.count), case.outputs)
     forms = [f"{form.fmt.name} {form.role} {form.dim}" for form in case.forms]
     return [f"{forms} {case.outputs} {case.x.dtype} {list(case.x.shape)} fp8 {case.fp8}: {what}" for what in found]
 
@@ -175,7 +206,7 @@ def main() -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
     count, problems = 0, []
     with mock.patch.object(interpreter, "_convert_float", convert):
-        for case in itertools.chain(every_format(), pairs(), odd_ones()):
+        for case in itertools.chain(every_format(), pairs(), weights(), odd_ones()):
             count += 1
             problems += cast_differences(case)
         problems += [*dequantised(), *largest()]

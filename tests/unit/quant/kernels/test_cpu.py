@@ -176,7 +176,7 @@ def test_a_call_returns_when_all_is_written(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x = torch.randn(2048, 1024)
     form = Form(Format(name="a", element=E3M2, tile=1024), "input", 0, RoundingKey(1, 2, 3))
-    room = cpu.allocate(x, [form], ["values"])
+    room = cpu.room(x, [form], ["values"])
     want = cpu.cast(x, [form], ["values"], None)[0].values[-1]
     for _ in range(20):
         room[0].values.fill_(1.0)

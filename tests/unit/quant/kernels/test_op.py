@@ -31,7 +31,7 @@ def all_forms() -> list[Form]:
 def traced(x: torch.Tensor, forms: list[Form], outputs: list[Output]) -> list[Cast]:
     """The casts of x through the operator."""
     compiled = torch.compile(op.cast, fullgraph=True, backend="eager")
-    return compiled(x, forms, outputs, finite_amax(x))
+    return compiled(x, forms, outputs, finite_amax(x), count=True)
 
 
 @pytest.mark.parametrize("form", all_forms(), ids=lambda f: f"{f.fmt.name}-{f.role}{f.dim}-{f.key is not None}")
@@ -74,7 +74,10 @@ def test_fake_tensors_have_the_casts_shapes_and_strides(output, dim):
     form = Form(get_format("mxfp4"), "input", dim)
     want = cast_reference(torch.randn(70, 150), [form], [output])[0]
     with FakeTensorMode():
-        got = op.cast(torch.empty(70, 150), [form], [output], None)[0]
+        got = op.cast(torch.empty(70, 150), [form], [output], None, count=True)[0]
+        narrow = op.cast(torch.empty(70, 150), [form], [output], None, dtype=torch.bfloat16)[0]
+    assert narrow.saturated is None
+    assert narrow.values.dtype == (torch.bfloat16 if output == "values" else torch.uint8)
     for fake, real in zip(got[:3], want[:3], strict=True):
         assert (fake is None) == (real is None)
         assert fake is None or (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)

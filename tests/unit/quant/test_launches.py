@@ -1,0 +1,85 @@
+"""How many kernels a linear and step launch on a GPU, counted without one.
+
+The tensors are on the meta device and take the GPU's path.  Counted are: each launch of a Triton kernel, in whose
+place a counter stands, and each operator of torch that is neither a view nor an allocation.  Not seen is what one
+operator may launch besides its kernel, such as cuBLASLt's own reductions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="triton is not installed; pip install triton")
+
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
+from megatron_snip.quant.scaled_mm import ScaledMM
+
+KEY = RoundingKey(seed=1, iteration=2, stream=3)
+KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel")
+
+
+class Launches(TorchDispatchMode):
+    """Collects the names of what would be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if not view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, name: str) -> Any:
+        """In the place of a Triton kernel: ``kernel[grid](...)`` is counted."""
+        counter = self
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args, **options: counter.names.append(name)
+
+        return Kernel()
+
+
+def step(precision: str, master: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What forward and backward of one linear launch after an optimiser step; kept: whether the weight's casts are."""
+    launches = Launches()
+    monkeypatch.setattr(op, "_traced", lambda x: False)
+    monkeypatch.setattr(triton_cast, "_on_nvidia", lambda x: True)
+    monkeypatch.setattr(triton_cast, "_converts_fp8", lambda device: True)
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, launches.kernel(name))
+    x = torch.empty(256, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(384, 640, dtype=master, device="meta", requires_grad=True)
+    g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
+    call = LinearCall(LinearPrecision.parse(precision), KEY, weight_casts=Casts() if kept else None)
+    with launches:
+        y = ScaledMM()(x, w, call)
+        torch.autograd.grad(y, (x, w), g)
+    return launches.names
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp4", "fp4/fp4/fp8"])
+def test_a_linear_launches_three_casts_and_three_gemms(precision, monkeypatch):
+    """The weight's one launch reads the master, and serves fprop and dgrad."""
+    for master, others in ((torch.bfloat16, []), (torch.float32, ["_to_copy"])):  # wgrad's output, to float32
+        names = step(precision, master, True, monkeypatch)
+        gemms = [name for name in names if "scaled_mm" in name]
+        assert (names.count("cast_kernel"), len(gemms)) == (3, 3)
+        assert [name for name in names if name not in ("cast_kernel", *gemms)] == others
+
+
+def test_formats_that_differ_are_cast_from_one_read_too(monkeypatch):
+    assert step("fp8/fp4/fp8", torch.float32, True, monkeypatch).count("cast_kernel") == 3
+
+
+def test_a_weight_that_is_not_kept_is_cast_where_it_is_used(monkeypatch):
+    names = step("fp4", torch.float32, False, monkeypatch)
+    assert len(names) == 8 and names.count("cast_kernel") == 4
