@@ -25,6 +25,7 @@ def test_thirty_faults(tmp_path):
     assert (tmp_path / "soak/report.md").read_text().startswith("| fault | times |")
 
 
+@pytest.mark.timeout(600)
 def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
     """A shard of another iteration, which a loader without checks takes for this one."""
     monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "train_iters": 14})
