@@ -169,7 +169,7 @@ def test_stochastic_rounding_is_unbiased_in_every_interval():
 @pytest.mark.parametrize("casts", CASTS)
 def test_stochastic_rounding_goes_up_exactly_when_the_draw_is_below_the_distance(casts):
     """In E2M1's lowest interval, whose step is 0.5: away from the draw, at it, and one ulp above it."""
-    draws = random_bits(KEY, 64, 128) * 2.0**-24
+    draws = (random_bits(KEY, 64, 128) + 0.5) * 2.0**-16
     for distance, up in [
         (torch.rand(64, 128), None),
         (draws, False),
