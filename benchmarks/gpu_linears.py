@@ -11,7 +11,9 @@ from harness import Case, interleaved, live_peak
 from torch import Tensor
 
 from megatron_snip.quant import Casts, LinearPrecision, RoundingKey, quantized_linear
-from megatron_snip.quant.operands import LinearCall, Operands
+from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.operands import LinearCall, Operand, Operands, cast_operands
+from megatron_snip.quant.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 #: Tokens and shapes (input x output channels); the goals are told of the last one.
@@ -100,6 +102,7 @@ def linears(contact: Contact) -> Table:
             continue
         x, w, g = (torch.randn(s, device=contact.device).bfloat16() for s in ((tokens, k), (n, k), (tokens, n)))
         cases = {"plain BF16": _plain(x, w, g)} | {s.name: _ours(x, w, g, s) for s in SETTINGS}
+        cases |= {f"the three GEMMs alone, {fmt}": _gemms(contact, x, w, g, fmt) for fmt in ("fp8", "fp4")}
         peers = {} if contact.rehearse else _peers(x, w, g, table)
         _measure(contact, table, f"{k} -> {n}", cases | peers, graphs=set(cases))
     table.notes.append(f"{tokens} tokens; a weight that is not cached is cast in each call, as in a first microbatch")
@@ -122,6 +125,21 @@ def _ours(x: Tensor, w: Tensor, g: Tensor, setting: Setting) -> Case:
         return torch.autograd.grad(y, (x, w), g)
 
     return run
+
+
+def _gemms(contact: Contact, x: Tensor, w: Tensor, g: Tensor, name: str) -> Case:
+    """fprop, dgrad and wgrad of operands that are cast already."""
+    call, backend = LinearCall(LinearPrecision.parse(name), KEY), Emulated() if contact.rehearse else Hopper()
+
+    def made(tensor: Tensor, gemm: str, role: str) -> Operand:
+        return cast_operands(tensor, [(call.form(gemm, role), backend.output(role, kept=False))])[0]
+
+    operands = {
+        "fprop": (made(x, "fprop", "input"), made(w, "fprop", "weight"), torch.bfloat16),
+        "dgrad": (made(g, "dgrad", "grad_output"), made(w, "dgrad", "weight"), torch.bfloat16),
+        "wgrad": (made(g, "wgrad", "grad_output"), made(x, "wgrad", "input"), torch.float32),
+    }
+    return lambda: [backend.multiply(gemm, a, b, x.dtype, out) for gemm, (a, b, out) in operands.items()]
 
 
 def _peers(x: Tensor, w: Tensor, g: Tensor, table: Table) -> dict[str, Case]:
