@@ -36,14 +36,14 @@ def round_nearest(size: Tensor, element: Element) -> Tensor:
 
 
 def round_stochastic(size: Tensor, element: Element, draws: Tensor) -> Tensor:
-    """|x| to the upper grid neighbour if draw * 2**-24 < its distance to the lower, in grid steps.
+    """|x| to the upper grid neighbour if (draw + 1/2) * 2**-16 < its distance to the lower, in grid steps.
 
-    size float32 [...], draws integers [...] of 24 bits -> float32 [...].
+    size float32 [...], draws integers [...] of 16 bits -> float32 [...].
     """
     exponent = _binade(size, element) - element.mantissa_bits
     step, steps = power_of_two(exponent), size * power_of_two(-exponent)
     lower = steps.floor()
-    up = draws.float() * 2.0**-RANDOM_BITS < steps - lower
+    up = (draws.float() + 0.5) * 2.0**-RANDOM_BITS < steps - lower
     return torch.where(size.isnan(), size, (lower + up) * step)
 
 

@@ -2,12 +2,13 @@
 
 Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), in plain
 torch int64 arithmetic.  Element (row, col) of an operand, both counted over the whole tensor
-whatever the layout, reads word ``col & 3`` of
+whatever the layout, reads one of eight draws of 16 bits from the words of
 
-    counter = (col >> 2, row & 0xffffffff, row >> 32, iteration)
+    counter = (col >> 3, row & 0xffffffff, row >> 32, iteration)
     key     = (low, high 32 bits of mix64(mix64(seed) ^ stream))
 
-and keeps the word's upper 24 bits.  mix64 is SplitMix64's step (Steele et al., OOPSLA 2014).
+Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
+et al., OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatron_snip.formats import ROLES
 from megatron_snip.quant.precision import GEMMS
 
-RANDOM_BITS = 24
+RANDOM_BITS = 16
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -89,15 +90,16 @@ class RoundingKey:
 
 
 def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
-    """The 24-bit random integers of an operand: int64 [rows, cols], element (0, 0) at (row0, col0)."""
+    """The 16-bit random integers of an operand: int64 [rows, cols], element (0, 0) at (row0, col0)."""
     row = torch.arange(key.row0, key.row0 + rows, device=device)[:, None]
-    first_group, last_group = key.col0 >> 2, (key.col0 + max(cols, 1) - 1) >> 2
+    first_group, last_group = key.col0 >> 3, (key.col0 + max(cols, 1) - 1) >> 3
     group = torch.arange(first_group, last_group + 1, device=device)[None, :]
     iteration = torch.full_like(group, key.iteration)
     counter = torch.broadcast_tensors(group, row & _MASK32, row >> 32, iteration)
-    words = torch.stack(philox(counter, key.words), dim=-1).flatten(start_dim=1)
-    skip = key.col0 & 3
-    return words[:, skip : skip + cols] >> (32 - RANDOM_BITS)
+    words = torch.stack(philox(counter, key.words), dim=-1)
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(start_dim=1)
+    skip = key.col0 & 7
+    return draws[:, skip : skip + cols]
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

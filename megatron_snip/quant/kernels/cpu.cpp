@@ -53,7 +53,7 @@ namespace generic {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
 namespace avx2 {
 #define SNIP_LANES 8
-#define SNIP_COUNTING {0, 1, 2, 3}
+#define SNIP_COUNTING {0, 2, 1, 3}
 #define SNIP_TARGET __attribute__((target("avx2")))
 #include "cpu_kernels.h"
 #undef SNIP_TARGET
@@ -63,7 +63,7 @@ namespace avx2 {
 
 namespace avx512 {
 #define SNIP_LANES 16
-#define SNIP_COUNTING {0, 1, 2, 3, 4, 5, 6, 7}
+#define SNIP_COUNTING {0, 4, 1, 5, 2, 6, 3, 7}
 #define SNIP_TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
 #include "cpu_kernels.h"
 #undef SNIP_TARGET
@@ -72,7 +72,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 4;
+constexpr int32_t kAbi = 5;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)

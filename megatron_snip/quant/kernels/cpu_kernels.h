@@ -1,6 +1,6 @@
 // The casts on one instruction set: cpu.cpp includes this once for each, in a namespace of its own, with
-// SNIP_LANES (float32 in a vector), SNIP_COUNTING (0, 1, ... in 64-bit lanes) and SNIP_TARGET (the functions'
-// attribute) set.
+// SNIP_LANES (float32 in a vector), SNIP_COUNTING (0, 1, ... in the first 64-bit lanes of each 128 bits, then in the
+// second ones) and SNIP_TARGET (the functions' attribute) set.
 
 #include "cpu_vectors.h"
 
@@ -11,7 +11,7 @@
 struct Scratch {
   alignas(64) float amax[kStrip + 64], encode[kStrip + 64], stored[kStrip + 64], decode[kStrip + 64];
   alignas(64) float encode_of[kStrip + 64], decode_of[kStrip + 64];  // as factors() reads them
-  alignas(64) uint32_t natural[kStrip + 128], words[kStrip + 128];
+  alignas(64) uint16_t draws[kStrip + 256];
   alignas(64) char sizes[4 * kStrip + 64];
 };
 
@@ -103,8 +103,8 @@ FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t r
   I saturated{};
   for (int64_t i = 0; i < rows; ++i) {
     if constexpr (kStochastic)
-      random_words<T>(Philox(form, form.row0 + row + i), form.col0 + col, cols, s.words, s.natural);
-    const Line line = {encode, decode, shift, s.words, rounder, ahead};
+      random_draws(Philox(form, form.row0 + row + i), form.col0 + col, cols, s.draws);
+    const Line line = {encode, decode, shift, s.draws + ((form.col0 + col) & 7), rounder, ahead};
     line.cast(x + i * call.cols, out + i * call.cols, cols, stream, saturated);
   }
   int64_t sum = 0;

@@ -15,10 +15,10 @@ struct Philox {
     c3 = uint32_t(p0);
   }
 
-  // The words of kWays * kGroup columns from 4 * column on, even and odd ones apart.  Several ways at once, as each
-  // step waits for the one before it.
+  // The draws of kWays * 2 * kGroup columns from 8 * column on.  Several ways at once, as each step waits for the one
+  // before it.
   template <int kWays>
-  FN void words(uint32_t column, uint32_t* out) const {
+  FN void draws(uint32_t column, uint16_t* out) const {
     static constexpr W kCounting = SNIP_COUNTING;
     W x0[kWays], x1[kWays], x2[kWays], x3[kWays];
 #pragma GCC unroll 8
@@ -46,29 +46,21 @@ struct Philox {
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kWays; ++i) {
-      store(out + i * kGroup, low_halves(x0[i], x2[i]), false);
-      store(out + i * kGroup + kLanes, low_halves(x1[i], x3[i]), false);
+      const W first = low_halves(x0[i], x1[i]), second = low_halves(x2[i], x3[i]);
+      store(out + 2 * i * kGroup, interleave(first, second, false), false);
+      store(out + (2 * i + 1) * kGroup, interleave(first, second, true), false);
     }
   }
 };
 
-// The words of a strip's columns from global column col on, in the order of pairs.
-template <class T>
-SNIP_TARGET __attribute__((noinline)) void random_words(const Philox& philox, uint64_t col, int cols, uint32_t* words,
-                                                        uint32_t* natural) {
-  const int skip = int(col & 3);
-  const uint32_t column = uint32_t(col >> 2);
-  constexpr int kWays = 8;
+// The draws of a strip's columns, and of those before them down to a multiple of 8; col: the first one, counted globally.
+SNIP_TARGET __attribute__((noinline)) void random_draws(const Philox& philox, uint64_t col, int cols, uint16_t* draws) {
+  const uint32_t column = uint32_t(col >> 3);
+  constexpr int kWays = 8, kStep = 2 * kGroup;
+  cols += int(col & 7);
   int j = 0;
-  for (; j + kWays * kGroup <= cols; j += kWays * kGroup) philox.words<kWays>(column + j / 4, words + j);
-  for (; j < cols + skip; j += kGroup) philox.words<1>(column + j / 4, words + j);
-  if (sizeof(T) == 2 && skip == 0) return;
-  for (j = 0; j < cols + skip; j += kGroup)
-    for (int i = 0; i < kLanes; ++i) {
-      natural[j + 2 * i] = words[j + i];
-      natural[j + 2 * i + 1] = words[j + kLanes + i];
-    }
-  arrange<T>(natural + skip, words, cols);
+  for (; j + kWays * kStep <= cols; j += kWays * kStep) philox.draws<kWays>(column + j / 8, draws + j);
+  for (; j < cols; j += kStep) philox.draws<1>(column + j / 8, draws + j);
 }
 
 // --- Rounding
@@ -96,7 +88,7 @@ struct Rounder {
 
 // One vector: a dequantised value as float32 bits, or a code in each lane.
 template <bool kCodes, bool kStochastic>
-FN U cast_lanes(F x, F encode, F scale, U words, const Rounder& r, I& saturated) {
+FN U cast_lanes(F x, F encode, F scale, U draws, const Rounder& r, I& saturated) {
   const F y = x * encode;
   const U sign = as<U>(y) & 0x80000000u;
   F size = as<F>(as<U>(y) & 0x7fffffffu);
@@ -107,7 +99,7 @@ FN U cast_lanes(F x, F encode, F scale, U words, const Rounder& r, I& saturated)
   I count;
   if constexpr (kStochastic) {
     const F t = size * as<F>(r.steps - exponent), lower = floor_of(t);
-    const F draw = __builtin_convertvector(as<I>(words >> 8), F) * 0x1p-24f;
+    const F draw = as<F>((draws & 0x007fff80u) | 0x3f800040u) - 1.0f;  // (draw + 1/2) * 2**-16
     const F n = draw < t - lower ? lower + 1.0f : lower;
     q = n * as<F>(exponent - r.mantissa);
     if constexpr (kCodes) count = __builtin_convertvector(n, I);
@@ -131,7 +123,7 @@ struct Row {
   using Out = std::conditional_t<kCodes, uint8_t, T>;
   const float *encode, *decode;  // as factors() reads them
   int shift;
-  const uint32_t* random;
+  const uint16_t* random;
   const Rounder& r;
   int64_t ahead;  // from an element to one that is needed soon
 
@@ -142,10 +134,10 @@ struct Row {
     const Pair<F> v = load_pair(x), to_grid = factors<T, kUniform>(encode, j, shift);
     Pair<F> back{};
     if constexpr (!kCodes) back = factors<T, kUniform>(decode, j, shift);
-    Pair<U> words{};
-    if constexpr (kStochastic) words = {load<U>(random + j), load<U>(random + j + kLanes)};
-    const U a = cast_lanes<kCodes, kStochastic>(v.a, to_grid.a, back.a, words.a, r, saturated);
-    const U b = cast_lanes<kCodes, kStochastic>(v.b, to_grid.b, back.b, words.b, r, saturated);
+    Pair<U> draws{};
+    if constexpr (kStochastic) draws = load_draws<T>(random + j);
+    const U a = cast_lanes<kCodes, kStochastic>(v.a, to_grid.a, back.a, draws.a, r, saturated);
+    const U b = cast_lanes<kCodes, kStochastic>(v.b, to_grid.b, back.b, draws.b, r, saturated);
     if constexpr (kCodes) store_codes<T>(out, {a, b}, stream);
     else store_pair(out, {as<F>(a), as<F>(b)}, stream);
   }

@@ -99,6 +99,19 @@ FN W low_halves(W a, W b) {
 #endif
 }
 
+// Of each 128 bits the first 64 of a and those of b, or the second ones.
+FN W interleave(W a, W b, bool second) {
+#if SNIP_LANES == 16
+  const __m512i x = as<__m512i>(a), y = as<__m512i>(b);
+  return as<W>(second ? _mm512_unpackhi_epi64(x, y) : _mm512_unpacklo_epi64(x, y));
+#elif SNIP_LANES == 8
+  const __m256i x = as<__m256i>(a), y = as<__m256i>(b);
+  return as<W>(second ? _mm256_unpackhi_epi64(x, y) : _mm256_unpacklo_epi64(x, y));
+#else
+  return W{a[second], b[second]};
+#endif
+}
+
 // --- What depends on the element type of x
 
 // Sizes: magnitudes' bits, as signed integers.
@@ -142,6 +155,18 @@ FN void store_codes(uint8_t* out, Pair<U> v, bool stream) {
   } else {
     store(out, __builtin_convertvector(v.a, Quarter), stream);
     store(out + kLanes, __builtin_convertvector(v.b, Quarter), stream);
+  }
+}
+
+// The 16-bit draws of a group from bits 7 to 22 of each lane; other bits are anything.
+template <class T>
+FN Pair<U> load_draws(const uint16_t* draws) {
+  if constexpr (sizeof(T) == 2) {
+    const U both = load<U>(draws);
+    return {both << 7, both >> 9};
+  } else {
+    return {__builtin_convertvector(load<Half>(draws), U) << 7,
+            __builtin_convertvector(load<Half>(draws + kLanes), U) << 7};
   }
 }
 

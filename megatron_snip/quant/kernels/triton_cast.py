@@ -138,7 +138,7 @@ def _launch(
     arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
     twins = _twins(forms, outputs)
     for form, output, made in zip(forms, outputs, casts, strict=True):
-        phase = -1 if form.key is None else form.key.col0 & 3
+        phase = -1 if form.key is None else form.key.col0 & 7
         specs.append(_spec(form.constants(output), phase, fp8, twins))
         strides = (0, 0) if made.scales is None else made.scales.stride()
         arguments += [made.values, made.scales, made.saturated, *strides, *_words(form.key)]
@@ -203,7 +203,7 @@ def _words(key: RoundingKey | None) -> list[int]:
     """A key as the kernel takes it: 32-bit words as signed integers, so that their size never asks for a new kernel."""
     if key is None:
         return [0] * 6
-    words = (*key.words, key.row0 & 0xFFFFFFFF, key.row0 >> 32, key.col0 >> 2, key.iteration)
+    words = (*key.words, key.row0 & 0xFFFFFFFF, key.row0 >> 32, key.col0 >> 3, key.iteration)
     return [(word + 2**31) % 2**32 - 2**31 for word in words]
 
 

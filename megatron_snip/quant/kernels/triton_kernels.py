@@ -14,7 +14,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     MAGNITUDE,
     bits_of,
     block_scales,
-    draw_bits,
+    draws_of,
     encode_nearest,
     float_of,
     round_nearest,
@@ -171,7 +171,7 @@ def _cast_chunk(
 
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
     broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales and to the
-    count of saturated elements or None, the strides of the scales, and the same of a twin.  words: as in ``draw_bits``.
+    count of saturated elements or None, the strides of the scales, and the same of a twin.  words: as in ``draws_of``.
     """
     out, _, saturated, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
@@ -180,7 +180,7 @@ def _cast_chunk(
     y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
     size = tl.minimum(tl.abs(y), F.largest, propagate_nan=tl.PropagateNan.ALL)
     if F.phase >= 0:
-        draws = draw_bits(row, col, words, F, ROWS, COLS)
+        draws = draws_of(row, col, words, F, ROWS, COLS)
         q = round_stochastic(size, draws, F.mantissa, F.emin)
     else:
         q = round_nearest(size, F.mantissa, F.emin)

@@ -21,7 +21,7 @@ class FormSpec(NamedTuple):
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, else "".
     direct: the same instruction also rounds.  transposed: codes are stored by columns.  twins: codes and scales are
-    stored along the other dim too.  phase: col0 & 3 of the random bits, -1 to round to nearest.
+    stored along the other dim too.  phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
 
     block_rows: int
@@ -101,12 +101,11 @@ def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def round_stochastic(size, draws, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x| to the upper neighbour if draw * 2**-24 < its distance to the lower, in grid steps: float32 [...]."""
+    """|x| to the upper neighbour if draw < its distance to the lower, in grid steps: float32 [...]."""
     step = _binade(size, EMIN) - (MANTISSA << 23)
     steps = size * float_of((254 << 23) - step)
     lower = tl.floor(steps)
-    up = draws.to(tl.float32) * 5.9604644775390625e-08 < steps - lower
-    return tl.where(up, lower + 1.0, lower) * float_of(step)
+    return tl.where(draws < steps - lower, lower + 1.0, lower) * float_of(step)
 
 
 @triton.jit
@@ -147,23 +146,26 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def draw_bits(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The 24-bit random integers of elements from (row, col) of x on: uint32 [ROWS, COLS].
+def draws_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(draw + 1/2) * 2**-16 of elements from (row, col) of x on, draws being 16-bit integers: float32 [ROWS, COLS].
 
-    words: key (two), row0 (low, high), col0 >> 2, of which F.phase is the rest, iteration, all as int32 bit patterns.
+    words: key (two), row0 (low, high), col0 >> 3, of which F.phase is the rest, iteration, all as int32 bit patterns.
     """
     key0, key1, row0_low, row0_high, group0, iteration = words
     k0, k1, c3 = key0.to(tl.uint32), key1.to(tl.uint32), iteration.to(tl.uint32)
     start = row0_low.to(tl.uint32)
     low = start + (row + tl.arange(0, ROWS)[:, None]).to(tl.uint32)
     high = row0_high.to(tl.uint32) + (low < start).to(tl.uint32)
-    if F.phase == 0:  # four columns share a counter
-        group = group0.to(tl.uint32) + (col // 4 + tl.arange(0, COLS // 4)[None, :]).to(tl.uint32)
+    if F.phase == 0:  # eight columns share a counter
+        group = group0.to(tl.uint32) + (col // 8 + tl.arange(0, COLS // 8)[None, :]).to(tl.uint32)
         w0, w1, w2, w3 = _philox(group, low, high, c3, k0, k1)
-        bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+        word = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        bits = tl.reshape(tl.join(word << 7, word >> 9), (ROWS, COLS))
     else:
         at = F.phase + col + tl.arange(0, COLS)[None, :]
-        w0, w1, w2, w3 = _philox(group0.to(tl.uint32) + (at >> 2).to(tl.uint32), low, high, c3, k0, k1)
-        word = at & 3
-        bits = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
-    return bits >> 8
+        w0, w1, w2, w3 = _philox(group0.to(tl.uint32) + (at >> 3).to(tl.uint32), low, high, c3, k0, k1)
+        place = (at >> 1) & 3
+        word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+        bits = tl.where((at & 1) == 0, word << 7, word >> 9)
+    # the draw in bits 7 to 22, the half in bit 6: without an integer's conversion, which is slow
+    return float_of(((bits & 0x007FFF80) | 0x3F800040).to(tl.int32, bitcast=True)) - 1.0

@@ -46,6 +46,6 @@ def scale_ties(unit: float) -> torch.Tensor:
 
 def draw_ties(key: RoundingKey) -> torch.Tensor:
     """An fp4 operand [8, 128] of which each element's distance to its lower neighbour equals its random draw."""
-    x = random_bits(key, 8, 128) * 2.0**-24 * E2M1.min_subnormal
+    x = (random_bits(key, 8, 128) + 0.5) * 2.0**-16 * E2M1.min_subnormal
     x[:, 0] = E2M1.max
     return x

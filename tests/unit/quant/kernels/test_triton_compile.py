@@ -149,7 +149,7 @@ def test_ragged_float32(compiled, output):
 
 
 def test_new_random_bits_need_no_new_kernel(compiled):
-    keys = [RoundingKey(0, 0, 0), RoundingKey(1, 2**32 - 1, 3, 2**40 + 16, 2**33), RoundingKey(5, 1, 6, 1, 4)]
+    keys = [RoundingKey(0, 0, 0), RoundingKey(1, 2**32 - 1, 3, 2**40 + 16, 2**33), RoundingKey(5, 1, 6, 1, 8)]
     operand = torch.empty(64, 256, dtype=torch.bfloat16)
     kernels = set()
     for key in keys:
