@@ -148,11 +148,11 @@ def test_largest_magnitude():
 def test_the_dispatched_cast_takes_the_kernel_and_never_waits_for_the_device():
     x = operands(LARGE, torch.bfloat16, "cuda")[1]
     forms = [plain("nvfp4", "grad_output", 1, KEY), plain("fp8", "weight", 0)]
-    dispatch.cast(x, forms, ["operand", "operand"])  # compiles
+    dispatch.cast(x, forms, ["operand", "operand"], count=True)  # compiles
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = dispatch.cast(x, forms, ["operand", "operand"])
+        made = dispatch.cast(x, forms, ["operand", "operand"], count=True)
     finally:
         torch.cuda.set_sync_debug_mode(before)
     expected = cast_reference(x, forms, ["operand", "operand"], finite_amax(x))

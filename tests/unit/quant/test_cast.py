@@ -130,7 +130,8 @@ def test_special_values(fmt, rounding, dtype, casts):
     for size in (1e-37, 1e-39, 3.3e38, float(torch.finfo(dtype).max)):
         # A subnormal scale has few digits, so the largest element itself is only roughly kept.
         y = cast([size, -size])
-        assert y.isfinite().all() and torch.equal(y[1], -y[0])
+        assert y.isfinite().all() and y.signbit().tolist() == [False, True]
+        assert rounding == "stochastic" or torch.equal(y[1], -y[0])  # each of the two has a draw of its own
         assert float(y[0]) == pytest.approx(size, rel=0.26 if size < 1e-38 else 0.01)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ pytest.importorskip("triton", reason="triton is not installed; pip install trito
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, compile_ahead, resources
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey, quantize
 from megatron_snip.quant.cast import Form
@@ -30,55 +28,17 @@ from megatron_snip.quant.kernels import triton_cast, triton_kernels
 
 KEY = RoundingKey(1, 2, 3)
 SHIFTED = RoundingKey(1, 2, 3, col0=2)
-HOPPER, BLACKWELL = 90, 100
 # Products and sums without .rn are free to be fused later; approximate division; subnormal numbers flushed to 0.
 FORBIDDEN = re.compile(r"\bfma\.rn\.\w+|\b(?:mul|add|sub)\.\w*f32\w*|div\.full|div\.approx|rcp\.approx|\.ftz")
-
-
-class NoDevice:
-    """What triton asks of a device before it launches, without one."""
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.target.arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-class Compiled:
-    """Stands in for a kernel: ``kernel[grid](...)`` compiles and keeps the result."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.results = kernel, []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: self.results.append(self.kernel.warmup(*args, grid=grid, **kwargs))
 
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
     """A function (kernel name, capability, call) that returns what the call would have launched there."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_cast, "_converts_fp8", lambda device: True)
 
     def compile_(name: str, capability: int, call: Any) -> Any:
-        kernel = Compiled(getattr(triton_kernels, name))
-        with mock.patch.object(triton_kernels, name, kernel):
-            driver.set_active(NoDevice(capability))
-            try:
-                call()
-            finally:
-                driver.set_active(None)  # triton looks for a device anew when it needs one
-        (result,) = kernel.results
+        result = compile_ahead(name, capability, call)
         assert f".target sm_{capability}a" in result.asm["ptx"] and result.asm["cubin"]
         return result
 
@@ -168,6 +128,20 @@ def test_dequantisation(compiled, fmt):
 def test_largest_magnitude(compiled):
     result = compiled("amax_kernel", HOPPER, lambda: triton_cast.finite_amax(torch.ones(64, 64)))
     assert "red.global" in result.asm["ptx"] or "atom.global" in result.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("name", "registers"),
+    [
+        ("fp8 input, two operands", 168),
+        ("fp8 weight from float32, two operands", 168),
+        ("fp4 grad_output, stochastic, two operands", 168),
+    ],
+)
+def test_registers_leave_room_for_warps(compiled, name, registers):
+    """Of 168 registers a thread an SM has three blocks of four warps; benchmarks/kernel_resources.py has the rest."""
+    made = resources(compiled("cast_kernel", HOPPER, LAUNCHES[name]))
+    assert made.spills == 0 and made.registers <= registers
 
 
 @triton.jit

@@ -1,0 +1,158 @@
+"""What the compiled Triton casts need of a GPU: registers, spills, shared memory and occupancy.  No GPU is used.
+
+    python benchmarks/kernel_resources.py                   # sm_90a, then sm_100a
+    python benchmarks/kernel_resources.py --warps 8 --chunk 16 --json kernels.json
+
+Each kernel goes through triton's own launch up to the machine code for the device, which triton's cuobjdump and
+nvdisasm then read.  Rows are the casts that a linear launches under ``scaled_mm``, and values as ``emulated`` takes
+them.  "Warps an SM" is what registers and shared memory leave room for, of 64.  Spills are instructions that store
+registers to local memory or load them from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.kernels import triton_cast, triton_kernels
+
+HOPPER, BLACKWELL = 90, 100
+_BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+# Of an SM of either: 32-bit registers, those a warp is given at a time, bytes of shared memory and those a block takes.
+_REGISTERS, _UNIT, _SHARED, _RESERVED, _MAX_WARPS = 65536, 256, 233472, 1024, 64
+
+
+def _no_device(capability: int) -> SimpleNamespace:
+    """What triton asks of a device before it launches, without one."""
+    target = GPUTarget("cuda", capability, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
+
+
+class _Compiled:
+    """Stands in for a kernel: ``kernel[grid](...)`` compiles and keeps the result."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.results = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.results.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+def compile_ahead(name: str, capability: int, call: Callable[[], object]) -> Any:
+    """The one kernel of that name that ``call`` would have launched on a device of the capability."""
+    kernel = _Compiled(getattr(triton_kernels, name))
+    with (
+        mock.patch.object(triton_kernels, name, kernel),
+        mock.patch.object(triton_cast, "_converts_fp8", lambda device: True),
+    ):
+        driver.set_active(_no_device(capability))
+        try:
+            call()
+        finally:
+            driver.set_active(None)  # triton looks for a device anew when it needs one
+    (result,) = kernel.results
+    return result
+
+
+class Resources(NamedTuple):
+    """Of one kernel: registers a thread, instructions that spill, bytes of shared memory, and warps an SM."""
+
+    registers: int
+    spills: int
+    shared: int
+    warps_an_sm: int
+    instructions: int
+
+
+def resources(compiled: Any) -> Resources:
+    """What a compiled kernel needs."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([_BINARIES / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    match = re.search(r"REG:(\d+)", usage)
+    assert match is not None, usage
+    operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9]+)", code, re.M)
+    registers, warps, shared = int(match[1]), compiled.metadata.num_warps, compiled.metadata.shared
+    a_warp = -(-registers * 32 // _UNIT) * _UNIT
+    blocks = min(_REGISTERS // a_warp // warps, _SHARED // (shared + _RESERVED), _MAX_WARPS // warps)
+    spills = sum(operation in ("LDL", "STL") for operation in operations)
+    return Resources(registers, spills, shared, blocks * warps, len(operations))
+
+
+class Launch(NamedTuple):
+    """One cast of x [R, C]: its forms and outputs, and what it is rounded to if it is float32."""
+
+    forms: list[Form]
+    outputs: list[Output]
+    dtype: torch.dtype | None = None
+
+    def __call__(self) -> object:
+        """Cast an x of even tiles."""
+        x = torch.empty(256, 512, dtype=torch.bfloat16 if self.dtype is None else torch.float32)
+        return triton_cast.cast(x, self.forms, self.outputs, torch.ones(()), self.dtype, count=False)
+
+
+def _both(name: str, role: str, output: Output, key: RoundingKey | None = None) -> Launch:
+    fmt = get_format(name)
+    forms = [Form(fmt, role, dim, key if role in fmt.stochastic_roles else None) for dim in (1, 0)]
+    return Launch(forms, [output, output], torch.bfloat16 if role == "weight" else None)
+
+
+_KEY = RoundingKey(1, 2, 3)
+LAUNCHES = {
+    "fp8 input, two operands": _both("fp8", "input", "operand"),
+    "fp8 weight from float32, two operands": _both("fp8", "weight", "operand"),
+    "fp4 grad_output, stochastic, two operands": _both("fp4", "grad_output", "operand", _KEY),
+    "fp4 input, two operands": _both("fp4", "input", "operand"),
+    "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
+    "nvfp4 input, two of values": _both("nvfp4", "input", "values"),
+}
+
+
+def main() -> None:
+    from harness import machine, report, save
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warps", type=int, default=triton_cast._WARPS, help="of a block")
+    parser.add_argument("--chunk", type=int, default=triton_cast._CHUNK, help="rows that a block has in registers")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    triton_cast._WARPS, triton_cast._CHUNK = args.warps, args.chunk
+    rows, results = [], []
+    for capability in (HOPPER, BLACKWELL):
+        for name, launch in LAUNCHES.items():
+            made = resources(compile_ahead("cast_kernel", capability, launch))
+            rows.append([f"sm_{capability}a", name, *map(str, made)])
+            results.append({"device": f"sm_{capability}a", "launch": name, **made._asdict()})
+    about = machine("cpu")
+    columns = ("device", "launch", *(field.replace("_", " ") for field in Resources._fields))
+    print(report("Triton casts, compiled ahead of time", columns, rows, about))
+    save(args.json, about, results)
+
+
+if __name__ == "__main__":
+    main()
