@@ -97,6 +97,7 @@ class TrainingConfig:
     seed: int = 1234  # Seed of weights, data order and stochastic rounding.
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it in float32.
     recompute_granularity: Literal["none", "full"] = "none"  # full: recompute each block in backward.
+    compile: bool = False  # Compile each block by torch.compile; its linears run as without it, bit for bit.
     max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.
     # An iteration whose loss spikes or is not finite runs once more before it counts; see docs/reliability.md.
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"

@@ -47,6 +47,9 @@ class Format:
     stochastic_roles: frozenset[str] = frozenset()
     hadamard: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # every cast of a linear looks forms up
+
     def __post_init__(self) -> None:
         if self.scale not in _SCALE_BITS:
             raise ValueError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")

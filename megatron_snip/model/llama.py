@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,10 +29,12 @@ from megatron_snip.parallel.tensor import (
     Region,
     RowParallelLinear,
     VocabParallelEmbedding,
+    linears_of_one_input,
     local,
     make_parameter,
 )
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, LinearShape, RoundingKey, wide_linear
+from megatron_snip.quant import LinearCall, LinearPrecision, LinearShape, RoundingKey, wide_linear
+from megatron_snip.quant.linear_op import pack_key
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -160,11 +163,9 @@ class Attention(nn.Module):
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        x = self.region.enter(x)
-        casts = Casts()
-        q, k, v = (linear(x, key, casts) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], self.region.enter(x), key)
         out: Tensor = self.o_proj(self.attend(q, k, v, cos, sin), key)
         return out
 
@@ -185,11 +186,10 @@ class MLP(nn.Module):
         self.region = build.region
         self.gate_proj, self.up_proj, self.down_proj = (build.linear(f"{prefix}.{name}") for name in MLP_LINEARS)
 
-    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
+    def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        x = self.region.enter(x)
-        casts = Casts()
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, key, casts)) * self.up_proj(x, key, casts), key)
+        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], self.region.enter(x), key)
+        out: Tensor = self.down_proj(F.silu(gate) * up, key)
         return out
 
 
@@ -202,9 +202,29 @@ class Block(nn.Module):
         self.self_attn = Attention(build, f"layers.{index}.self_attn")
         self.post_attention_layernorm = RMSNorm(build)
         self.mlp = MLP(build, f"layers.{index}.mlp")
+        self._compiled: Callable[..., Tensor] | None = None
+
+    def compile_run(self, backend: str = "inductor") -> None:
+        """Compile the block by torch.compile; linears that read the same tensor stay one operator each."""
+        # a graph for each: with and without gradients, and which linears have wgrad in bf16
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
+        self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
+        if self._compiled is not None and not self._observed():
+            return self._compiled(x, cos, sin, pack_key(key))
+        return self._run(x, cos, sin, key)
+
+    def _observed(self) -> bool:
+        """Whether a probe looks, which compiled code would not show anything."""
+        attention, mlp = self.self_attn, self.mlp
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+                   mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
+        return attention.region.wide or any(linear.observer is not None for linear in linears)
+
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), key)
         return out
@@ -287,7 +307,10 @@ class LlamaStage(nn.Module):
         x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
         for block in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, self.cos, self.sin, key, use_reentrant=False)
+                x = checkpoint(
+                    block, x, self.cos, self.sin, key, use_reentrant=False,
+                    context_fn=lambda: (self.build.region.run_again_later(), nullcontext()),
+                )  # fmt: skip
             else:
                 x = block(x, self.cos, self.sin, key)
         return x

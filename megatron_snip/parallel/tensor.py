@@ -12,8 +12,8 @@ Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N out
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import (
     Casts,
@@ -31,10 +32,12 @@ from megatron_snip.quant import (
     LinearObserver,
     LinearPrecision,
     RoundingKey,
+    linear_op,
     name_stream,
-    quantized_linear,
+    run_linear,
     wide_linear,
 )
+from megatron_snip.quant.linear_op import handle_of
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -82,12 +85,23 @@ class Region:
     """The stretch of a block whose activations are split over tensor parallel processes.
 
     With `wide`, which a probe sets for its time, sums that tp splits are carried in float64 and rounded to float32
-    once, so that they do not depend on the split.
+    once, so that they do not depend on the split.  `forward_only` holds while a forward runs that will be run again
+    before its backward.
     """
 
     axis: Axis
     sequence_parallel: bool
     wide: bool = False
+    forward_only: bool = False
+
+    @contextmanager
+    def run_again_later(self) -> Iterator[None]:
+        """Inside, a forward runs whose activations are dropped: nothing is cast for wgrad alone."""
+        self.forward_only = True
+        try:
+            yield
+        finally:
+            self.forward_only = False
 
     def enter(self, x: Tensor) -> Tensor:
         """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
@@ -145,6 +159,7 @@ class _ParallelLinear(nn.Module):
         self.name, self.region = name, region
         self.out_features, self.in_features = weight.shape
         self.weight = make_parameter(weight, self.split_dim, region.axis, device_mesh)
+        self.keeps_input = True
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.observer: LinearObserver | None = None
@@ -155,6 +170,17 @@ class _ParallelLinear(nn.Module):
         offsets = [0, 0]
         offsets[self.split_dim] = region.axis.rank * shard
         self._output_col0, self._input_col0 = offsets
+        self.handle = handle_of(self)
+
+    @property
+    def precision(self) -> LinearPrecision:
+        """One format for each GEMM."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: LinearPrecision) -> None:
+        self._precision = precision
+        self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
     def _whole_amax(self, amax: Tensor) -> Tensor:
         """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp."""
@@ -162,34 +188,38 @@ class _ParallelLinear(nn.Module):
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.axis.group)
         return amax
 
-    def _local_linear(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
+    def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
+        """Everything about a call; `key` is the microbatch's."""
+        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0)
+        return LinearCall(
+            self._precision, own, self._input_col0, self._output_col0,
+            self.observer, input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
+        )  # fmt: skip
+
+    def _local_linear(self, x: Tensor, key: RoundingKey | Tensor, input_casts: Casts | None = None) -> Tensor:
         """x [B, S, K_local] -> [B, S, N_local]; in a wide region float64 where tp sums it."""
-        key = dataclasses.replace(key, stream=self._stream)
-        flat, w = x.flatten(0, 1), local(self.weight)
-        if self.region.wide:
-            call = LinearCall(
-                self.precision, key, self._input_col0, self._output_col0, self.observer, input_casts,
-                reduce_amax=self._reduce_amax,
-            )  # fmt: skip
-            return wide_linear(flat, w, call, self.wide_dtype).unflatten(0, x.shape[:2])
-        y = quantized_linear(
-            flat,
-            w,
-            self.precision,
-            key=key,
-            impl=self.impl,
-            input_col0=self._input_col0,
-            output_col0=self._output_col0,
-            observer=self.observer,
-            input_casts=input_casts,
-            weight_casts=self.weight_casts,
-            reduce_amax=self._reduce_amax,
-        )
+        if isinstance(key, Tensor):
+            return _as_one_operator([self], x, key)[0]
+        call, flat, w = self.linear_call(key, input_casts), x.flatten(0, 1), local(self.weight)
+        wide = self.region.wide
+        y = wide_linear(flat, w, call, self.wide_dtype) if wide else run_linear(flat, w, call, self.impl)
         return y.unflatten(0, x.shape[:2])
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
         return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"
+
+
+def _as_one_operator(linears: Sequence[_ParallelLinear], x: Tensor, key: Tensor) -> list[Tensor]:
+    """x [B, S, K_local] -> [B, S, N_local] of each linear, in a compiled block."""
+    ys = linear_op.linears(
+        x.flatten(0, 1),
+        [local(linear.weight) for linear in linears],
+        key,
+        [linear.handle for linear in linears],
+        keeps_input=any(linear.keeps_input for linear in linears),
+    )
+    return [y.unflatten(0, x.shape[:2]) for y in ys]
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -199,10 +229,10 @@ class ColumnParallelLinear(_ParallelLinear):
     wide_dtype = torch.float32
     sharded_roles = frozenset({"weight", "grad_output"})
 
-    def forward(self, x: Tensor, key: RoundingKey, input_casts: Casts | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: RoundingKey | Tensor, input_casts: Casts | None = None) -> Tensor:
         """x [B, S, K], the same on each process -> [B, S, N/tp].
 
-        Linears that are given the same x share its casts through `input_casts`.
+        Linears that are given the same x share its casts through `input_casts`; see `linears_of_one_input`.
         """
         return self._local_linear(x, key, input_casts)
 
@@ -214,9 +244,20 @@ class RowParallelLinear(_ParallelLinear):
     wide_dtype = torch.float64  # tp sums it
     sharded_roles = frozenset({"input", "weight"})
 
-    def forward(self, x: Tensor, key: RoundingKey) -> Tensor:
+    def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]."""
         return self.region.leave(self._local_linear(x, key))
+
+
+def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey | Tensor) -> list[Tensor]:
+    """x [B, S, K] -> [B, S, N/tp] of each linear, sharing x's casts.
+
+    A key that is a tensor (`pack_key`) is a compiled block's: its linears are one operator.
+    """
+    if isinstance(key, Tensor):
+        return _as_one_operator(linears, x, key)
+    casts = Casts()
+    return [linear(x, key, casts) for linear in linears]
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from megatron_snip.quant.cast import Quantized
 from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linear import (
+    check_compiled,
     check_linear,
     linear_implementations,
     linear_runs,
     quantized_linear,
     register_linear,
+    run_linear,
 )
 from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
@@ -30,6 +32,7 @@ __all__ = [
     "Quantized",
     "RoundingKey",
     "Sizes",
+    "check_compiled",
     "check_linear",
     "dequantize",
     "fake_quantize",
@@ -39,5 +42,6 @@ __all__ = [
     "quantize",
     "quantized_linear",
     "register_linear",
+    "run_linear",
     "wide_linear",
 ]

@@ -36,6 +36,10 @@ class ByGemm:
         sizes = Sizes(x.shape[0], x.shape[1], w.shape[0])
         return three_gemms(x, w, call, self._chosen(call.precision, x.device, sizes))
 
+    def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
+        """Who multiplies each GEMM.  Raises ValueError as a call does."""
+        return self._chosen(precision, device, sizes)
+
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""
         told = {}

@@ -23,7 +23,7 @@ from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, Linea
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.three_gemms import Sizes
+from megatron_snip.quant.three_gemms import Backends, Sizes
 from megatron_snip.quant.transformer_engine import TransformerEngine
 
 
@@ -107,6 +107,11 @@ def quantized_linear(
     if key is None:
         _refuse_stochastic(precision, torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
     call = LinearCall(precision, key, input_col0, output_col0, observer, input_casts, weight_casts, reduce_amax or {})
+    return run_linear(x, w, call, impl)
+
+
+def run_linear(x: Tensor, w: Tensor, call: LinearCall, impl: str) -> Tensor:
+    """``quantized_linear`` without its checks, for callers that have made them: x [T,K], w [N,K] -> y [T,N]."""
     return _IMPLEMENTATIONS[impl](x, w, call)
 
 
@@ -119,6 +124,20 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
             raise ValueError(
                 f"{gemm} in {fmt.name} rounds {stochastic[0]} stochastically, key is None; give a RoundingKey"
             )
+
+
+def check_compiled(impl: str) -> None:
+    """Raise ValueError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
+    if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
+        able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
+        raise ValueError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
+
+
+def backends_of(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
+    """Who multiplies each GEMM of a linear that ``check_compiled`` has passed."""
+    implementation = _IMPLEMENTATIONS[impl]
+    assert isinstance(implementation, ByGemm)
+    return implementation.backends(precision, device, sizes)
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Protocol
 
 import torch
@@ -45,6 +46,7 @@ class LinearCall:
     key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
     x's and y's first column.  input_casts: shared by the linears that read the same x; weight_casts: kept
     from call to call while the weight does not change.  reduce_amax: by role, for operands that are shards.
+    forward_only: another forward comes before the backward (recomputation), so nothing is cast for wgrad yet.
     """
 
     precision: LinearPrecision
@@ -55,21 +57,34 @@ class LinearCall:
     input_casts: Casts | None = None
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = field(default_factory=dict)
+    forward_only: bool = False
+
+    def for_backward(self) -> LinearCall:
+        """This call without what linears share of their input, which would hold the input itself."""
+        return LinearCall(
+            self.precision, self.key, self.input_col0, self.output_col0, self.observer, None, self.weight_casts,
+            self.reduce_amax, self.forward_only,
+        )  # fmt: skip
 
     def form(self, gemm: str, role: str, fmt: str | None = None) -> Form | None:
         """The form of an operand of a GEMM, in its own format by default; None stays as it is (bf16).
 
         A weight's rows are output channels, those of the others tokens.
         """
-        form = get_format(fmt or getattr(self.precision, gemm))
-        if not form.quantised:
-            return None
-        key = None
-        if role in form.stochastic_roles:
-            assert self.key is not None, "quantized_linear refuses this call"
-            col0 = self.output_col0 if role == "grad_output" else self.input_col0
-            key = self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0)
-        return Form(form, role, REDUCTION_DIM[gemm][role], key)
+        form = _form(fmt or getattr(self.precision, gemm), gemm, role)
+        if form is None or role not in form.fmt.stochastic_roles:
+            return form
+        assert self.key is not None, "quantized_linear refuses this call"
+        col0 = self.output_col0 if role == "grad_output" else self.input_col0
+        key = self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0)
+        return Form(form.fmt, role, form.dim, key)
+
+
+@cache
+def _form(name: str, gemm: str, role: str) -> Form | None:
+    """The form of an operand but for its key; None for a format that does not quantise."""
+    fmt = get_format(name)
+    return Form(fmt, role, REDUCTION_DIM[gemm][role]) if fmt.quantised else None
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,15 @@ class Operand:
     data: Tensor
     scales: Tensor | None = None
     tensor_scale: Tensor | None = None
+
+    @classmethod
+    def unset(cls, form: Form, output: Output, x: Tensor) -> Operand:
+        """For codes of x [R, C] that nobody will read: no cast, the same sizes, NaN for scales."""
+        codes = x.new_empty(x.shape[::-1] if output == "operand" else x.shape, dtype=torch.uint8)
+        codes = codes.T if output == "operand" else codes
+        blocks = [-(-side // block) for side, block in zip(x.shape, form.block, strict=True)]
+        whole = x.new_full((), torch.nan, dtype=torch.float32) if form.fmt.needs_tensor_amax else None
+        return cls(form, output, codes, x.new_full(blocks, torch.nan, dtype=torch.float32), whole)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Dequantised [R, C] of a dtype; not for tensor-core bytes."""
@@ -201,7 +225,7 @@ class Casts:
         for_now: codes that had to be made are kept, but given as values, made by the same read.
         """
         self.renewed(x, dtype)
-        wanted = [_shared(form, output) for form, output in wanted]
+        wanted = [_shared(*one) for one in wanted]
         if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
             codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
             now: list[Wanted] = [(form, "values") for form, _ in codes]
@@ -212,6 +236,7 @@ class Casts:
         return [self._made[key] for key in wanted]
 
 
+@lru_cache(maxsize=256)
 def _shared(form: Form | None, output: Output) -> Wanted:
     """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
     if form is None:

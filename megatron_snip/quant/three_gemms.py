@@ -7,7 +7,6 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, NamedTuple
@@ -78,54 +77,84 @@ def plain_product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b, in dtype ``out``."""
     a, b = (a.T if gemm == "wgrad" else a), (b.T if gemm == "fprop" else b)
     if out == a.dtype or a.device.type == "cpu":  # CPUs multiply bf16 into bf16 alone
-        return (a @ b).to(out)
+        y = a @ b
+        return y if y.dtype == out else y.to(out)
     return torch.mm(a, b, out_dtype=out)
+
+
+def forward(
+    x: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_wgrad: bool
+) -> tuple[Tensor, Operand | None]:
+    """x [T,K], w [N,K] -> y [T,N] of x.dtype, and X [T,K] in wgrad's form if that will be needed."""
+    wanted = [(call.form("fprop", "input"), backends.fprop.output("input", kept=False))]
+    form, output = call.form("wgrad", "input") if needs_wgrad else None, backends.wgrad.output("input", kept=True)
+    later = call.forward_only and form is not None
+    if needs_wgrad and not later:
+        wanted.append((form, output))
+    casts = call.input_casts if call.input_casts is not None else Casts()
+    made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
+    weight = _weight(w, "fprop", call, backends, x.dtype, needs_wgrad)
+    y = backends.fprop.multiply("fprop", made[0], weight, x.dtype, x.dtype)
+    if later:
+        assert form is not None
+        return y, Operand.unset(form, output, x)
+    return y, made[1] if needs_wgrad else None
+
+
+def backward(
+    g: Tensor,
+    w: Tensor,
+    kept: Operand | None,
+    x: Tensor | None,
+    call: LinearCall,
+    backends: Backends,
+    *,
+    needs_dgrad: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x [T,K] and w [N,K] from that of y, g [T,N]; w's where ``forward`` kept X for it.
+
+    x: the input itself, where an observer looks.
+    """
+    dtype = g.dtype
+    needed = [gemm for gemm, need in (("dgrad", needs_dgrad), ("wgrad", kept is not None)) if need]
+    wanted = [
+        (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False)) for gemm in needed
+    ]
+    cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
+    grad_x = None
+    if needs_dgrad:
+        weight = _weight(w, "dgrad", call, backends, dtype)
+        grad_x = backends.dgrad.multiply("dgrad", cast.pop("dgrad"), weight, dtype, dtype)
+
+    def wgrad() -> Tensor:
+        assert kept is not None
+        return backends.wgrad.multiply("wgrad", cast.pop("wgrad"), kept, dtype, w.dtype)
+
+    if call.observer is not None:
+        assert x is not None
+        wgrad = cache(wgrad)
+        call.observer.backward(Operands(x, w.to(dtype), g, call, grad_x, wgrad if kept is not None else None))
+    return grad_x, wgrad() if kept is not None else None
 
 
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, backends: Backends, needs_wgrad: bool) -> Tensor:
-        wanted = [(call.form("fprop", "input"), backends.fprop.output("input", kept=False))]
-        if needs_wgrad:
-            wanted.append((call.form("wgrad", "input"), backends.wgrad.output("input", kept=True)))
-        casts = call.input_casts if call.input_casts is not None else Casts()
-        made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
-        weight = _weight(w, "fprop", call, backends, x.dtype, needs_wgrad)
-        y = backends.fprop.multiply("fprop", made[0], weight, x.dtype, x.dtype)
-        kept = made[1] if needs_wgrad else None
-        data, scales, whole = (None, None, None) if kept is None else (kept.data, kept.scales, kept.tensor_scale)
-        ctx.save_for_backward(data, scales, whole, w, x if call.observer is not None else None)
-        ctx.form, ctx.output = (None, "values") if kept is None else (kept.form, kept.output)
+        y, kept = forward(x, w, call, backends, needs_wgrad=needs_wgrad)
+        tensors = (None, None, None) if kept is None else (kept.data, kept.scales, kept.tensor_scale)
+        ctx.save_for_backward(*tensors, w, x if call.observer is not None else None)
+        ctx.form, ctx.output = (None, None) if kept is None else (kept.form, kept.output)
         # what linears share of the input is for their forward alone: holding it would hold the input itself
-        ctx.call, ctx.backends, ctx.dtype = dataclasses.replace(call, input_casts=None), backends, x.dtype
+        ctx.call, ctx.backends = call if call.input_casts is None else call.for_backward(), backends
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         data, scales, whole, w, x = ctx.saved_tensors
-        call, backends, dtype = ctx.call, ctx.backends, ctx.dtype
-        g = grads[0]
-        needed = [gemm for gemm, need in zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False) if need]
-        wanted = [
-            (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False))
-            for gemm in needed
-        ]
-        cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
-        grad_x = grad_w = None
-        if "dgrad" in cast:
-            weight = _weight(w, "dgrad", call, backends, dtype)
-            grad_x = backends.dgrad.multiply("dgrad", cast.pop("dgrad"), weight, dtype, dtype)
-
-        @cache
-        def wgrad() -> Tensor:
-            operand = Operand(ctx.form, ctx.output, data, scales, whole)
-            return backends.wgrad.multiply("wgrad", cast.pop("wgrad"), operand, dtype, w.dtype)
-
-        if call.observer is not None:
-            call.observer.backward(Operands(x, w.to(dtype), g, call, grad_x, wgrad if "wgrad" in cast else None))
-        if "wgrad" in needed:
-            grad_w = wgrad()
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        kept = Operand(ctx.form, ctx.output, data, scales, whole) if needs_wgrad and data is not None else None
+        grad_x, grad_w = backward(grads[0], w, kept, x, ctx.call, ctx.backends, needs_dgrad=needs_dgrad)
         return grad_x, grad_w, None, None, None
 
 

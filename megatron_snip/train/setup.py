@@ -25,7 +25,15 @@ from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_na
 from megatron_snip.parallel.data import shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearPrecision, LinearShape, Sizes, check_linear, linear_implementations, linear_runs
+from megatron_snip.quant import (
+    LinearPrecision,
+    LinearShape,
+    Sizes,
+    check_compiled,
+    check_linear,
+    linear_implementations,
+    linear_runs,
+)
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
@@ -91,6 +99,8 @@ def _check_linears(config: Config, plan: Plan | None) -> None:
     """ValueError if --linear-impl cannot run a precision that this run may come to."""
     for precision in _precisions(config, plan):
         check_linear(config.precision.linear_impl, precision, _device(config))
+    if config.training.compile:
+        check_compiled(config.precision.linear_impl)
 
 
 def _device(config: Config) -> torch.device:
@@ -159,6 +169,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
             linear.impl = config.precision.linear_impl
             if reshard and mesh.dp.size > 1:  # the gathered weight is freed after each use: so are its casts
                 linear.weight_casts = None
+        for block in stage.blocks().values() if t.compile else ():
+            block.compile_run()
         shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=reshard)
         stage.allocate()
     return stages

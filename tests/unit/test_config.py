@@ -26,7 +26,7 @@ WORDS = {
     "lr": "1e-3", "min_lr": "1e-5", "lr_decay_style": "WSD", "lr_decay_iters": "6", "lr_warmup_iters": "2",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "clip_grad": "0.5", "seed": "5", "bf16": True,
-    "recompute_granularity": "full", "max_skipped_iterations": "4", "rerun_mode": "disabled",
+    "recompute_granularity": "full", "compile": True, "max_skipped_iterations": "4", "rerun_mode": "disabled",
     "spike_window": "32", "spike_deviations": "4.5", "spike_nats": "0.25", "exit_interval": "9",
     "exit_duration_in_mins": "1.5", "exit_signal_handler": False, "data_path": ["0.3", "a", "0.7", "b"],
     "train_data_path": ["c"], "valid_data_path": ["d"], "split": "9,1,0", "data_cache_path": "cache",

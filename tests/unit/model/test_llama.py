@@ -22,7 +22,8 @@ from megatron_snip.model.llama import (
     rotate,
 )
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import KINDS, LinearPrecision
+from megatron_snip.quant import KINDS, LinearPrecision, operands
+from megatron_snip.quant.dispatch import cast
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, seq_length=128,
@@ -233,3 +234,26 @@ def test_random_bits_follow_the_global_sample(make):
     torch.testing.assert_close(both, apart, rtol=1e-4, atol=1e-4 * float(both.abs().max()))
     elsewhere = grads_at([6], slice(0, 1)) + grads_at([8], slice(1, 2))
     assert (both - elsewhere).abs().max() > 0.01 * both.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4", "bf16/fp8/bf16"])
+def test_recomputation_casts_for_wgrad_once(make, precision, monkeypatch):
+    seen: list[tuple[str, int]] = []
+
+    def count(x, forms, *rest):
+        seen.extend((form.role, form.dim) for form in forms)
+        return cast(x, forms, *rest)
+
+    def grads(recompute: bool) -> tuple[int, int, list[torch.Tensor]]:
+        (stage,) = make(dataclasses.replace(MODEL, num_layers=1), recompute=recompute).values()
+        for linear in stage.linears().values():
+            linear.precision = LinearPrecision.parse(precision)
+        seen.clear()
+        stage(tokens(), SAMPLES, tokens(1)).backward()
+        return seen.count(("input", 1)), seen.count(("input", 0)), [p.grad for p in stage.parameters()]
+
+    monkeypatch.setattr(operands, "cast", count)
+    (fprop, wgrad, once), (fprop_again, wgrad_again, twice) = grads(False), grads(True)
+    assert fprop_again == 2 * fprop and wgrad_again == wgrad
+    assert (fprop, wgrad) == ((0, 0) if precision.startswith("bf16") else (4, 4))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

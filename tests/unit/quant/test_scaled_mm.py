@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.three_gemms import plain_product
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
@@ -107,6 +109,34 @@ def test_devices(capability, cuda, reason, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     refusal = ByGemm(Hopper()).refusal(LinearPrecision.uniform("fp4"), torch.device("cuda"))
     assert refusal is None if reason is None else reason in refusal
+
+
+def test_a_float32_master_weights_gradient_is_not_rounded_to_bf16(scaled_mm):
+    x, w, g = tensors(torch.bfloat16)
+    master = w.detach().float().requires_grad_()
+    y = ByGemm(Hopper())(x, master, LinearCall(LinearPrecision.uniform("fp8"), KEY))
+    grad_x, grad = torch.autograd.grad(y, (x, master), g)
+    assert (y.dtype, grad_x.dtype, grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert not torch.equal(grad, grad.bfloat16().float())
+    rounded = ByGemm(Hopper())(x, w, LinearCall(LinearPrecision.uniform("fp8"), KEY))
+    assert torch.equal(grad.bfloat16(), torch.autograd.grad(rounded, w, g)[0])
+
+
+def test_plain_wgrad_gives_float32_at_once_where_the_device_can():
+    g, x = (
+        torch.empty(64, 32, dtype=torch.bfloat16, device="meta"),
+        torch.empty(64, 16, dtype=torch.bfloat16, device="meta"),
+    )
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        grad = plain_product("wgrad", g, x, torch.float32)
+    assert grad.dtype == torch.float32 and grad.shape == (32, 16) and called[-1] == "aten.mm.dtype"
 
 
 @pytest.mark.parametrize("sizes", [(300, 256, 256), (256, 300, 256), (256, 256, 300)])

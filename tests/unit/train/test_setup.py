@@ -64,6 +64,10 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
             {"linear_impl": "transformer_engine", "precision": "snip", "snip_options": "fp8,fp4"},
             ["--linear-impl transformer_engine cannot run fp4", "use --linear-impl auto or emulated"],
         ),
+        (
+            {"linear_impl": "transformer_engine", "precision": "bf16", "compile": True},
+            ["--compile does not go with --linear-impl transformer_engine; use --linear-impl auto or emulated"],
+        ),
         ({"precision": "snip", "snip_objective": "luck"}, ["unknown objective 'luck'; known: snip"]),
         ({"precision": "snip", "snip_options": "fp8,fp5"}, ["fp5", "fp8"]),
         ({"precision": "snip", "snip_warmup_precision": "fp5"}, ["fp5", "fp8"]),
