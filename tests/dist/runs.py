@@ -127,7 +127,7 @@ def plan_from(options: dict[str, Any], folder: Path, iterations: int) -> dict[st
     assert parts.coordinator is not None
     seen = []
     run = parts.coordinator.probe.run
-    parts.coordinator.probe.run = lambda *args: seen.append(run(*args)) or seen[-1]
+    parts.coordinator.probe.run = lambda *args, **more: seen.append(run(*args, **more)) or seen[-1]
     metrics = parts.coordinator.before_step(iterations + 1, run_pass, parts.optimizer.zero_grad)
     return {
         "stats": seen[0],
