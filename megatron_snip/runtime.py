@@ -141,8 +141,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         keep_freed_memory()
     if not dist.is_initialized():
         # NCCL's communicators are then made here and the mesh's split from them, not at first use in mid-step
-        bound = {"device_id": place} if backend == "nccl" else {}
-        _join(backend, rank, world_size, timeout_minutes, ending, bound)
+        _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
     return Runtime(rank, world_size, local_rank, place, backend)
 
 
@@ -166,18 +165,18 @@ def _join(
     world_size: int,
     timeout_minutes: float,
     ending: Ending | None,
-    bound: dict[str, torch.device],
+    bound: torch.device | None,
 ) -> None:
     """Make the process group, under keys that no earlier start has used, and begin to watch the other processes."""
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:  # a lone process needs no address
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **bound)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
     own, key = next(rendezvous("env://", rank, world_size, timeout=timeout))[0], "start"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
         key = agree_on_start(own, rank, world_size, timeout.total_seconds())
     store = PrefixStore(key, own)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **bound)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
     if ending is not None and world_size > 1:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         second = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
