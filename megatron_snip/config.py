@@ -95,9 +95,13 @@ class TrainingConfig:
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
     clip_grad: float = 1.0  # Largest norm of the whole gradient; 0 clips nothing.
     seed: int = 1234  # Seed of weights, data order and stochastic rounding.
+    deterministic_mode: bool = False  # Algorithms of torch, cuBLAS and NCCL that repeat their bits; slower on GPUs.
+    manual_gc: bool = False  # Collect garbage at --manual-gc-interval alone, so that processes pause together.
+    manual_gc_interval: int = 0  # Iterations between two collections under --manual-gc; 0: only at the start.
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it in float32.
     recompute_granularity: Literal["none", "full"] = "none"  # full: recompute each block in backward.
     compile: bool = False  # Compile each block by torch.compile; its linears run as without it, bit for bit.
+    preflight: bool = True  # Before iteration 1, run what --precision snip will need: each option and a probe.
     max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.
     # An iteration whose loss spikes or is not finite runs once more before it counts; see docs/reliability.md.
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
@@ -129,7 +133,12 @@ class LoggingConfig:
 
     run_dir: str = "runs/default"  # Folder of metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
-    log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs) to the progress line.
+    log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs), and MFU where its peak is known, to the line.
+    log_memory: bool = False  # Add memory in use, and at most, to each row of metrics.
+    profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
+    profile_step_start: int = 10  # First iteration of the trace.
+    profile_step_end: int = 12  # Last iteration of the trace.
+    profile_ranks: tuple[int, ...] = (0,)  # Processes that write one.
     log_all_ranks: bool = False  # Each process writes its metrics; those beside rank 0 to metrics/ in the run folder.
     eval_interval: Optional[int] = None  # Iterations between two validations; by default none.
     eval_iters: int = 10  # Batches of one validation.

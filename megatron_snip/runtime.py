@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,11 @@ from megatron_snip.faults.watch import Watch
 from megatron_snip.files import one_line
 
 LOGGER = logging.getLogger("megatron_snip")
+#: What --deterministic-mode lets a user set; NCCL's are those that Megatron accepts.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,34 @@ def resolve_backend(backend: str, device: str = "auto") -> tuple[str, str]:
     return backend, device
 
 
+def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> None:
+    """Set what torch's allocator, cuBLAS and NCCL read when they start; what the user has set stays.
+
+    Called before CUDA starts.  stacks: folder that NCCL's flight recorder writes to when a collective times out.
+    ValueError where the user's own settings are not deterministic and the run is to be.
+    """
+    torch.use_deterministic_algorithms(deterministic)
+    if device != "cuda":
+        return
+    wanted = {
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(stacks.absolute() / "nccl_rank_"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    if deterministic:
+        wanted |= {("CUBLAS_WORKSPACE_CONFIG",): ":4096:8", ("NCCL_ALGO",): "Ring"}
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):  # the second is the name of before
+            os.environ[names[0]] = value
+    for name, good in DETERMINISTIC.items() if deterministic else ():
+        if os.environ[name] not in good:
+            raise ValueError(
+                f"{name}={os.environ[name]} may change bits from run to run under --deterministic-mode; "
+                f"unset it, or set one of {', '.join(good)}"
+            )
+
+
 def keep_freed_memory() -> None:
     """Ask glibc to keep freed blocks of activation size for the next one.
 
@@ -107,8 +141,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         keep_freed_memory()
     if not dist.is_initialized():
         # NCCL's communicators are then made here and the mesh's split from them, not at first use in mid-step
-        bound = place if backend == "nccl" else None
-        _join(backend, rank, world_size, timeout_minutes, ending, bound)
+        _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
     return Runtime(rank, world_size, local_rank, place, backend)
 
 

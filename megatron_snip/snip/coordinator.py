@@ -167,14 +167,21 @@ class Coordinator:
         of_a_solve = ("target", "objective", "bound", "gap", "solver_seconds", "solve_failed")
         return {name: value for name, value in metrics.items() if name.removeprefix("snip/") not in of_a_solve}
 
+    def measure(
+        self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None], batches: int
+    ) -> Statistics | None:
+        """A probe of what the objective asks for; None where it asks for nothing.  May raise ProbeFailed, on all."""
+        objective = get_objective(self.snip.snip_objective)
+        if not objective.needs_stats:
+            return None
+        everything = objective.needs_operands or self.snip.snip_weight > 0
+        return self.probe.run(run_pass, zero_grad, iteration, batches, updates=everything)
+
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
-        start, stats = time.perf_counter(), None
+        start = time.perf_counter()
         try:
-            objective = get_objective(self.snip.snip_objective)
-            if objective.needs_stats:
-                everything = objective.needs_operands or self.snip.snip_weight > 0
-                stats = self.probe.run(run_pass, zero_grad, iteration, self._batches(iteration), updates=everything)
+            stats = self.measure(iteration, run_pass, zero_grad, self._batches(iteration))
         except ProbeFailed as error:
             return {"snip/probe_seconds": time.perf_counter() - start} | self._keep(iteration, str(error))
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}

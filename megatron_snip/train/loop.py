@@ -20,7 +20,9 @@ from megatron_snip.model.flops import iteration_flops
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.guard import Guard, go_back
+from megatron_snip.train.instruments import Instruments, peak_tflops
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
+from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report import format_summary, write_report
 from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.run_folder import (
@@ -57,6 +59,7 @@ class Trainer:
             parts.stepper.validate = self.rerun.validated
         self.data_skipped = 0  # samples, by going back to checkpoints
         self.guard = self._make_guard() if config.snip.snip_guard else None
+        self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = self.logged = time.perf_counter()
         self.logged_iteration = start.iteration
@@ -79,11 +82,15 @@ class Trainer:
     def run(self) -> None:
         """Train to the last iteration, or until something asks to leave."""
         t, parts = self.config.training, self.parts
+        if self.iteration == 0 and t.preflight:
+            preflight(self.config, parts)
+            self.logged = time.perf_counter()
         self._validate_new_weights()
         self._end_if_data_failed()
         while self.iteration < t.train_iters:
             begin = time.perf_counter()
             iteration = self.iteration + 1
+            self.instruments.before_step(iteration)
             runtime.seed_iteration(t.seed, iteration)
             batch = parts.train_loader.batch(self._consumed())
             row: dict[str, Any] = {"iteration": iteration}
@@ -98,7 +105,7 @@ class Trainer:
             self.iteration = iteration
             row |= self._measured_divergence(bf16_loss, result, row.get("snip/plan_hash", ""))
             suspicious = self.watch.add(result.loss, result.grad_norm)
-            row |= self.rerun.row()
+            row |= self.rerun.row() | self.instruments.after_step(iteration)
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
             row |= self._row(result, time.perf_counter() - begin)
@@ -124,6 +131,7 @@ class Trainer:
         if self.parts.coordinator is not None:
             self.parts.coordinator.close()
         self.parts.train_loader.close()
+        self.instruments.close(self.iteration)
         self.saver.close()
         if self.writer is not None:
             self.writer.close()
@@ -277,13 +285,14 @@ class Trainer:
             now = time.perf_counter()
             seconds = (now - self.logged) / (self.iteration - self.logged_iteration)
             self.logged, self.logged_iteration = now, self.iteration
-            tflops = None
+            tflops = peak = None
             if self.config.logging.log_throughput:
                 flops = iteration_flops(self.config.model, self.config.training.global_batch_size)
                 tflops = flops / seconds / self.parts.mesh.world_size / 1e12
+                peak = peak_tflops(self.instruments.device)
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
-            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops))
+            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops, peak=peak))
 
     def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
@@ -363,9 +372,11 @@ def train(config: Config, ending: Ending | None = None) -> None:
     check_restarts(config, runtime.environment_restarts())
     config = with_defaults(config)
     start = find_start(config)
+    p, stacks = config.parallel, Path(config.logging.run_dir) / "stacks"
     if ending is not None:
-        ending.folder, ending.advice = Path(config.logging.run_dir) / "stacks", partial(advice, config)
-    p = config.parallel
+        ending.folder, ending.advice = stacks, partial(advice, config)
+    kind = runtime.resolve_backend(p.distributed_backend, p.device)[1]
+    runtime.prepare_environment(kind, deterministic=config.training.deterministic_mode, stacks=stacks)
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan, False), start)

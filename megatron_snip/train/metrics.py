@@ -240,9 +240,16 @@ def start_wandb(config: Config, run_id: str) -> Any:
     return run
 
 
-def progress_line(row: Mapping[str, Any], total: int, *, nan_iterations: int, tflops: float | None) -> str:
-    """Megatron's progress line for one row of metrics; `iteration-time` is in seconds."""
+def progress_line(
+    row: Mapping[str, Any], total: int, *, nan_iterations: int, tflops: float | None, peak: float | None = None
+) -> str:
+    """Megatron's progress line for one row of metrics; `iteration-time` is in seconds.
+
+    peak: the device's own TFLOP/s in BF16, of which the MFU is a share.
+    """
     throughput = "" if tflops is None else f" throughput per GPU (TFLOP/s/GPU): {tflops:.1f} |"
+    if tflops is not None and peak is not None:
+        throughput += f" MFU (%): {100 * tflops / peak:.1f} |"
     return (
         f" [{datetime.now()}] iteration {row['iteration']:8d}/{total:8d} |"
         f" consumed samples: {row['consumed-samples']:12d} |"

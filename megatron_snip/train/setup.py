@@ -176,15 +176,17 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     return stages
 
 
-def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
-    """The pipeline over this process's stages."""
+def build_pipeline(
+    config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device, microbatches: int | None = None
+) -> Pipeline:
+    """The pipeline over this process's stages; by default for an iteration's microbatches."""
     m, t = config.model, config.training
     s = m.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     return Pipeline(
         dict(stages),
         num_stages=_stages_of(config),
         mesh=mesh,
-        microbatches=config.num_microbatches(mesh.dp.size),
+        microbatches=microbatches or config.num_microbatches(mesh.dp.size),
         activation=(t.micro_batch_size, s, m.hidden_size),
         tokens=(t.micro_batch_size, m.seq_length),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,

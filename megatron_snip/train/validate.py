@@ -21,13 +21,13 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
-        "keep_every",
+        "keep_every", "profile_step_start", "profile_step_end",
         "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience", "world_size",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
-        "spike_deviations", "spike_nats",
+        "spike_deviations", "spike_nats", "manual_gc_interval",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -91,6 +91,8 @@ def validate(config: Config, world_size: int) -> None:
         _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
     _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
+    if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
+        raise ValueError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
@@ -189,6 +191,12 @@ def _validate_pairs(config: Config) -> None:
         raise ValueError(
             f"--snip-solve-timeout is {waits:g} seconds, and --distributed-timeout-minutes {limit / 60.0:g} ends a run "
             f"whose processes wait for {limit:g} seconds; lower the first or raise the second"
+        )
+    log = config.logging
+    if log.profile and log.profile_step_end < log.profile_step_start:
+        raise ValueError(
+            f"--profile-step-end {log.profile_step_end} is before --profile-step-start {log.profile_step_start}; "
+            "change one"
         )
     if t.min_lr > t.lr and t.lr_decay_style != "constant":
         raise ValueError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")

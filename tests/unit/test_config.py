@@ -27,6 +27,9 @@ WORDS = {
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "clip_grad": "0.5", "seed": "5", "bf16": True,
     "recompute_granularity": "full", "compile": True, "max_skipped_iterations": "4", "rerun_mode": "disabled",
+    "deterministic_mode": True, "manual_gc": True, "manual_gc_interval": "6", "log_memory": True,
+    "profile": True, "profile_step_start": "2",
+    "profile_step_end": "3", "profile_ranks": ["0", "2"], "preflight": False,
     "spike_window": "32", "spike_deviations": "4.5", "spike_nats": "0.25", "exit_interval": "9",
     "exit_duration_in_mins": "1.5", "exit_signal_handler": False, "data_path": ["0.3", "a", "0.7", "b"],
     "train_data_path": ["c"], "valid_data_path": ["d"], "split": "9,1,0", "data_cache_path": "cache",
@@ -55,7 +58,8 @@ MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-
 --recompute-granularity --exit-interval --exit-duration-in-mins --exit-signal-handler --data-path --split
 --data-cache-path --mock-data --tokenizer-type --tokenizer-model --vocab-size --log-interval --eval-interval
 --eval-iters --save --load --save-interval --finetune --no-load-optim --log-throughput --wandb-project
---wandb-exp-name --wandb-save-dir --rerun-mode"""
+--wandb-exp-name --wandb-save-dir --rerun-mode --deterministic-mode --profile --profile-step-start --profile-step-end
+--profile-ranks --manual-gc --manual-gc-interval"""
 
 
 def flat(config: Config) -> dict[str, object]:
@@ -66,10 +70,12 @@ def typed(name: str, word: object) -> object:
     """The value that a word stands for, by the option's annotation."""
     group = type(getattr(Config(), option_groups()[name]))
     kind = get_type_hints(group)[name]
+    if isinstance(word, list):
+        return tuple(map(get_args(kind)[0], word))
     for one in (kind, *get_args(kind)):
         if one in (int, float):
             return one(word)
-    return tuple(word) if isinstance(word, list) else word
+    return word
 
 
 EXPECTED = {name: typed(name, word) for name, word in WORDS.items()}

@@ -222,3 +222,50 @@ def test_an_os_error_without_a_path_keeps_its_traceback(logger, monkeypatch):
 def test_before_a_run_has_begun_our_own_errors_keep_their_traceback(logger, monkeypatch):
     with pytest.raises(AssertionError, match="mine"):
         leave_with(monkeypatch, AssertionError("mine"))
+
+
+NAMES = (
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO",
+)  # fmt: skip
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The process's environment without what may be set for GPUs."""
+    monkeypatch.setattr(os, "environ", {name: text for name, text in os.environ.items() if name not in NAMES})
+    yield os.environ
+    torch.use_deterministic_algorithms(False)
+
+
+def test_what_gpus_read_at_their_start_is_set(environment, tmp_path):
+    runtime.prepare_environment("cpu", deterministic=False, stacks=tmp_path)
+    assert not set(NAMES) & environment.keys()
+    runtime.prepare_environment("cuda", deterministic=False, stacks=tmp_path)
+    assert {name: environment.get(name) for name in NAMES} == dict.fromkeys(NAMES) | {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl_rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_the_user_has_set_stays(environment, tmp_path):
+    environment |= {"PYTORCH_CUDA_ALLOC_CONF": "x", "TORCH_NCCL_TRACE_BUFFER_SIZE": "5", "NCCL_ALGO": "Tree"}
+    runtime.prepare_environment("cuda", deterministic=True, stacks=tmp_path)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "x" and "PYTORCH_ALLOC_CONF" not in environment
+    assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "5" and "TORCH_FR_BUFFER_SIZE" not in environment
+    assert environment["NCCL_ALGO"] == "Tree"
+
+
+def test_deterministic_algorithms(environment, tmp_path):
+    runtime.prepare_environment("cuda", deterministic=True, stacks=tmp_path)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert (environment["CUBLAS_WORKSPACE_CONFIG"], environment["NCCL_ALGO"]) == (":4096:8", "Ring")
+    environment["NCCL_ALGO"] = "NVLS"
+    with pytest.raises(
+        ValueError, match="NCCL_ALGO=NVLS may change bits from run to run under --deterministic-mode; un"
+    ):
+        runtime.prepare_environment("cuda", deterministic=True, stacks=tmp_path)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 
+import numpy as np
 import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.snip.measure.probe import Probe
+from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train import loop
+from megatron_snip.train.step import Stepper
 
 SNIP = {
     "snip_probe_tokens": 1,
@@ -74,6 +79,39 @@ def test_a_plan_that_changes_precision_is_seen(train_here, tmp_path):
     without = train_here(train_iters=6, run_dir=str(tmp_path / "without"))
     rows = train_here(**{**SNIP, "snip_target": 1.0})
     assert curve(rows)[:2] == curve(without)[:2] and curve(rows)[2] != curve(without)[2]
+
+
+@pytest.mark.parametrize("how", [{}, {"bf16": True, "recompute_granularity": "full"}], ids=["", "bf16 recompute"])
+def test_a_preflight_is_not_seen(how, train_here, tmp_path):
+    options = {**SNIP, "snip_target": 0.5, "snip_weight": 1.0, **how}
+    without = train_here(**options, preflight=False, run_dir=str(tmp_path / "without"))
+    rows = train_here(**options)
+    assert curve(rows) == curve(without)
+    assert [row["snip/plan_hash"] for row in rows] == [row["snip/plan_hash"] for row in without]
+    one, other = (Statistics.load(tmp_path / run / "stats/iter_0000004.json") for run in ("run", "without"))
+    assert np.array_equal(one.values, other.values)
+
+
+def test_a_preflight_runs_every_option_and_a_probe(train_here, tmp_path, monkeypatch, caplog):
+    ran, probed = [], []
+    gradients, run = Stepper.gradients, Probe.run
+
+    def seen(self, batch, iteration, **how):
+        if iteration == 0:
+            linears = [linear for stage in self.pipeline.stages.values() for linear in stage.linears().values()]
+            ran.append(({str(linear.precision) for linear in linears}, len(batch.tokens)))
+        return gradients(self, batch, iteration, **how)
+
+    monkeypatch.setattr(Stepper, "gradients", seen)
+    monkeypatch.setattr(Probe, "run", lambda self, *args, **how: probed.append(args[2]) or run(self, *args, **how))
+    monkeypatch.setattr(logging.getLogger("megatron_snip"), "propagate", True)
+    with caplog.at_level(logging.INFO, "megatron_snip"):
+        train_here(**SNIP, snip_warmup_precision="fp4", global_batch_size=4)
+    assert ran == [({"fp8"}, 2), ({"fp4"}, 2), ({"bf16"}, 2)] and probed == [0, 2, 4]
+    assert sum("preflight: fp8, fp4 and a probe in " in line for line in caplog.messages) == 1
+    ran.clear()
+    train_here(**SNIP, preflight=False, run_dir=str(tmp_path / "without"))
+    assert not ran
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):

@@ -72,7 +72,7 @@ def numeric_options() -> set[str]:
 
 
 def test_every_numeric_option_has_a_range():
-    own_rules = {"snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    own_rules = {"profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
@@ -168,6 +168,11 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--snip-solve-timeout is 60 seconds, and --distributed-timeout-minutes 1 ends a run whose processes wait",
         ),
         ({"lr": 1e-3, "min_lr": 2e-3}, "--min-lr 0.002 is above --lr 0.001"),
+        (
+            {"profile": True, "profile_step_start": 13},
+            "--profile-step-end 12 is before --profile-step-start 13; change",
+        ),
+        ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's processes are 0 to 11; leave it out"),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},

@@ -1,0 +1,58 @@
+"""Before the first iteration: every option and a probe once, so that what they need is known on the first day.
+
+Kernels are compiled, and memory reaches its peak, at the start and not at --snip-start.  The tokens are made up and all
+results are thrown away: a run with a preflight is the same, bit for bit, as one without.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from megatron_snip.config import Config
+from megatron_snip.data.loader import Batch
+from megatron_snip.snip.measure.probe import ProbeFailed
+from megatron_snip.train.setup import Parts, build_pipeline
+from megatron_snip.train.step import Stepper
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+def made_up_batch(config: Config, microbatches: int) -> Batch:
+    """Tokens and labels [M, B, S] that are in the vocabulary, of samples from 0 on."""
+    shape = (microbatches, config.training.micro_batch_size, config.model.seq_length)
+    tokens = (torch.arange(shape[0] * shape[1] * shape[2]) % int(config.model.vocab_size or 1)).reshape(shape)
+    return Batch(tokens, tokens.roll(-1, dims=-1), torch.arange(shape[0] * shape[1]).reshape(shape[:2]))
+
+
+def preflight(config: Config, parts: Parts) -> None:
+    """Run a few microbatches in each option that the planner may pick, and one probe; every process calls it.
+
+    The microbatches fill the pipeline, and are two at least where an iteration has so many: the second meets the
+    gradients of the first.
+    """
+    coordinator, mesh = parts.coordinator, parts.mesh
+    if coordinator is None:
+        return
+    begin, device = time.perf_counter(), parts.stepper.pipeline.device
+    microbatches = min(config.num_microbatches(mesh.dp.size), max(2, mesh.pp.size))
+    pipeline = build_pipeline(config, mesh, parts.stages, device, microbatches)
+    stepper, zero_grad = Stepper(config, mesh, pipeline, parts.optimizer), parts.optimizer.zero_grad
+    run_pass = stepper.pass_runner(made_up_batch(config, microbatches), 0)
+    before = {name: linear.precision for name, linear in parts.linears.items()}
+    for option in coordinator.options:
+        for linear in parts.linears.values():
+            linear.precision = option
+        run_pass()
+        zero_grad()
+    for name, linear in parts.linears.items():
+        linear.precision = before[name]
+    try:
+        coordinator.measure(0, run_pass, zero_grad, batches=1)
+    except ProbeFailed as error:
+        LOGGER.warning(f"preflight: {error}; probes may fail in training too, and then keep the plan in force")
+    seconds, tried = time.perf_counter() - begin, ", ".join(map(str, coordinator.options))
+    peak = f", {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB at most" if device.type == "cuda" else ""
+    LOGGER.info(f"preflight: {tried} and a probe in {seconds:.1f} s{peak}")

@@ -1,0 +1,26 @@
+"""A run with a preflight is the same, bit for bit, as one without, on several processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_snip.train.metrics import read_metrics
+from tests.dist.harness import run_ranks
+from tests.dist.runs import LAYOUTS, train_run, world_of
+
+OPTIONS = {
+    "train_iters": 4, "precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_apply_lag": 1, "snip_target": 0.5,
+    "exit_signal_handler": False, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["tp2 x pp2 interleaved"])
+def test_a_preflight_is_not_seen(layout, tmp_path):
+    seen = []
+    for preflight in (True, False):
+        run_dir = tmp_path / str(preflight)
+        options = {**LAYOUTS[layout], **OPTIONS, "preflight": preflight, "run_dir": str(run_dir)}
+        run_ranks(train_run, world_of(layout), options)
+        rows = read_metrics(run_dir / "metrics.jsonl")
+        seen.append([(row["lm loss"], row["grad-norm"], row["snip/plan_hash"]) for row in rows])
+    assert seen[0] == seen[1] and len(seen[0]) == 4 and seen[0][-1][2]
