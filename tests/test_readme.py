@@ -112,13 +112,18 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     words = re.findall(r"`[^`\n]*`", prose)
     options = {option for word in words for option in re.findall(r"--([a-z][a-z0-9-]+)", word)}
-    known = {name.replace("_", "-") for name in option_groups()} | {
-        "help",
-        "config",
-        "fresh",
-        "max-restarts",
-        "rdzv-backend",
-    }
+    names = {name.replace("_", "-") for name in option_groups()}
+    known = (
+        names
+        | {f"no-{name}" for name in names}
+        | {
+            "help",
+            "config",
+            "fresh",
+            "max-restarts",
+            "rdzv-backend",
+        }
+    )
     assert options <= known
 
 

@@ -263,8 +263,8 @@ class Tracker(TorchDispatchMode):
             source = self.memory.of(args[0])
             formats = ["" if source is None else source.fmt]
         else:
-            forms, outputs = op._forms(args[2])
-            sizes = [1 if output == "values" else 3 for output in outputs]  # codes come with scales and a count
+            (forms, outputs), counted = op._forms(args[2]), bool(args[4])
+            sizes = [1 if output == "values" else 2 + counted for output in outputs]  # codes come with scales
             names = [_ELEMENTS.get((f.element.exponent_bits, f.element.mantissa_bits), f.element.name) for f in forms]
             formats = [fmt for fmt, size in zip(names, sizes, strict=True) for _ in range(size)]
         for tensor, fmt in zip(outs, formats, strict=True):
