@@ -26,6 +26,35 @@ def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
     assert (tmp_path / "gpu.md").read_text().count("\n## ") == 7
 
 
+@pytest.mark.slow
+def test_a_layout_of_several_runs(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_cluster.py"), "--rehearse", "--gpus", "2"]
+    command += ["--layout", "tp 2", "--output", str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    (step,) = json.loads((tmp_path / "gpu.json").read_text())["steps"].values()
+    assert done.returncode == 0 and step["bad"] == [], done.stderr[-2000:]
+    (row,) = step["rows"]
+    assert row[:2] == ["tp 2", "fp8"] and float(row[2]) > 0 and row[4] == "-", "a CPU's trace has no kernels of NCCL"
+
+
+def test_what_of_nccl_is_hidden(monkeypatch):
+    """Two pieces of communication that touch are one; a copy beside them hides it, nothing else does."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_cluster
+
+    def kernel(name: str, begin: float, end: float, cat: str = "kernel") -> dict:
+        return {"cat": cat, "name": name, "ts": begin, "dur": end - begin}
+
+    events = [
+        kernel("ncclDevKernel_AllGather", 0, 10), kernel("ncclDevKernel_ReduceScatter", 5, 20),
+        kernel("ncclDevKernel_AllGather", 30, 40), kernel("cast_kernel", 8, 12), kernel("sm90_gemm", 11, 15),
+        kernel("sm90_gemm", 22, 31), kernel("aten::mm", 0, 100, "cpu_op"),
+    ]  # fmt: skip
+    assert gpu_cluster.nccl(events) == (30.0, 8.0)
+    assert gpu_cluster.nccl([]) == (0.0, 0.0)
+
+
 def test_what_cannot_run_is_told(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--output", str(tmp_path), "--steps", "bits,typo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
