@@ -226,7 +226,7 @@ def hang(round_: Round, fault: Fault) -> str:
             raise TimeoutError(f"the run goes on beside the stopped process {stopped}")
         time.sleep(0.05)
     _send(stopped, signal.SIGKILL)
-    return rf"error.*\(process {stopped[0]} on .*its last checkpoint is" if stopped else ""
+    return rf"error.*\(process {stopped[0]} on .*(its last checkpoint is|it has no checkpoint yet)" if stopped else ""
 
 
 def terminate(round_: Round, fault: Fault) -> str:

@@ -48,9 +48,10 @@ class Recorder:
         self.operands: list[dict[str, Any]] = []
         self.real = operands.cast
 
-    def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any) -> list[Any]:
+    def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any, **more: Any) -> list[Any]:
         once = list(dict.fromkeys(forms))  # codes and values of one form may come from one read
-        for form, made in zip(once, self.real(x, once, ["codes"] * len(once), amax, reduce_amax), strict=True):
+        codes = self.real(x, once, ["codes"] * len(once), amax, reduce_amax, **more)
+        for form, made in zip(once, codes, strict=True):
             self.operands.append(
                 {
                     "role": form.role,
@@ -59,7 +60,7 @@ class Recorder:
                     "bits": None if form.key is None else random_bits(form.key, *x.shape),
                 }
             )
-        return self.real(x, forms, outputs, amax, reduce_amax)
+        return self.real(x, forms, outputs, amax, reduce_amax, **more)
 
 
 def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, Any]:

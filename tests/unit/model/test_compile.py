@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages
 from megatron_snip.parallel.tensor import Region, drop_weight_casts
 from megatron_snip.quant import LinearPrecision
@@ -35,6 +36,8 @@ def make(lone_mesh):
     def stage(backend: str | None = None, *, recompute: bool = False, dtype=torch.bfloat16) -> LlamaStage:
         build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"))
         (made,) = build_stages(build, num_stages=1, tied=False, recompute=recompute, of=lambda s: True).values()
+        made.allocate()
+        draw_weights([made])
         for block in made.blocks().values() if backend is not None else ():
             block.compile_run(backend)
         return made

@@ -240,9 +240,9 @@ def test_random_bits_follow_the_global_sample(make):
 def test_recomputation_casts_for_wgrad_once(make, precision, monkeypatch):
     seen: list[tuple[str, int]] = []
 
-    def count(x, forms, *rest):
+    def count(x, forms, *rest, **more):
         seen.extend((form.role, form.dim) for form in forms)
-        return cast(x, forms, *rest)
+        return cast(x, forms, *rest, **more)
 
     def grads(recompute: bool) -> tuple[int, int, list[torch.Tensor]]:
         (stage,) = make(dataclasses.replace(MODEL, num_layers=1), recompute=recompute).values()

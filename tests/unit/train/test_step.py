@@ -47,7 +47,9 @@ def test_an_iteration_casts_each_weight_once_and_each_input_once_a_microbatch(lo
     config, plan = check(Config().replace(**{**tiny, "precision": "fp8"}), 1)
     parts = build(config, runtime.start("gloo", 1.0), plan)
     real, seen = operands.cast, []
-    monkeypatch.setattr(operands, "cast", lambda x, forms, *rest: seen.append(forms[0].role) or real(x, forms, *rest))
+    monkeypatch.setattr(
+        operands, "cast", lambda x, forms, *rest, **more: seen.append(forms[0].role) or real(x, forms, *rest, **more)
+    )
     for iteration in (1, 2):
         seen.clear()
         assert not parts.stepper.step(parts.train_loader.batch(0), iteration).skipped
