@@ -71,15 +71,15 @@ def mixed_plan(path: Path) -> Path:
     return path
 
 
-def losses(options: dict[str, Any], *, nudge: bool = False, iterations: int = 20) -> dict[str, Any]:
+def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int = 20) -> dict[str, Any]:
     """Train: the losses, and after the first iteration's backward the loss and the whole gradients.
 
-    nudge: raise one weight of a norm, which no rounding hides, by one unit in the last place before training.
+    nudge: raise this weight of a norm, which no rounding hides, by one unit in the last place before training.
     """
     config, parts = make(options)
-    if nudge:
+    if nudge is not None:
         weight = parts.optimizer.parameters["layers.0.input_layernorm.weight"].detach().view(-1)
-        weight[7] = torch.nextafter(weight[7], torch.tensor(float("inf")))
+        weight[nudge] = torch.nextafter(weight[nudge], torch.tensor(float("inf")))
     size = config.training.global_batch_size
     batch = parts.train_loader.batch(0)
     first, _ = parts.stepper.gradients(batch, 1)
@@ -90,9 +90,9 @@ def losses(options: dict[str, Any], *, nudge: bool = False, iterations: int = 20
     return {"losses": out, "first": first, "gradients": gradients}
 
 
-def nudged_losses(options: dict[str, Any]) -> dict[str, Any]:
+def nudged_losses(options: dict[str, Any], nudge: int) -> dict[str, Any]:
     """`losses` after one weight was raised by one unit in the last place."""
-    return losses(options, nudge=True)
+    return losses(options, nudge=nudge)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def python(code: str) -> list[str]:
 def train(options: dict[str, Any]) -> None:
     """The program, every process writing its metrics."""
     options = {**SMALL, "global_batch_size": 2, "precision": "snip", "log_all_ranks": True, **options}
-    loop.train(Config().replace(**options))
+    loop.train(Config().replace(**options, preflight=False))  # whose probe would be the first
 
 
 def record_precisions(step: Callable[..., Any] = Coordinator.before_step) -> Held:

@@ -53,9 +53,10 @@ def alone_quantised(plan_options):
 
 @pytest.fixture(scope="module")
 def chaos(alone_quantised, plan_options):
-    """Mean loss difference over 20 iterations that one unit in the last place of one weight makes."""
-    nudged = run_ranks(nudged_losses, 1, plan_options)[0]
-    return float(np.abs(np.subtract(nudged["losses"], alone_quantised["losses"])).mean())
+    """Mean loss difference over 20 iterations that one unit in the last place of one weight makes, the most of four."""
+    nudged = [run_ranks(nudged_losses, 1, plan_options, place)[0]["losses"] for place in (7, 20, 33, 46)]
+    found = [float(np.abs(np.subtract(losses, alone_quantised["losses"])).mean()) for losses in nudged]
+    return max(found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
