@@ -28,7 +28,8 @@ def test_thirty_faults(tmp_path):
 @pytest.mark.timeout(600)
 def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
     """A shard of another iteration, which a loader without checks takes for this one."""
-    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "train_iters": 14})
+    # saved at once, so that there are two checkpoints when the fault falls
+    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "train_iters": 14, "async_save": False})
     report = soak.soak(careless, tmp_path / "soak", faults=1, seed=5, each=1, kinds=["shard"])
     (outcome,) = report.outcomes
     assert outcome.silent and not report.good
