@@ -149,7 +149,7 @@ def one_fault(round_: Round, fault: Fault, outcome: Outcome) -> None:
     line = next((line for line in said.splitlines() if expected and re.search(expected, line)), "")
     # a run that was leaving already, and began again, has nothing to say of what befell its processes
     kind = FAULTS[fault.kind]
-    owed = kind.tells and (kind.damages or kind.ends or outcome.resumed is None)
+    owed = kind.damages or kind.ends or outcome.resumed is None
     outcome.said, outcome.silent = line.strip()[:300], bool(expected and owed and not line)
     outcome.seconds = time.monotonic() - begin
 

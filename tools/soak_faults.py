@@ -146,14 +146,13 @@ class Kind:
     """A kind of fault: what lets it fall, where it can, whether it damages the newest checkpoint.
 
     ``fall`` returns a pattern of what the run must say of it; empty where a process's end says it.  ends: the run must
-    say it though it ends.  tells: False where the run may rightly have nothing to say.
+    say it though it ends.
     """
 
     fall: Callable[[Round, Fault], str]
     places: tuple[str, ...] = ("anywhere", "probe", "solve", "broadcast", "save", "restart")
     damages: bool = False
     ends: bool = False
-    tells: bool = True
 
 
 def _send(pids: Sequence[int], number: int) -> None:
@@ -193,18 +192,22 @@ def kill_agent(round_: Round, fault: Fault) -> str:
 
 
 def kill_solver(round_: Round, fault: Fault) -> str:
-    """kill -9 of the solver's process, if one is at work: its request is solved again.
-
-    One that has answered already and has not ended yet leaves nothing to tell; a plan that went missing would show as a
-    difference at the end.
-    """
+    """kill -9 of the solver's process, if one is at work: its request is solved again."""
     solvers = [pid for rank in round_.run.ranks() for pid in children_of(rank) if "snip.plan.solver" in command_of(pid)]
     _send(solvers, signal.SIGSTOP)  # so that none ends by itself between the look and the kill
-    at_work = [pid for rank in round_.run.ranks() for pid in children_of(rank) if pid in solvers]
+    at_work = [pid for pid in solvers if _stands_still(pid)]
     _send(solvers, signal.SIGKILL)
     due = fault.iteration + int(round_.options["snip_apply_lag"])
     round_.wait(lambda: round_.iteration() >= due, f"iteration {due}, from which the plan is to hold")
     return "killed by signal 9.*solving again" if at_work else ""
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether SIGSTOP found a process at work: one that has answered and gives its memory back stops no more."""
+    end = time.monotonic() + 5.0
+    while (state := state_of(pid)) not in "TZX" and time.monotonic() < end:
+        time.sleep(0.001)
+    return state == "T"
 
 
 def pause(round_: Round, fault: Fault) -> str:
@@ -296,7 +299,7 @@ FAULTS: Mapping[str, Kind] = {
     "rank": Kind(kill_rank),
     "node": Kind(kill_all),
     "agent": Kind(kill_agent),
-    "solver": Kind(kill_solver, places=("solve",), tells=False),
+    "solver": Kind(kill_solver, places=("solve",)),
     "pause": Kind(pause, places=("anywhere", "probe", "broadcast", "save")),
     "hang": Kind(hang, places=("anywhere", "probe", "save"), ends=True),
     "terminate": Kind(terminate, places=("anywhere", "probe", "solve", "save")),
@@ -338,6 +341,13 @@ def children_of(pid: int) -> list[int]:
                 if int(parent) == pid and state not in "ZX":
                     found.append(int(path.name))
     return sorted(found)
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel gives a process's state; X if it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def command_of(pid: int) -> str:

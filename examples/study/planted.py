@@ -17,6 +17,8 @@ import torch
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
+from megatron_snip.model.initial import standard_deviation
+from megatron_snip.parallel.data import is_replicated_over_tp
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megatron_snip.train.setup import Parts, build, check
 
@@ -59,7 +61,23 @@ def make_parts(
     if not prefix.with_suffix(".idx").is_file():
         write_bytes_of(prefix, *text, limit)
     config, plan = check(Config().replace(**{**OPTIONS, "data_path": (str(prefix),), **options}), 1)
-    return config, build(config, runtime.start("gloo", 1.0), plan)
+    parts = build(config, runtime.start("gloo", 1.0), plan, draw=False)
+    draw_measured_weights(config, parts)
+    return config, parts
+
+
+@torch.no_grad()
+def draw_measured_weights(config: Config, parts: Parts) -> None:
+    """The initial weights of the models that docs/evidence.md and docs/numerics.md tell of: torch's normal deviates, a
+    generator for each parameter, as training drew them until 2026-11-22.  Figures of other models are other figures.
+    """
+    for name, parameter in parts.optimizer.parameters.items():
+        if is_replicated_over_tp(name):
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator().manual_seed(runtime.seed_of(config.training.seed, name.removesuffix(".weight")))
+        std = standard_deviation(name, config.model)
+        parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
 
 
 def train(config: Config, parts: Parts, first: int, last: int) -> float:

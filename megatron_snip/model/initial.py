@@ -31,10 +31,10 @@ def draw_weights(stages: Iterable[LlamaStage]) -> None:
                 continue
             values = torch.empty(part.shape)
             fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))
-            part.copy_(values.mul_(_standard_deviation(name, stage.build.model)))
+            part.copy_(values.mul_(standard_deviation(name, stage.build.model)))
 
 
-def _standard_deviation(parameter: str, m: ModelConfig) -> float:
+def standard_deviation(parameter: str, m: ModelConfig) -> float:
     """Of a matrix; Megatron's scaled initialisation keeps the variance of the residual stream with depth."""
     place = linear_place(parameter.removesuffix(".weight"))
     leaves = place is not None and place[1] in ROW_PARALLEL

@@ -66,7 +66,7 @@ class Forked:
     def end(self) -> None:
         """Kill and reap."""
         end_ranks(self._processes)
-        self._reader.terminate()
+        self._reader.kill()
         self._reader.wait()
         self._folder.cleanup()
 

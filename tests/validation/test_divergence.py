@@ -101,7 +101,7 @@ def test_own_term_is_the_update_error_of_wgrad(measured, figures, checkpoint):
 @pytest.mark.parametrize("checkpoint", ["mid", "late"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_plans_end_to_end(measured, figures, checkpoint, target):
-    """[at least 75% of what the oracle gains over random plans; below every rule's]"""
+    """[75%: at most 1.5 times the oracle's loss increase, 0.25 times random's; below every rule's]"""
     found = measured[checkpoint]["end to end"]
     increase = {key.rsplit(" ", 1)[0]: value for key, value in found.items() if key.endswith(f" {target}")}
     means = {plan: float(values.mean()) for plan, values in increase.items()}
@@ -112,6 +112,5 @@ def test_plans_end_to_end(measured, figures, checkpoint, target):
     random = [f"random_{seed}" for seed in range(RANDOM_PLANS)]
     others = ("abs_err", "rel_err", "layer_id", "layer_type", *random)
     assert means["snip"] < min(means[other] for other in others)
-    # ratios of losses would say nothing where the oracle's is near 0, within what one batch differs from another
-    by_chance = float(np.mean([means[seed] for seed in random]))
-    assert by_chance - means["snip"] >= 0.75 * (by_chance - means["oracle"]) > 0
+    assert means["snip"] <= 0.25 * np.mean([means[seed] for seed in random])
+    assert means["snip"] <= 1.5 * means["oracle"]
