@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config, check_names, option_groups
+from megatron_snip.errors import UserError
 from megatron_snip.files import parse_toml, read_file, shown
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Options of a TOML file; tables group them for the reader and their names mean nothing."""
     if not path.exists():
-        raise ValueError(f"--config {path}: no such file; give the path of a TOML file of options")
+        raise UserError(f"--config {path}: no such file; give the path of a TOML file of options")
     data = read_file(path, "file of options", "give the path of a TOML file of options", most=1 << 20)
     try:
         content = parse_toml(data)
     except ValueError as error:
-        raise ValueError(f"--config {path}: not valid TOML: {error}; correct the file") from None
+        raise UserError(f"--config {path}: not valid TOML: {error}; correct the file") from None
     options: dict[str, Any] = {}
     for key, value in content.items():
         for name, item in value.items() if isinstance(value, dict) else [(key, value)]:
             name = name.replace("-", "_")
             if name in options:
-                raise ValueError(f"--config {path}: option {name} is given twice; keep one")
+                raise UserError(f"--config {path}: option {name} is given twice; keep one")
             options[name] = item
     check_names(options, str(path))
     _check_kinds(options, path)
@@ -38,18 +39,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_kinds(options: dict[str, Any], path: Path) -> None:
-    """ValueError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
+    """UserError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
     groups = option_groups()
     for name, value in options.items():
         default = getattr(getattr(Config(), groups[name]), name)
         if isinstance(default, bool) != isinstance(value, bool):
             wanted = "true or false" if isinstance(default, bool) else "a value, not true or false"
-            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give {wanted}")
+            raise UserError(f"--config {path}: option {name} is {shown(value)}; give {wanted}")
         if isinstance(value, dict) or (isinstance(value, list) and not isinstance(default, tuple)):
-            raise ValueError(f"--config {path}: option {name} is {shown(value)}; give one value")
+            raise UserError(f"--config {path}: option {name} is {shown(value)}; give one value")
         for item in value if isinstance(value, list) else ():
             if isinstance(item, (bool, dict, list)):
-                raise ValueError(f"--config {path}: option {name} has the item {shown(item)}; give text or numbers")
+                raise UserError(f"--config {path}: option {name} has the item {shown(item)}; give text or numbers")
 
 
 def _as_arguments(options: dict[str, Any]) -> list[str]:
@@ -62,7 +63,7 @@ def _as_arguments(options: dict[str, Any]) -> list[str]:
         elif isinstance(value, list):
             items = [str(item) for item in value]
             if odd := [item for item in items if item.startswith("-")]:
-                raise ValueError(f"--{flag} has the item {odd[0]!r}, which reads as an option; write ./{odd[0]}")
+                raise UserError(f"--{flag} has the item {odd[0]!r}, which reads as an option; write ./{odd[0]}")
             words += [f"--{flag}", *items]
         else:
             words.append(f"--{flag}={value}")
@@ -75,18 +76,18 @@ def _take_config_file(words: list[str]) -> tuple[list[str], Path | None]:
     if not at:
         return words, None
     if len(at) > 1:
-        raise ValueError("--config is given twice; keep one, and give other options by their names")
+        raise UserError("--config is given twice; keep one, and give other options by their names")
     _, joined, path = words[at[0]].partition("=")
     rest = words[at[0] + 1 :]
     if not joined and rest:
         path, rest = rest[0], rest[1:]
     if not path or path.startswith("--"):
-        raise ValueError("--config names no file; give the path of a TOML file of options")
+        raise UserError("--config names no file; give the path of a TOML file of options")
     return words[: at[0]] + rest, Path(path)
 
 
 def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config:
-    """Config from command-line words; ValueError for what cannot be read (`--help` prints and exits).
+    """Config from command-line words; UserError for what cannot be read (`--help` prints and exits).
 
     Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
     defaults: options, as a TOML file would hold them, that command line and file win over.
@@ -102,15 +103,15 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
 
 
 def _check_texts(config: Config) -> None:
-    """ValueError for an empty path, which would mean the current folder, and for text that no path can hold."""
+    """UserError for an empty path, which would mean the current folder, and for text that no path can hold."""
     for name, group in option_groups().items():
         value = getattr(getattr(config, group), name)
         for text in value if isinstance(value, tuple) else (value,):
             option = f"--{name.replace('_', '-')}"
             if text == "" and name != "snip_fix":
-                raise ValueError(f"{option} is empty; give it a value, or leave it out")
+                raise UserError(f"{option} is empty; give it a value, or leave it out")
             if isinstance(text, str) and "\0" in text:
-                raise ValueError(f"{option} {text!r} has a NUL character; leave that out")
+                raise UserError(f"{option} {text!r} has a NUL character; leave that out")
 
 
 def _read_words(words: list[str]) -> Config:
@@ -136,4 +137,4 @@ def _read_words(words: list[str]) -> Config:
     text = " ".join(text.replace("│", " ").split()).partition(": ")[2]
     for tail in ("Argument helptext", "For full helptext", "Perhaps you meant"):
         text = text.partition(tail)[0]
-    raise ValueError(f"{text.strip(' :.')}; --help lists all options and their values")
+    raise UserError(f"{text.strip(' :.')}; --help lists all options and their values")

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from megatron_snip.errors import UserError
+
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
 
 
@@ -56,7 +58,7 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary padded up, the same on every layout."""
         if not self.vocab_size:
-            raise ValueError("vocab_size is not known yet: give --vocab-size or a tokenizer")
+            raise UserError("vocab_size is not known yet: give --vocab-size or a tokenizer")
         multiple = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
 
@@ -238,7 +240,7 @@ class Config:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def replace(self, **options: Any) -> Config:
-        """A copy with options changed by their flat names; an unknown name raises ValueError."""
+        """A copy with options changed by their flat names; an unknown name raises UserError."""
         groups = option_groups()
         check_names(options, "options")
         changed = {
@@ -258,9 +260,9 @@ class Config:
         return Path(self.checkpoint.save or Path(self.logging.run_dir) / "checkpoints")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` processes; ValueError if they do not divide."""
+        """Copies of the model among `world_size` processes; UserError if they do not divide."""
         if world_size % self.model_parallel_size:
-            raise ValueError(
+            raise UserError(
                 f"world size {world_size} is not a multiple of tensor x pipeline parallel = "
                 f"{self.parallel.tensor_model_parallel_size} x {self.parallel.pipeline_model_parallel_size}; "
                 f"start {self.model_parallel_size} processes (torchrun --nproc_per_node), or a multiple"
@@ -283,9 +285,9 @@ def option_groups() -> dict[str, str]:
 
 
 def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
-    """ValueError for the first name that is no option, with the nearest one that is."""
+    """UserError for the first name that is no option, with the nearest one that is."""
     known = list(option_groups())
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown option {name} in {where}; did you mean {near}?")
+            raise UserError(f"unknown option {name} in {where}; did you mean {near}?")

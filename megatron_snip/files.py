@@ -23,6 +23,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+from megatron_snip.errors import UserError
+
 MOST_BYTES = 64 << 20  # of a file of ours that people hand around; the largest, statistics, have some MB
 MOST_SHOWN = 2000  # characters of an error's line; names in files may be of any length
 _KINDS = {
@@ -55,10 +57,10 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def one_line(error: ValueError | OSError) -> str:
+def one_line(error: UserError | OSError) -> str:
     """What to tell the user: the error's text, or an OSError's path, reason and way out."""
     text = str(error)
-    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, ValueError):
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, UserError):
         way_out = _WAYS_OUT.get(error.errno or 0, "check the path and its disk")
         text = f"{error.filename}: {error.strerror}; {way_out}"
     text = " ".join(text.splitlines())
@@ -84,7 +86,7 @@ def path_word(text: str) -> str:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Find out before the work whether its result can be written: ValueError if not; nothing is left of the trial."""
+    """Find out before the work whether its result can be written: UserError if not; nothing is left of the trial."""
     try:
         is_folder = path.is_dir()
         with suppress(FileNotFoundError):
@@ -92,9 +94,9 @@ def check_output(option: str, path: Path) -> None:
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         _try_to_write(nearest)
     except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written ({error.strerror}); give another path") from None
+        raise UserError(f"{option} {path} cannot be written ({error.strerror}); give another path") from None
     if is_folder:
-        raise ValueError(f"{option} {path} is a folder; give a file")
+        raise UserError(f"{option} {path} is a folder; give a file")
 
 
 def _try_to_write(folder: Path) -> None:
@@ -103,20 +105,20 @@ def _try_to_write(folder: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise ValueError unless there is a folder to write to, or one could be made; nothing is left of the trial."""
+    """Raise UserError unless there is a folder to write to, or one could be made; nothing is left of the trial."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         below = f" lies below {nearest}, which" if nearest != path else ""
-        raise ValueError(f"{option} {path}{below} is no folder; give another")
+        raise UserError(f"{option} {path}{below} is no folder; give another")
     try:
         _try_to_write(nearest)
     except OSError as error:
         way_out = _WAYS_OUT.get(error.errno or 0, "give another")
-        raise ValueError(f"{option} {path} cannot be written ({error.strerror}: {nearest}); {way_out}") from None
+        raise UserError(f"{option} {path} cannot be written ({error.strerror}: {nearest}); {way_out}") from None
 
 
 def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most ``most`` bytes.  ValueError names the file and says why it is none."""
+    """The bytes of a regular file of at most ``most`` bytes.  UserError names the file and says why it is none."""
     try:
         # A pipe would wait for a writer that may never come.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
@@ -124,23 +126,23 @@ def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int =
             data = b"" if kind else stream.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot read the {what} ({reason}); {way_out}") from None
+        raise UserError(f"{path}: cannot read the {what} ({reason}); {way_out}") from None
     if kind:
-        raise ValueError(f"{path}: cannot read the {what} (it is {kind}, not a file); {way_out}")
+        raise UserError(f"{path}: cannot read the {what} (it is {kind}, not a file); {way_out}")
     if len(data) > most:
-        raise ValueError(f"{path}: this {what} has more than {most >> 20} MiB; {way_out}")
+        raise UserError(f"{path}: this {what} has more than {most >> 20} MiB; {way_out}")
     return data
 
 
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
-    ValueError also for a key that an object has twice, for half of a surrogate pair, and for deep nesting.
+    UserError also for a key that an object has twice, for half of a surrogate pair, and for deep nesting.
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise UserError("it is nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,26 +150,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for pair in pairs:
         for part in pair:
             if isinstance(part, str) and not part.isascii() and (half := _HALF_PAIR.search(part)):
-                raise ValueError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
+                raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
+        raise UserError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
     return found
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file in UTF-8; ValueError also for deep nesting and for very long keys."""
+    """The tables of a TOML file in UTF-8; UserError also for deep nesting and for very long keys."""
     try:
         return tomllib.loads(_without_long_keys(data.decode("utf-8")))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise UserError("it is nested too deeply") from None
 
 
 def _without_long_keys(text: str) -> str:
-    """The text itself; ValueError for a key of 64 parts, since tomllib's memory grows with their square."""
+    """The text itself; UserError for a key of 64 parts, since tomllib's memory grows with their square."""
     part = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
     if re.search(rf"(?<![\w-])(?:{part}){{64}}", text):
-        raise ValueError("a key has more than 64 parts")
+        raise UserError("a key has more than 64 parts")
     return text
 
 

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import megatron_snip
+from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.faults.rendezvous import agree_on_start
 from megatron_snip.faults.watch import Watch
@@ -89,7 +90,7 @@ def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> No
     """Set what torch's allocator, cuBLAS and NCCL read when they start; what the user has set stays.
 
     Called before CUDA starts.  stacks: folder that NCCL's flight recorder writes to when a collective times out.
-    ValueError where the user's own settings are not deterministic and the run is to be.
+    UserError where the user's own settings are not deterministic and the run is to be.
     """
     torch.use_deterministic_algorithms(deterministic)
     if device != "cuda":
@@ -107,7 +108,7 @@ def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> No
             os.environ[names[0]] = value
     for name, good in DETERMINISTIC.items() if deterministic else ():
         if os.environ[name] not in good:
-            raise ValueError(
+            raise UserError(
                 f"{name}={os.environ[name]} may change bits from run to run under --deterministic-mode; "
                 f"unset it, or set one of {', '.join(good)}"
             )
@@ -149,10 +150,10 @@ def _gpu_of(local_rank: int, backend: str, device: str) -> int:
     """The GPU of a process of this node; over gloo several may share one."""
     if not torch.cuda.is_available():
         option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
-        raise ValueError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
+        raise UserError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
     gpus = torch.cuda.device_count()
     if local_rank >= gpus and backend == "nccl":
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU: {gpus} are here; start one process a GPU "
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
         )
@@ -253,7 +254,7 @@ class StopSignal:
 def report_errors() -> Iterator[Ending]:
     """Turn every error into one line; set up logging.  Gives what the run fills in so that the line can say more.
 
-    A ValueError is the user's and leaves with status 2; so is an OSError that names a path.  SuspectDevice has a status
+    A UserError is the user's and leaves with status 2; so is an OSError that names a path.  SuspectDevice has a status
     of its own.  What every process finds is told by rank 0 alone: the others wait a moment before they tell it, because
     torchrun ends all of them as soon as one has failed.  Any other error is told by the process that meets it first,
     its traceback goes into the run folder.
@@ -267,12 +268,12 @@ def report_errors() -> Iterator[Ending]:
     except SystemExit:
         raise
     except BaseException as error:
-        users = isinstance(error, ValueError) or (isinstance(error, OSError) and error.filename is not None)
+        users = isinstance(error, UserError) or (isinstance(error, OSError) and error.filename is not None)
         if users or isinstance(error, SuspectDevice):
             if rank > 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
                 time.sleep(3.0)
-            line = one_line(error) if isinstance(error, (ValueError, OSError)) else str(error)
+            line = one_line(error) if isinstance(error, (UserError, OSError)) else str(error)
             ending.tell_user(line, error.status if isinstance(error, SuspectDevice) else 2)
         elif ending.folder is None and not isinstance(error, KeyboardInterrupt):
             raise  # nothing has begun: the traceback is all that there is to tell

@@ -21,6 +21,7 @@ PACKAGE = "megatron_snip"
 MAX_FILE, MAX_FUNCTION = 400, 60
 # Lower may not import higher, and neighbours of one level may not import each other.
 LEVELS = [
+    {"errors"},
     {"formats", "files"},
     {"config"},
     {"arguments"},

@@ -23,6 +23,7 @@ from megatron_snip import runtime
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
@@ -49,7 +50,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
 def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
 
-    Every process calls it.  ValueError for bad input.
+    Every process calls it.  UserError for bad input.
     """
     assert start.load is not None and start.state is not None
     batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
@@ -75,7 +76,7 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     try:
         stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
     except ProbeFailed as error:  # on every process alike
-        raise ValueError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
+        raise UserError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
     finally:
         parts.train_loader.close()
     LOGGER.info(f"probed {batches} batches: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
@@ -95,7 +96,7 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; ValueError for bad input."""
+    """Command line; UserError for bad input."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             write(stats, output, Path(config.checkpoint.load or ""))
         except OSError as error:
-            raise ValueError(f"--output was not written: {one_line(error)}") from None
+            raise UserError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, one_line, path_word
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
@@ -74,7 +75,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
-    """Write the two files; {name: [files, bytes]}.  Raises ValueError if there is too little text."""
+    """Write the two files; {name: [files, bytes]}.  Raises UserError if there is too little text."""
     totals = {"train": [0, 0], "valid": [0, 0]}
     seen: set[bytes] = set()
     with ExitStack() as stack:
@@ -99,7 +100,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
             totals[name][1] += len(data)
         if (found := sum(size for _, size in totals.values())) < arguments.min_bytes:
             folders = ", ".join(str(folder) for folder in arguments.source)
-            raise ValueError(
+            raise UserError(
                 f"found {found} bytes of text under {folders}, less than --min-bytes {arguments.min_bytes}; "
                 "add folders with --source or lower --min-bytes"
             )
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         totals = gather(arguments)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"gather_text: {one_line(error)}", file=sys.stderr)
         return 1
     for name, (files, size) in totals.items():

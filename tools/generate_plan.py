@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.jsonfile import write_atomic
@@ -123,25 +124,25 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
             options = parse_json(read_file(run, "run's options", "give --load or --config"))
             saved = saved_options({"config": options}, ("model",))
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"{run}: cannot be read ({error}); give the model's shape by --load or --config") from None
+            raise UserError(f"{run}: cannot be read ({error}); give the model's shape by --load or --config") from None
         config = parse(words, saved)
     return config
 
 
 def make_planner(config: Config, path: Path) -> Planner:
-    """Read the statistics and check the options against them; ValueError names what does not fit."""
+    """Read the statistics and check the options against them; UserError names what does not fit."""
     stats = Statistics.load(path)
     sizes = {shape.name: (shape.out_features, shape.in_features) for shape in stats.shapes}
     shapes = snip_shapes(config, stats.shapes if config.model.num_layers < 1 else None)
     told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
     if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
-        raise ValueError(
+        raise UserError(
             f"{path}: statistics of {len(sizes)} linears, the model has {len(told)}; {odd[0]} is "
             f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
             "model that they were collected from, or none"
         )
     if not 0 <= config.snip.snip_target <= 1:
-        raise ValueError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
+        raise UserError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
     if config.snip.snip_options == "auto":
         config = config.replace(snip_options=measured_options(stats.formats))
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
@@ -189,9 +190,9 @@ def table(rows: dict[str, dict[str, Any]], objective: str) -> str:
 
 
 def generate(config: Config, stats: Path, output_dir: Path, num_random: int, seed: int) -> str:
-    """Write everything to a folder; returns the table.  ValueError for bad input, before anything is written."""
+    """Write everything to a folder; returns the table.  UserError for bad input, before anything is written."""
     if num_random < 0 or seed < 0:
-        raise ValueError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
+        raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
     check_output("--output-dir", output_dir / "best.json")
     planner, objective = make_planner(config, stats), config.snip.snip_objective
     plans, frontier = make_plans(planner, num_random, seed), planner.frontier(objective)
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stats = Path(own.stats)
         config = read_config(rest, stats).replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
         return 1
     print(f"{text}\nplans and pareto.png are in {own.output_dir}")

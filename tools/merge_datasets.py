@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:
-    """Prefixes, folders replaced by what they hold.  Raises ValueError for a folder without any pair."""
+    """Prefixes, folders replaced by what they hold.  Raises UserError for a folder without any pair."""
     result: list[str] = []
     for name in inputs:
         if not Path(name).is_dir():
@@ -26,13 +27,13 @@ def prefixes_of(inputs: Sequence[str]) -> list[str]:
         stems = {path.stem for path in Path(name).iterdir() if path.suffix in (".bin", ".idx")}
         found = sorted(stem for stem in stems if not stem.startswith("."))
         if not found:
-            raise ValueError(f"--input {name} holds no .bin/.idx pair")
+            raise UserError(f"--input {name} holds no .bin/.idx pair")
         result.extend(os.path.join(name, stem) for stem in found)
     return result
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
-    """Write the merged pair and open it.  Raises ValueError if an input is broken or of another dtype."""
+    """Write the merged pair and open it.  Raises UserError if an input is broken or of another dtype."""
     check_output("--output-prefix", Path(f"{output_prefix}.idx"))
     with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
         for prefix in prefixes:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         merged = merge(prefixes_of(arguments.input), arguments.output_prefix)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"merge_datasets: {one_line(error)}", file=sys.stderr)
         return 1
     documents = len(merged.document_indices) - 1

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
 PIECE_BYTES = 1 << 19  # Input per task: some tenths of a second of work.
@@ -92,12 +93,12 @@ def _line_number(path: str, position: int) -> int:
 def _encode_line(tokenizer: Tokenizer, job: Job, line: bytes) -> dict[str, list[int]]:
     record = parse_json(line)
     if not isinstance(record, dict):
-        raise ValueError(f"it is a {type(record).__name__}, not an object")
+        raise UserError(f"it is a {type(record).__name__}, not an object")
     result = {}
     for key in job.keys:
         if not isinstance(text := record.get(key), str):
             kind = "no" if text is None else f"a {type(text).__name__} for the"
-            raise ValueError(f'it has {kind} key "{key}"' + ("" if text is None else ", not a string"))
+            raise UserError(f'it has {kind} key "{key}"' + ("" if text is None else ", not a string"))
         ids = tokenizer.encode(text)
         if ids and job.append_eod:
             ids.append(tokenizer.eod)
@@ -106,7 +107,7 @@ def _encode_line(tokenizer: Tokenizer, job: Job, line: bytes) -> dict[str, list[
 
 
 def encode_piece(job: Job, piece: Piece) -> Encoded:
-    """Tokenise one piece, without blank lines.  Raises ValueError naming the file and line that is bad."""
+    """Tokenise one piece, without blank lines.  Raises UserError naming the file and line that is bad."""
     tokenizer = _tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
     ids: dict[str, list[bytes]] = {key: [] for key in job.keys}
@@ -117,7 +118,7 @@ def encode_piece(job: Job, piece: Piece) -> Encoded:
         try:
             document = _encode_line(tokenizer, job, line)
         except ValueError as error:  # bad JSON and bad UTF-8 are ValueErrors too
-            raise ValueError(f"{piece[0]}:{_line_number(piece[0], position)} is unusable: {error}") from error
+            raise UserError(f"{piece[0]}:{_line_number(piece[0], position)} is unusable: {error}") from error
         for key, tokens in document.items():
             ids[key].append(np.array(tokens, dtype=dtype).tobytes())
             lengths[key].append(len(tokens))
@@ -151,7 +152,7 @@ def _in_order(pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[
 
 
 def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int, log_interval: int) -> None:
-    """Tokenise all inputs and write one dataset per key.  Raises ValueError for bad input."""
+    """Tokenise all inputs and write one dataset per key.  Raises UserError for bad input."""
     tokenizer = _tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
     started, documents, shown = time.perf_counter(), 0, 0
@@ -175,7 +176,7 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
             bar.update(encoded.input_bytes)
         tokens = {key: builder.num_tokens for key, builder in builders.items()}
         if not any(tokens.values()):
-            raise ValueError(f"--input {' '.join(paths)} holds no text; nothing is written")
+            raise UserError(f"--input {' '.join(paths)} holds no text; nothing is written")
     seconds = time.perf_counter() - started
     for key, count in tokens.items():
         print(f"{output_prefix}_{key}_document: {documents:,} documents, {count:,} tokens, {dtype.name}")
@@ -216,7 +217,7 @@ def _expand(inputs: Sequence[str]) -> list[str]:
     for name in inputs:
         found = [name] if Path(name).is_file() else sorted(filter(lambda p: Path(p).is_file(), glob.glob(name)))
         if not found:
-            raise ValueError(f"--input {name} does not exist")
+            raise UserError(f"--input {name} does not exist")
         result.extend(found)
     return result
 
@@ -237,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenProcessPool:
         print("preprocess_data: a worker was killed (out of memory?); use fewer --workers", file=sys.stderr)
         return 1
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"preprocess_data: {one_line(error)}", file=sys.stderr)
         return 1
     return 0

@@ -28,6 +28,7 @@ import torch
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
@@ -56,17 +57,17 @@ class Shard:
 
 
 def shards(config: Config) -> list[Shard]:
-    """The different shards of the model's linears.  Raises ValueError if the model's shape is not told."""
+    """The different shards of the model's linears.  Raises UserError if the model's shape is not told."""
     for option in _NEEDED:
         value = getattr(config.model, option)
         if value < 1:
-            raise ValueError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
+            raise UserError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
     tp = config.parallel.tensor_model_parallel_size
     counts: dict[tuple[int, int, int, int], int] = {}
     for shape in linear_shapes(config.model):
         n, k, by_row = shape.out_features, shape.in_features, shape.kind in ROW_PARALLEL
         if (k if by_row else n) % tp:
-            raise ValueError(f"--tensor-model-parallel-size {tp} does not divide {shape.name} {n}x{k}; change it")
+            raise UserError(f"--tensor-model-parallel-size {tp} does not divide {shape.name} {n}x{k}; change it")
         key = (n, k, n, k // tp) if by_row else (n, k, n // tp, k)
         counts[key] = counts.get(key, 0) + 1
     return [Shard(*key, count) for key, count in counts.items()]
@@ -175,16 +176,16 @@ def hardware(device: torch.device) -> str:
 
 
 def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -> GemmTimes:
-    """The table of this machine.  Raises ValueError where nothing but bf16 runs."""
+    """The table of this machine.  Raises UserError where nothing but bf16 runs."""
     device = torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
     impl, tokens = config.precision.linear_impl, config.training.micro_batch_size * config.model.seq_length
     able = supported(formats, impl, device)
     if able == ["bf16"]:
-        raise ValueError(f"none of --formats {','.join(formats)} runs here by --linear-impl {impl}")
+        raise UserError(f"none of --formats {','.join(formats)} runs here by --linear-impl {impl}")
     measured = {shard: measure(shard, tokens, able, impl, device, repeats, warmup) for shard in shards(config)}
     times, shapes = table(measured, tokens)
     if len(times) < 2:
-        raise ValueError(f"none of --formats {','.join(formats)} ran at every shape of the model; see above")
+        raise UserError(f"none of --formats {','.join(formats)} ran at every shape of the model; see above")
     about = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
@@ -208,12 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, rest = parser.parse_known_args(arguments)
     try:
         if own.repeats < 1 or own.warmup < 0:
-            raise ValueError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
+            raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
         config, output = parse(rest), Path(own.output)
         check_output("--output", output)
         times = profile(config, own.formats.split(","), own.repeats, own.warmup)
         times.save(output)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"profile_gemms: {one_line(error)}", file=sys.stderr)
         return 1
     assert times.times is not None

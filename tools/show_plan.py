@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
+from megatron_snip.errors import UserError
 from megatron_snip.files import one_line, path_word
 from megatron_snip.model.llama import linear_place
 from megatron_snip.quant import KINDS
@@ -74,7 +75,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
 
 
 def stages(plan: Plan, words: Sequence[str]) -> str:
-    """A line per pipeline stage of the model that the trainer's options tell; ValueError if it is another model."""
+    """A line per pipeline stage of the model that the trainer's options tell; UserError if it is another model."""
     config = parse(words)
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model", "parallel"))
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = Plan.load(options.plan)
         other = Plan.load(options.against) if options.against else None
         each = f"\n{stages(plan, rest)}" if rest else ""
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(one_line(error), file=sys.stderr)
         return 1
     print(f"{overview(plan, other)}{each}\n\n{table(plan, other)}")

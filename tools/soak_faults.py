@@ -192,20 +192,20 @@ def kill_agent(round_: Round, fault: Fault) -> str:
 
 
 def kill_solver(round_: Round, fault: Fault) -> str:
-    """kill -9 of the solver's process, if one is at work: its request is solved again."""
+    """kill -9 of the solver's process, if one is at work: its request is solved again when its plan is due."""
     solvers = [pid for rank in round_.run.ranks() for pid in children_of(rank) if "snip.plan.solver" in command_of(pid)]
-    _send(solvers, signal.SIGSTOP)  # so that none ends by itself between the look and the kill
+    _send(solvers, signal.SIGSTOP)  # none may end by itself between the look and the kill
     at_work = [pid for pid in solvers if _stands_still(pid)]
     _send(solvers, signal.SIGKILL)
-    due = fault.iteration + int(round_.options["snip_apply_lag"])
-    round_.wait(lambda: round_.iteration() >= due, f"iteration {due}, from which the plan is to hold")
+    due = min(round_.iteration() + 1 + round_.options["snip_apply_lag"], round_.options["train_iters"])
+    round_.wait(lambda: round_.iteration() >= due, f"iteration {due}, by which the plan holds")
     return "killed by signal 9.*solving again" if at_work else ""
 
 
 def _stands_still(pid: int) -> bool:
     """Whether SIGSTOP found a process at work: one that has answered and gives its memory back stops no more."""
     end = time.monotonic() + 5.0
-    while (state := state_of(pid)) not in "TZX" and time.monotonic() < end:
+    while (state := stat_of(pid)[0]) not in "TZX" and time.monotonic() < end:
         time.sleep(0.001)
     return state == "T"
 
@@ -333,21 +333,16 @@ PLACES: Mapping[str, Callable[[int, Mapping[str, Any]], int]] = {
 
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children that are alive."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                state, parent, *_ = (path / "stat").read_text().rpartition(")")[2].split()
-                if int(parent) == pid and state not in "ZX":
-                    found.append(int(path.name))
-    return sorted(found)
+    pids = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [child for child in pids if (stat := stat_of(child))[1] == pid and stat[0] not in "ZX"]
 
 
-def state_of(pid: int) -> str:
-    """The letter that the kernel gives a process's state; X if it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "X"
+def stat_of(pid: int) -> tuple[str, int]:
+    """The letter that the kernel gives a process's state, X if it is gone, and its parent's id."""
+    with contextlib.suppress(OSError, ValueError):
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent)
+    return "X", 0
 
 
 def command_of(pid: int) -> str:

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output, one_line, parse_json, path_word
 
 LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they are cut.
 
 
 def texts(paths: Sequence[str], key: str) -> Iterator[str]:
-    """The texts under ``key`` of all lines.  Raises ValueError naming the file and line that has none."""
+    """The texts under ``key`` of all lines.  Raises UserError naming the file and line that has none."""
     for name in paths:
         with open(name, "rb") as stream:
             for number, line in enumerate(stream, start=1):
@@ -27,9 +28,9 @@ def texts(paths: Sequence[str], key: str) -> Iterator[str]:
                 try:
                     text = parse_json(line)[key]
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f'{name}:{number} is no JSON object with the key "{key}"') from error
+                    raise UserError(f'{name}:{number} is no JSON object with the key "{key}"') from error
                 if not isinstance(text, str):
-                    raise ValueError(f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string')
+                    raise UserError(f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string')
                 yield text
 
 
@@ -59,11 +60,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train and write both files.  Raises ValueError if the input cannot be read or is too small."""
+    """Train and write both files.  Raises UserError if the input cannot be read or is too small."""
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
+        raise UserError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
     check_output("--output-prefix", Path(f"{arguments.output_prefix}.model"))
     # Read first: sentencepiece would hide what goes wrong in an iterator of ours.
     lines = list(training_lines(arguments.input, arguments.json_key, arguments.max_bytes))
@@ -90,7 +91,7 @@ def train(arguments: argparse.Namespace) -> None:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"sentencepiece: {str(error).strip().splitlines()[-1]} (--vocab-size, --input)") from error
+        raise UserError(f"sentencepiece: {str(error).strip().splitlines()[-1]} (--vocab-size, --input)") from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocabulary = [
         f"{processor.id_to_piece(piece)}\t{processor.get_score(piece):g}\n" for piece in range(len(processor))
@@ -110,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         missing = [name for name in arguments.input if not Path(name).is_file()]
         if missing:
-            raise ValueError(f"--input {missing[0]} does not exist")
+            raise UserError(f"--input {missing[0]} does not exist")
         train(arguments)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"train_tokenizer: {one_line(error)}", file=sys.stderr)
         return 1
     return 0

@@ -17,6 +17,7 @@ import torch
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
+from megatron_snip.errors import UserError
 from megatron_snip.model.initial import standard_deviation
 from megatron_snip.parallel.data import is_replicated_over_tp
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -41,7 +42,7 @@ def write_bytes_of(prefix: Path, package: str, folder: str, limit: int) -> None:
     """
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise ValueError(f"package {package!r} of the setting's text is not installed; install the dev extra")
+        raise UserError(f"package {package!r} of the setting's text is not installed; install the dev extra")
     root, total = Path(found.origin).parent / folder, 0
     with IndexedDatasetBuilder(prefix, np.uint8) as builder:
         for path in sorted(root.rglob("*.py")):

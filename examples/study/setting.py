@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -63,11 +65,11 @@ def _tuples(value: Any) -> Any:
 
 
 def read_setting(path: Path) -> Setting:
-    """Read a TOML file.  ValueError naming the file for names that no field has, and for missing ones."""
+    """Read a TOML file.  UserError naming the file for names that no field has, and for missing ones."""
     values = tomllib.loads(path.read_text())
     known = {field.name for field in dataclasses.fields(Setting)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if missing := sorted({"name", "model"} - values.keys()):
-        raise ValueError(f"{path}: {', '.join(missing)} missing; add it")
+        raise UserError(f"{path}: {', '.join(missing)} missing; add it")
     return Setting(**{key: _tuples(value) for key, value in values.items()})

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
 from megatron_snip.snip.jsonfile import write_atomic
 
 LOCK = "lock.json"
@@ -32,7 +33,7 @@ class LockLost(RuntimeError):
 class FolderLock:
     """Holds a folder of checkpoints from its making to `release`.
 
-    ValueError if another run has it, at once on its host, else within ``BEAT_SECONDS``.  Where the other's host is
+    UserError if another run has it, at once on its host, else within ``BEAT_SECONDS``.  Where the other's host is
     gone, making one takes ``STALE_SECONDS``.
     """
 
@@ -86,7 +87,7 @@ class FolderLock:
         same_place = other.get("place") == self._mine["place"]
         alive = _is_alive(other) if same_place else self._beats(other)
         if alive:
-            raise ValueError(
+            raise UserError(
                 f"{self.path.parent} belongs to run {other.get('run_id')}, process {other.get('pid')} on "
                 f"{other.get('host')}, which is still going; wait for its end, or give another --save"
             )

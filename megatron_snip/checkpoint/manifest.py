@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
+
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, MANIFEST = "state.json", "manifest.json"
 VERSION = 3  # of manifest.json and state.json; checkpoints of version 1 have no manifest
@@ -29,7 +31,7 @@ STATE_FIELDS = ("run_id", "iteration", "optimizer_steps", "nan_iterations", "con
 _ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
 
 
-class Damaged(ValueError):
+class Damaged(UserError):
     """A checkpoint is not what was written; the message is the reason, without the folder's name."""
 
 
@@ -138,26 +140,26 @@ def check(save: Path, iteration: int) -> Manifest:
 def tracked_iteration(save: Path) -> int | None:
     """The iteration that the tracker names; None if there are neither tracker nor checkpoints.
 
-    ValueError if it is damaged, or missing where checkpoints are.
+    UserError if it is damaged, or missing where checkpoints are.
     """
     tracker = save / TRACKER
     if not tracker.is_file():
         if held := iterations(save):
-            raise ValueError(
+            raise UserError(
                 f"{save} holds checkpoints up to iteration {held[0]} and no {TRACKER}; write the iteration to continue "
                 f"from into that file, or --load {folder_of(save, held[0])}"
             )
         return None
     text = tracker.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{tracker}: {text!r} is no iteration; write the number of an iter_ folder into it")
+        raise UserError(f"{tracker}: {text!r} is no iteration; write the number of an iter_ folder into it")
     return int(text)
 
 
 def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """The newest whole checkpoint up to the tracker's iteration, or below a number; and why newer ones are not it.
 
-    None if the folder holds no checkpoint at all.  ValueError if it holds some and none is whole.
+    None if the folder holds no checkpoint at all.  UserError if it holds some and none is whole.
     """
     tracked = tracked_iteration(save)
     if tracked is None:
@@ -174,25 +176,25 @@ def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]
             passed_over.append(f"{folder_of(save, iteration)}: {error}")
         else:
             return iteration, passed_over
-    raise ValueError(
+    raise UserError(
         f"{save} holds no {'other ' if below else ''}checkpoint that can be continued; "
         f"{'; '.join(passed_over) or 'there is no older one'}; give another --load, or another --save to start anew"
     )
 
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
-    """What state.json of a checkpoint holds.  ValueError if it cannot be read, lacks a field, or is another's."""
+    """What state.json of a checkpoint holds.  UserError if it cannot be read, lacks a field, or is another's."""
     path = folder_of(save, iteration) / STATE
     way_out = "load another iteration (--ckpt-step)"
     try:
         state: dict[str, Any] = json.loads(path.read_text())
         missing = [field for field in STATE_FIELDS if field not in state]
     except (OSError, ValueError, TypeError, RecursionError) as error:  # ValueError: no JSON, or no text at all
-        raise ValueError(f"{path}: cannot be read ({error}); {way_out}") from error
+        raise UserError(f"{path}: cannot be read ({error}); {way_out}") from error
     if missing:
-        raise ValueError(f"{path}: field {missing[0]} is missing; {way_out}")
+        raise UserError(f"{path}: field {missing[0]} is missing; {way_out}")
     if state.get("version") != VERSION:
-        raise ValueError(f"{path}: version is {state.get('version')!r}, and this code reads {VERSION}; {way_out}")
+        raise UserError(f"{path}: version is {state.get('version')!r}, and this code reads {VERSION}; {way_out}")
     if state["iteration"] != iteration:
-        raise ValueError(f"{path}: it is of iteration {state['iteration']!r}; {way_out}")
+        raise UserError(f"{path}: it is of iteration {state['iteration']!r}; {way_out}")
     return state

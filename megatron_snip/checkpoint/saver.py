@@ -39,6 +39,7 @@ from megatron_snip.checkpoint.manifest import (
 )  # fmt: skip
 from megatron_snip.checkpoint.storage import METADATA, CheckedWriter, Record
 from megatron_snip.config import CheckpointConfig
+from megatron_snip.errors import UserError
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.jsonfile import write_atomic
 
@@ -73,7 +74,7 @@ class Saver:
 
         finite: whether the iteration's loss and gradient were; where they, weights or moments are not, the checkpoint
         is kept and the tracker stays.  last: no later save can make up for this one, so wait for it.
-        ValueError if it fails and is the last, or ``MOST_FAILED`` in a row did.
+        UserError if it fails and is the last, or ``MOST_FAILED`` in a row did.
         """
         self.wait()
         begin, text = time.perf_counter(), json.dumps({"version": VERSION, **state})
@@ -146,7 +147,7 @@ class Saver:
         failures = sorted(error.failures.items())
         rank, (first, _) = failures[0]
         if lost := next((e for _, (e, _) in failures if isinstance(e, LockLost)), None):
-            raise ValueError(str(lost)) from error
+            raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
         self.failed += 1
@@ -154,9 +155,9 @@ class Saver:
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
         way_out = "free space or give another --save, and continue with --load"
         if last:
-            raise ValueError(f"{text}, and the run ends with it; {way_out} {self.save_dir}") from error
+            raise UserError(f"{text}, and the run ends with it; {way_out} {self.save_dir}") from error
         if self.failed >= MOST_FAILED:
-            raise ValueError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
+            raise UserError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
         LOGGER.warning(f"{text}; training goes on, and the next save tries again")
 
     def _publish(

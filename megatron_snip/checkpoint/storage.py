@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from megatron_snip.checkpoint.manifest import Damaged, Manifest, check, folder_of
+from megatron_snip.errors import UserError
 
 try:  # the same numbers ten times as fast, with the instruction that processors have for them
     from zlib_ng.zlib_ng import crc32
@@ -87,7 +88,7 @@ class CheckedWriter(FileSystemWriter):
         for item in plan.items:
             values = cast(Tensor, planner.resolve_data(item))
             if not values.is_contiguous():
-                raise ValueError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
+                raise UserError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
             finite[item.index] = bool(torch.isfinite(values.sum()))
         results = super().write_data(plan, planner).wait()
         out = []
@@ -243,7 +244,7 @@ def _fill(file: BinaryIO, into: memoryview) -> memoryview:
 def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor]) -> None:
     """Read tensors in place, each by its name, from any layout; every process calls it.
 
-    ValueError, before anything is read, if one is missing or has another shape.  Damaged, on every process, if the
+    UserError, before anything is read, if one is missing or has another shape.  Damaged, on every process, if the
     checkpoint is not what was written; some tensors may have been read by then.
     """
     folder = folder_of(save, iteration)
@@ -252,13 +253,13 @@ def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor]) -> N
     saved = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         if name not in saved:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: holds no {name}; it is a checkpoint of another model: match the model options "
                 "to its state.json"
             )
         size = getattr(saved[name], "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {name} has shape {list(size or [])}, the model's is {list(tensor.shape)}; "
                 "match the model options to its state.json"
             )

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, parse_json, read_file
 
 LOGGER = logging.getLogger("megatron_snip.data")
@@ -78,7 +79,7 @@ def recorded_ids(prefix: str, of: Mapping[str, Any]) -> tuple[int, int] | None:
             return None
         record = parse_json(read_file(path, "record of token ids", "remove it", most=1 << 16))
         if any(record[key] != value for key, value in of.items()):
-            raise ValueError("it is of another pair of files")
+            raise UserError("it is of another pair of files")
         return int(record["least_id"]), int(record["largest_id"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         LOGGER.warning(f"{path} is not used, token ids are checked as they are read: {error}")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output
 
 LOGGER = logging.getLogger("megatron_snip.data")
@@ -45,7 +46,7 @@ def cached(
     """``build()``'s arrays, from ``folder`` if it has them whole, else built and written there.
 
     ``description`` is JSON and must say all that the arrays depend on.  Arrays read back are memory maps.  A
-    damaged entry is built anew with a warning.  Raises ValueError if the folder cannot be written.
+    damaged entry is built anew with a warning.  Raises UserError if the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -67,7 +68,7 @@ def cached(
         with atomic_output(entry) as path:
             path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--data-cache-path {folder} cannot be written ({error}); give another folder or leave it out"
         ) from error
     return arrays
@@ -76,11 +77,11 @@ def cached(
 def _read(stem: Path, description: Any) -> dict[str, Array]:
     record = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     if record["description"] != description:
-        raise ValueError("it describes another index")
+        raise UserError("it describes another index")
     arrays = {}
     for name, facts in record["arrays"].items():
         array = np.load(f"{stem}.{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
         if _facts(array) != facts:
-            raise ValueError(f"{name} is not what was written")
+            raise UserError(f"{name} is not what was written")
         arrays[name] = array
     return arrays

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_snip.data.identity import fingerprint, record_path, recorded_ids, write_record
+from megatron_snip.errors import UserError
 from megatron_snip.files import about, temporary_beside
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,7 +40,7 @@ COPIED_AT_ONCE = 1 << 24  # Bytes.
 Array = npt.NDArray[Any]
 
 
-class IndexedDatasetError(ValueError):
+class IndexedDatasetError(UserError):
     """A .bin/.idx pair that cannot be used; the message names the file and what is wrong."""
 
 
@@ -64,7 +65,7 @@ class IndexedDataset:
 
     ``sequence_lengths`` int32 [S] in tokens, ``document_indices`` int64 [D]: read-only views of the file.
     Tokens are read, not mapped: of a .bin that was cut short in the meantime a map would give zeros or SIGBUS.
-    Raises IndexedDatasetError (a ValueError) if a file is missing or the two do not fit each other.
+    Raises IndexedDatasetError (a UserError) if a file is missing or the two do not fit each other.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -221,18 +222,18 @@ class IndexedDatasetBuilder:
     """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither; then the record of its ids.
 
     As a context manager it finalises at the end of the block, and removes what it wrote if the block raises.
-    Raises ValueError for a dtype that Megatron's format cannot name.
+    Raises UserError for a dtype that Megatron's format cannot name.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
         if self.prefix.endswith(os.sep):
-            raise ValueError(f"prefix {self.prefix} is a folder's; add a name to it")
+            raise UserError(f"prefix {self.prefix} is a folder's; add a name to it")
         wanted = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == wanted]
         if not codes:
             known = sorted(dtype.name for dtype in DTYPES.values())
-            raise ValueError(f"dtype {np.dtype(dtype)} has no code in an .idx; use one of {known}")
+            raise UserError(f"dtype {np.dtype(dtype)} has no code in an .idx; use one of {known}")
         self._code, self.dtype = codes[0], wanted
         self._lengths, self._documents = array("i"), array("q", [0])
         with about(self.prefix + ".bin"):
@@ -277,7 +278,7 @@ class IndexedDatasetBuilder:
     def add_document(self, tokens: Sequence[int] | Array) -> None:
         """Append one document as one sequence; without tokens it adds a document and no sequence.
 
-        Raises ValueError for an id that the dtype cannot hold.
+        Raises UserError for an id that the dtype cannot hold.
         """
         assert self._open, "the builder is already finalised"
         values = np.asarray(tokens)
@@ -285,7 +286,7 @@ class IndexedDatasetBuilder:
             if self.dtype.kind in "iu" and values.dtype != self.dtype:
                 limits = np.iinfo(self.dtype)
                 if values.min() < limits.min or values.max() > limits.max:
-                    raise ValueError(
+                    raise UserError(
                         f"document {self.num_documents} for {self.prefix} has ids in [{values.min()}, "
                         f"{values.max()}], outside {self.dtype.name}; build with a wider dtype"
                     )
@@ -303,11 +304,11 @@ class IndexedDatasetBuilder:
             self._documents.append(len(self._lengths))
 
     def merge(self, prefix: str | os.PathLike[str]) -> None:
-        """Append all documents of another pair.  Raises ValueError if its dtype is another one."""
+        """Append all documents of another pair.  Raises UserError if its dtype is another one."""
         assert self._open, "the builder is already finalised"
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"dataset {other.prefix} holds {other.dtype.name}, {self.prefix} is being written as "
                 f"{self.dtype.name}; tokenise both with one tokenizer"
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
+from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
 
 
@@ -66,7 +67,7 @@ class Loader:
 
     It has no state but two batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
     number of ranks.  Two, so that the next one is there before this one's update, and processes can agree that they
-    cannot use it.  Raises ValueError if the global batch does not divide into microbatches.
+    cannot use it.  Raises UserError if the global batch does not divide into microbatches.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Loader:
     ) -> None:
         together = micro_batch_size * dp_size
         if global_batch_size < 1 or together < 1 or global_batch_size % together:
-            raise ValueError(
+            raise UserError(
                 f"--global-batch-size {global_batch_size} is no multiple of --micro-batch-size "
                 f"{micro_batch_size} times {dp_size} data-parallel ranks; make it one"
             )
@@ -102,7 +103,7 @@ class Loader:
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's share of the global batch that starts at sample ``consumed_samples``.
 
-        The next two batches are then read in the background.  Raises ValueError if the dataset ends before the
+        The next two batches are then read in the background.  Raises UserError if the dataset ends before the
         batch does, and whatever reading a sample raises.
         """
         pending = self._ahead.pop(consumed_samples, None)
@@ -132,7 +133,7 @@ class Loader:
         """The batch itself, in this thread: a pure function of the dataset and the cursor."""
         last = consumed_samples + self.global_batch_size
         if consumed_samples < 0 or last > len(self.dataset):
-            raise ValueError(
+            raise UserError(
                 f"the batch of samples [{consumed_samples}, {last}) lies outside the dataset of "
                 f"{len(self.dataset)} samples; build it with more samples"
             )

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.errors import UserError
+
 # A last epoch of which less than this share is needed is shuffled apart, so that the samples left out are
 # only ever the last epoch's.
 LAST_EPOCH_SHARE = 0.80
@@ -27,7 +29,7 @@ Range = tuple[int, int]
 def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
     """The ranges [first, last) of sequences for training, validation and test; None for a share of zero.
 
-    ``split`` is up to three shares with commas between, "99,1,0".  Raises ValueError if it is not.
+    ``split`` is up to three shares with commas between, "99,1,0".  Raises UserError if it is not.
     """
     try:
         shares = [float(share) for share in split.split(",")]
@@ -35,7 +37,7 @@ def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
         shares = []
     finite = all(np.isfinite(share) and share >= 0 for share in shares)
     if not 1 <= len(shares) <= len(SPLITS) or not finite or not sum(shares) > 0:
-        raise ValueError(f"--split is {split!r}; give up to three shares, not all 0, such as 99,1,0")
+        raise UserError(f"--split is {split!r}; give up to three shares, not all 0, such as 99,1,0")
     shares += [0.0] * (len(SPLITS) - len(shares))
     # The additions run in Megatron's order, so a bound on the edge of two integers rounds alike.
     weights = (np.array(shares) / np.sum(np.array(shares))).tolist()

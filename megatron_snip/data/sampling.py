@@ -19,6 +19,7 @@ import numpy.typing as npt
 from megatron_snip.data.index_cache import array_hash, cached
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetError, outside
 from megatron_snip.data.sample_index import SPLITS, blending_index, gpt_index, split_ranges
+from megatron_snip.errors import UserError
 
 TRAINING, VALIDATION = 0, 1
 # Megatron builds this share more samples of each dataset of a blend than its weight asks for, and the number
@@ -52,7 +53,7 @@ class GPTDataset:
 
     ``split_range`` is the range [first, last) of sequences to use, ``num_samples`` how many samples are asked
     for: the corpus is repeated, in a new order, until it has that many.  With ``vocab_size`` the ids of each
-    sample are checked as it is read.  Raises ValueError if the range holds less than one sample, or if the
+    sample are checked as it is read.  Raises UserError if the range holds less than one sample, or if the
     file holds no integers.  Reading a sample raises IndexedDatasetError for an id outside the vocabulary and for a file
     that was cut short.
     """
@@ -70,13 +71,13 @@ class GPTDataset:
     ) -> None:
         self.indexed, self.seq_length, self.vocab_size = indexed, seq_length, vocab_size
         if indexed.dtype.kind not in "iu":
-            raise ValueError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are no token ids")
+            raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are no token ids")
         if num_samples < 1:
-            raise ValueError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
+            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
         first, last = split_range
         lengths = np.asarray(indexed.sequence_lengths[first:last])
         if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
-            raise ValueError(
+            raise UserError(
                 f"dataset {indexed.prefix} has {tokens} tokens in sequences [{first}, {last}), less than one "
                 f"sample of {seq_length + 1}; add data, change --split or shorten --seq-length"
             )
@@ -133,7 +134,7 @@ class GPTDataset:
 class BlendedDataset:
     """``size`` samples of several datasets in proportion to ``weights``, in Megatron's greedy order.
 
-    Raises ValueError if a dataset holds fewer samples than the blend takes from it.
+    Raises UserError if a dataset holds fewer samples than the blend takes from it.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class BlendedDataset:
         taken = np.bincount(self.dataset_index, minlength=len(datasets))
         for number, dataset in enumerate(datasets):
             if taken[number] > len(dataset):
-                raise ValueError(
+                raise UserError(
                     f"the blend takes {taken[number]} samples from its dataset {number} (weight "
                     f"{weights[number]}), which has {len(dataset)}; lower its weight or ask for fewer samples"
                 )
@@ -190,7 +191,7 @@ class MockDataset:
         stream: int = TRAINING,
     ) -> None:
         if vocab_size < 2:
-            raise ValueError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
+            raise UserError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
         self.corpora: list[tuple[float, IndexedDataset]] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
@@ -246,13 +247,13 @@ def _normalised(weights: Sequence[float]) -> list[float]:
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """``[prefix]`` -> ([prefix], None); ``[w1, p1, w2, p2, ...]`` -> (prefixes, weights).
 
-    Raises ValueError for anything else.
+    Raises UserError for anything else.
     """
     if len(paths) == 1:
         return [paths[0]], None
     way_out = "give one prefix, or weight prefix weight prefix ..."
     if not paths or len(paths) % 2:
-        raise ValueError(f"--data-path has {len(paths)} items, {list(paths)}; {way_out}")
+        raise UserError(f"--data-path has {len(paths)} items, {list(paths)}; {way_out}")
     weights = []
     for text in paths[::2]:
         try:
@@ -260,7 +261,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         except ValueError:
             weight = math.nan
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"--data-path has {text!r} where a positive weight should be; {way_out}")
+            raise UserError(f"--data-path has {text!r} where a positive weight should be; {way_out}")
         weights.append(weight)
     return list(paths[1::2]), weights
 
@@ -282,7 +283,7 @@ class _Builder:
         if chosen is None:
             return None
         if split is not None and chosen[0] == chosen[1]:
-            raise ValueError(
+            raise UserError(
                 f"--split {split} leaves no sequence of dataset {prefix} ({len(indexed)} sequences) for "
                 f"{SPLITS[part]}; raise that share, or give 0 to do without"
             )
@@ -317,7 +318,7 @@ class _Builder:
 
 
 def check_data(*path_lists: Sequence[str]) -> None:
-    """Open every corpus of the path lists and close it again.  ValueError for the first that cannot be read."""
+    """Open every corpus of the path lists and close it again.  UserError for the first that cannot be read."""
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():
             IndexedDataset(prefix)
@@ -340,21 +341,21 @@ def build_datasets(
 
     Either ``mock``, or ``data_path`` cut by ``split``, or ``train_paths`` and perhaps ``valid_paths``; a path
     list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``.  Validation is None if no sample of it is asked for, if
-    the split gives it 0 or if there are only ``train_paths``.  Raises ValueError for anything that cannot be
+    the split gives it 0 or if there are only ``train_paths``.  Raises UserError for anything that cannot be
     read or is too small.
     """
     if mock:
         if vocab_size is None:
-            raise ValueError("--mock-data needs the size of the vocabulary; give --vocab-size")
+            raise UserError("--mock-data needs the size of the vocabulary; give --vocab-size")
         mock_valid = MockDataset(vocab_size, seq_length, seed, stream=VALIDATION)
         return MockDataset(vocab_size, seq_length, seed), mock_valid if num_valid_samples else None
     if bool(data_path) == bool(train_paths) or (data_path and valid_paths):
-        raise ValueError("give either --data-path with --split, or --train-data-path with --valid-data-path")
+        raise UserError("give either --data-path with --split, or --train-data-path with --valid-data-path")
     builder = _Builder(seq_length, seed, vocab_size, cache_path)
     shares = split if data_path else None
     train = builder.blend(data_path or train_paths, shares, TRAINING, num_train_samples)
     if train is None:
-        raise ValueError(f"--split {split} gives training a share of 0; raise its first number")
+        raise UserError(f"--split {split} gives training a share of 0; raise its first number")
     valid_paths = data_path or valid_paths
     if not num_valid_samples or not valid_paths:
         return train, None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
 
 # What a lone tokenizer.json, which names no EOS, may call it.
@@ -32,10 +33,10 @@ class Tokenizer(Protocol):
 
 def _existing(tokenizer_type: str, model: str | None) -> Path:
     if not model:
-        raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     path = Path(model)
     if not path.exists():
-        raise ValueError(f"--tokenizer-model {model} does not exist; give a local file or folder")
+        raise UserError(f"--tokenizer-model {model} does not exist; give a local file or folder")
     return path
 
 
@@ -46,19 +47,19 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError as error:
-            raise ValueError("this tokenizer needs sentencepiece: pip install sentencepiece") from error
+            raise UserError("this tokenizer needs sentencepiece: pip install sentencepiece") from error
         if not model.is_file():
-            raise ValueError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
+            raise UserError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
             self._processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
-            raise ValueError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
+            raise UserError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
-            raise ValueError(f"--tokenizer-model {model} has no EOS piece to end documents; train it with one")
+            raise UserError(f"--tokenizer-model {model} has no EOS piece to end documents; train it with one")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS."""
@@ -75,24 +76,24 @@ class TokenizerJson:
     """A Hugging Face tokenizer.json, through the light `tokenizers` library.
 
     The EOS is taken from the tokenizer_config.json or special_tokens_map.json beside it, else by its usual
-    names.  Raises ValueError if there is none.
+    names.  Raises UserError if there is none.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError("this tokenizer needs tokenizers: pip install tokenizers") from error
+            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
+            raise UserError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         named = _configured_eos(path.parent)
         candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
         if not candidates:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {path} has no end-of-text token ({named or ', '.join(KNOWN_EOS)}); "
                 'name it as "eos_token" in a tokenizer_config.json beside it'
             )
@@ -117,7 +118,7 @@ def _configured_eos(folder: Path) -> str | None:
         try:
             settings = parse_json(read_file(path, "tokenizer's settings", "give another --tokenizer-model"))
         except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}; give another --tokenizer-model") from error
+            raise UserError(f"{path} is not JSON: {error}; give another --tokenizer-model") from error
         eos = settings.get("eos_token") if isinstance(settings, dict) else None
         if isinstance(eos, dict):
             eos = eos.get("content")
@@ -136,7 +137,7 @@ class TransformersTokenizer:
         try:
             import transformers
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
             ) from error
         try:
@@ -145,12 +146,12 @@ class TransformersTokenizer:
             )
         except Exception as error:  # transformers raises many kinds
             first = str(error).strip().partition("\n")[0]
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {path}: transformers cannot read it: {first}; give a tokenizer.json, or a folder "
                 "whose tokenizer needs no code of its own"
             ) from error
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
+            raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
         self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)
         self.eod = int(self._tokenizer.eos_token_id)
 
@@ -170,15 +171,15 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
-            raise ValueError(f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD")
+            raise UserError(f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD")
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
-        """The ids that the text spells.  Raises ValueError for anything else than ids of the vocabulary."""
+        """The ids that the text spells.  Raises UserError for anything else than ids of the vocabulary."""
         words = text.split()
         for word in words:
             if not word.isdecimal() or int(word) >= self.vocab_size:
-                raise ValueError(f"NullTokenizer reads ids below {self.vocab_size}, not {word[:40]!r}")
+                raise UserError(f"NullTokenizer reads ids below {self.vocab_size}, not {word[:40]!r}")
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -200,7 +201,7 @@ def _hugging_face(tokenizer_type: str, model: str | None, vocab_size: int | None
 
 def _null(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
     if vocab_size is None:
-        raise ValueError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
     return NullTokenizer(vocab_size)
 
 
@@ -219,9 +220,9 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that --tokenizer-type and --tokenizer-model (a local file or folder) name.
 
-    ``vocab_size`` is NullTokenizer's alone.  Raises ValueError for an unknown type or a file that is missing
+    ``vocab_size`` is NullTokenizer's alone.  Raises UserError for an unknown type or a file that is missing
     or cannot be read.
     """
     if tokenizer_type not in _BUILDERS:
-        raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
+        raise UserError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
     return _BUILDERS[tokenizer_type](tokenizer_type, tokenizer_model, vocab_size)

@@ -34,7 +34,7 @@ def _row(fmt: Format) -> tuple[str, ...]:
 
 
 def table(names: list[str]) -> str:
-    """The formats of those names as aligned text.  Raises ValueError for an unknown name."""
+    """The formats of those names as aligned text.  Raises UserError for an unknown name."""
     rows = [_HEADER, *(_row(get_format(name)) for name in names)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

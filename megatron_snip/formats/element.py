@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron_snip.errors import UserError
+
 Specials = Literal["ieee", "fn", "finite"]
 
 #: A code byte that no finite value of any element uses; NaN is stored as this one.
@@ -25,7 +27,7 @@ class Element:
 
     ``specials`` says what the largest codes mean: "ieee" gives the top exponent to infinity and
     NaN (E5M2), "fn" gives only the all-ones code to NaN (E4M3), "finite" has neither (E2M1).
-    Raises ValueError for a layout outside 2 to 6 exponent bits, at least 1 mantissa bit and 8 bits
+    Raises UserError for a layout outside 2 to 6 exponent bits, at least 1 mantissa bit and 8 bits
     in all, and for an 8-bit "finite" element, which would leave no code for NaN.
     """
 
@@ -36,14 +38,14 @@ class Element:
     def __post_init__(self) -> None:
         fits = 2 <= self.exponent_bits <= 6 and self.mantissa_bits >= 1 and self.bits <= 8
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"element {self.name}: needs 2 to 6 exponent bits, at least 1 mantissa bit "
                 "and at most 8 bits with the sign; choose another eXmY"
             )
         if self.specials not in ("ieee", "fn", "finite"):
-            raise ValueError(f"element {self.name}: specials={self.specials!r}; choose ieee, fn or finite")
+            raise UserError(f"element {self.name}: specials={self.specials!r}; choose ieee, fn or finite")
         if self.specials == "finite" and self.bits == 8:
-            raise ValueError(f"element {self.name}: 8 bits leave no code for NaN; choose specials ieee or fn")
+            raise UserError(f"element {self.name}: 8 bits leave no code for NaN; choose specials ieee or fn")
 
     @property
     def name(self) -> str:
@@ -123,13 +125,13 @@ class Element:
     def value(self, code: int) -> float:
         """The value of a code with its sign bit; NaN for ``NAN_CODE``.
 
-        Raises ValueError for a code that is no finite value.
+        Raises UserError for a code that is no finite value.
         """
         if code == NAN_CODE:
             return float("nan")
         sign, magnitude = divmod(code, self.sign_code)
         if sign not in (0, 1) or magnitude > self.max_code:
-            raise ValueError(
+            raise UserError(
                 f"element {self.name}: code {code:#x} is no finite value; codes end at {self.max_code:#x}, "
                 f"plus {self.sign_code:#x} for the sign"
             )
@@ -152,7 +154,7 @@ def element_named(exponent_bits: int, mantissa_bits: int) -> Element:
     """The element usually meant by eXmY.
 
     The three above; otherwise "finite" below 8 bits, as in OCP MX, and "ieee" at 8 bits.
-    Raises ValueError for a layout that ``Element`` does not take.
+    Raises UserError for a layout that ``Element`` does not take.
     """
     for known in (E5M2, E4M3, E2M1):
         if (known.exponent_bits, known.mantissa_bits) == (exponent_bits, mantissa_bits):

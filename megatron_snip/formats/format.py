@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
@@ -36,7 +37,7 @@ class Format:
     under one float32 scale of the tensor.  The formulas stand in quant/scales.py.
     stochastic_roles: roles that round stochastically unless the caller says otherwise.
     hadamard: tokens in a group of the random Hadamard transform on wgrad's operands (quant/hadamard.py); 0 for none.
-    Raises ValueError for an unknown role or scale kind, for sizes below 1 and for a transform other than 0 and 16.
+    Raises UserError for an unknown role or scale kind, for sizes below 1 and for a transform other than 0 and 16.
     """
 
     name: str
@@ -52,13 +53,13 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.scale not in _SCALE_BITS:
-            raise ValueError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
+            raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
         if unknown := sorted(self.stochastic_roles - set(ROLES)):
-            raise ValueError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
+            raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
-            raise ValueError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+            raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
         if self.hadamard not in (0, 16):
-            raise ValueError(f"format {self.name}: hadamard={self.hadamard}; signs are known for 16, 0 is none")
+            raise UserError(f"format {self.name}: hadamard={self.hadamard}; signs are known for 16, 0 is none")
 
     @property
     def quantised(self) -> bool:
@@ -85,21 +86,21 @@ class Format:
     def block_shape(self, role: str, dim: int) -> tuple[int, int]:
         """Rows and columns that share a scale in a 2-D operand reduced along ``dim``.
 
-        Raises ValueError for an unknown role or a dim other than 0 and 1.
+        Raises UserError for an unknown role or a dim other than 0 and 1.
         """
         if role not in ROLES:
-            raise ValueError(f"role={role!r}: choose one of {', '.join(ROLES)}")
+            raise UserError(f"role={role!r}: choose one of {', '.join(ROLES)}")
         if dim not in (0, 1):
-            raise ValueError(f"dim={dim!r}: operands are 2-D, so the reduction dim is 0 or 1")
+            raise UserError(f"dim={dim!r}: operands are 2-D, so the reduction dim is 0 or 1")
         if role == "weight" and self.weight_block is not None:
             return self.weight_block, self.weight_block
         return (1, self.tile) if dim == 1 else (self.tile, 1)
 
 
 def register(fmt: Format) -> Format:
-    """Add a format to the registry and return it.  Raises ValueError if the name is taken."""
+    """Add a format to the registry and return it.  Raises UserError if the name is taken."""
     if fmt.name in _FORMATS:
-        raise ValueError(f"format {fmt.name}: this name is taken; choose another one")
+        raise UserError(f"format {fmt.name}: this name is taken; choose another one")
     _FORMATS[fmt.name] = fmt
     return fmt
 
@@ -112,7 +113,7 @@ def format_names() -> list[str]:
 def get_format(name: str) -> Format:
     """The format of that name: a registered one, or any eXmY with the default tiles.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    Raises UserError for an unknown name, listing the known ones.
     """
     fmt = _FORMATS.get(name)
     return fmt if fmt is not None else _exmy(name)
@@ -123,5 +124,5 @@ def _exmy(name: str) -> Format:
     """A format for an unregistered eXmY: default tiles, round to nearest everywhere."""
     match = _EXMY.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        raise ValueError(f"unknown format {name!r}; known: {', '.join(_FORMATS)}, or an element such as e3m2")
+        raise UserError(f"unknown format {name!r}; known: {', '.join(_FORMATS)}, or an element such as e3m2")
     return Format(name=name, element=element_named(int(match[1]), int(match[2])))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.errors import UserError
 
 _HEAD = "lm_head.weight"
 
@@ -23,11 +24,11 @@ def to_hf_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_hf_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse; ValueError for a name that LlamaForCausalLM does not have."""
+    """The reverse; UserError for a name that LlamaForCausalLM does not have."""
     out = {}
     for name, tensor in weights.items():
         if name != _HEAD and not name.startswith("model."):
-            raise ValueError(f"{name} is no weight of LlamaForCausalLM; give the state of a Llama checkpoint")
+            raise UserError(f"{name} is no weight of LlamaForCausalLM; give the state of a Llama checkpoint")
         out[name.removeprefix("model.")] = tensor
     return out
 
@@ -65,14 +66,14 @@ def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
 def load_hf_weights(stage: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy a whole LlamaForCausalLM state, each tensor [...], into an unsharded stage that holds all blocks.
 
-    A tied checkpoint may leave out the head.  ValueError for a missing tensor or one of another shape.
+    A tied checkpoint may leave out the head.  UserError for a missing tensor or one of another shape.
     """
     ours = from_hf_names(weights)
     for name, parameter in stage.named_parameters():
         source = ours.get(name)
         if source is None or source.shape != parameter.shape:
             shape = None if source is None else list(source.shape)
-            raise ValueError(
+            raise UserError(
                 f"{name}: the checkpoint has {shape}, the model {list(parameter.shape)}; match the model options"
             )
         parameter.copy_(source)

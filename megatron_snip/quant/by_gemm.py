@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.operands import LinearCall
@@ -32,12 +33,12 @@ class ByGemm:
         return None
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N].  Raises ValueError for what no backend of the list can run."""
+        """x [T,K], w [N,K] -> y [T,N].  Raises UserError for what no backend of the list can run."""
         sizes = Sizes(x.shape[0], x.shape[1], w.shape[0])
         return three_gemms(x, w, call, self._chosen(call.precision, x.device, sizes))
 
     def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-        """Who multiplies each GEMM.  Raises ValueError as a call does."""
+        """Who multiplies each GEMM.  Raises UserError as a call does."""
         return self._chosen(precision, device, sizes)
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
@@ -57,7 +58,7 @@ class ByGemm:
         for gemm in GEMMS:
             backend, why = self._first(getattr(precision, gemm), device, sizes)
             if backend is None:
-                raise ValueError(f"--linear-impl scaled_mm: {why}; use --linear-impl auto or emulated")
+                raise UserError(f"--linear-impl scaled_mm: {why}; use --linear-impl auto or emulated")
             chosen.append(backend)
         return Backends(*chosen)
 

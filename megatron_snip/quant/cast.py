@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import SCALES, Element, Format, get_format
 from megatron_snip.formats.element import Specials
 from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
@@ -175,21 +176,21 @@ def resolve(
 ) -> Form:
     """Check a cast's arguments, x [R, C] among them, and return the form they ask for.
 
-    rounding None takes the format's rule for the role.  Raises ValueError for an unknown format, role, dim
+    rounding None takes the format's rule for the role.  Raises UserError for an unknown format, role, dim
     or rounding, a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
     """
     if not isinstance(fmt, Format):
         fmt = get_format(fmt)
     fmt.block_shape(role, dim)
     if x.ndim != 2:
-        raise ValueError(f"{fmt.name}: x has shape {list(x.shape)}; flatten it to 2-D, tokens by channels")
+        raise UserError(f"{fmt.name}: x has shape {list(x.shape)}; flatten it to 2-D, tokens by channels")
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"{fmt.name}: x is {x.dtype}; convert it to bfloat16 or float32")
+        raise UserError(f"{fmt.name}: x is {x.dtype}; convert it to bfloat16 or float32")
     if rounding not in (None, "nearest", "stochastic"):
-        raise ValueError(f"{fmt.name}: rounding={rounding!r}; choose nearest, stochastic or None")
+        raise UserError(f"{fmt.name}: rounding={rounding!r}; choose nearest, stochastic or None")
     stochastic = rounding == "stochastic" or (rounding is None and role in fmt.stochastic_roles)
     if stochastic and key is None and fmt.quantised:
-        raise ValueError(f"{fmt.name}: {role} rounds stochastically, key is None; give a RoundingKey")
+        raise UserError(f"{fmt.name}: {role} rounds stochastically, key is None; give a RoundingKey")
     return Form(fmt, role, dim, key if stochastic else None)
 
 

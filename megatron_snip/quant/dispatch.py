@@ -118,7 +118,7 @@ def fake_quantize(
     dim, along which tiles run.  rounding: "nearest", "stochastic", or None for the format's rule for
     the role.  key: the random bits of stochastic rounding.  amax: float32 scalar, the largest finite
     magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
-    Raises ValueError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
+    Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
     bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
     A form with that transform (Form.transformed) gives, and takes the amax of, the transformed tensor.
     """

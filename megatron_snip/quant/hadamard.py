@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_snip.errors import UserError
+
 LENGTH = 16
 SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
 
@@ -21,11 +23,11 @@ def hadamard(x: Tensor) -> Tensor:
     """``x`` [T, C] transformed in groups of 16 tokens: float32 sums in a fixed order, rounded to x.dtype.
 
     Sums and differences of pairs, not a GEMM, so that every device gives the same bits.  A NaN reaches its
-    whole group, infinities become infinities or NaN.  Raises ValueError where T is no multiple of 16.
+    whole group, infinities become infinities or NaN.  Raises UserError where T is no multiple of 16.
     """
     tokens, channels = x.shape
     if tokens % LENGTH:
-        raise ValueError(
+        raise UserError(
             f"random Hadamard transform: x has shape {list(x.shape)} and its {tokens} tokens are no multiple of "
             f"{LENGTH}; change the sequence length or the batch, or choose a format without the transform"
         )

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
@@ -43,9 +44,9 @@ _IMPLEMENTATIONS: dict[str, LinearImplementation] = {}
 
 
 def register_linear(name: str, implementation: LinearImplementation) -> None:
-    """Add a linear implementation to the table.  Raises ValueError if the name is taken."""
+    """Add a linear implementation to the table.  Raises UserError if the name is taken."""
     if name in _IMPLEMENTATIONS:
-        raise ValueError(f"linear implementation {name!r} is taken; choose another name")
+        raise UserError(f"linear implementation {name!r} is taken; choose another name")
     _IMPLEMENTATIONS[name] = implementation
 
 
@@ -55,12 +56,12 @@ def linear_implementations() -> list[str]:
 
 
 def check_linear(impl: str, precision: LinearPrecision, device: torch.device) -> None:
-    """Raise ValueError, naming the way out, if an implementation cannot run a precision on a device."""
+    """Raise UserError, naming the way out, if an implementation cannot run a precision on a device."""
     if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"linear implementation {impl!r} is unknown; known: {', '.join(_IMPLEMENTATIONS)}")
+        raise UserError(f"linear implementation {impl!r} is unknown; known: {', '.join(_IMPLEMENTATIONS)}")
     if reason := _refusal(impl, precision, device):
         able = [name for name, other in _IMPLEMENTATIONS.items() if other.refusal(precision, device) is None]
-        raise ValueError(
+        raise UserError(
             f"--linear-impl {impl} cannot run {precision} here: {reason}; use --linear-impl {' or '.join(able)}"
         )
 
@@ -94,15 +95,15 @@ def quantized_linear(
     input_col0, output_col0: global channel of x's and y's first column, for tensor-parallel shards.
     input_casts: shared by linears that read the same x.  weight_casts: keeps the weight's casts until it
     changes.  reduce_amax: role -> the amax of the whole tensor from a shard's, for formats that need it.
-    Raises ValueError for an unknown impl or one that cannot run the precision, shapes or dtypes that do not
+    Raises UserError for an unknown impl or one that cannot run the precision, shapes or dtypes that do not
     match, and a missing key.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"x {list(x.shape)} and w {list(w.shape)} do not match; give x [T,K] and w [N,K]")
+        raise UserError(f"x {list(x.shape)} and w {list(w.shape)} do not match; give x [T,K] and w [N,K]")
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"x is {x.dtype}; convert it to bfloat16 or float32")
+        raise UserError(f"x is {x.dtype}; convert it to bfloat16 or float32")
     if w.dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"x is {x.dtype}, w is {w.dtype}; convert one of them")
+        raise UserError(f"x is {x.dtype}, w is {w.dtype}; convert one of them")
     check_linear(impl, precision, x.device)
     if key is None:
         _refuse_stochastic(precision, torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
@@ -116,21 +117,21 @@ def run_linear(x: Tensor, w: Tensor, call: LinearCall, impl: str) -> Tensor:
 
 
 def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
-    """Without a key: raise ValueError now for any GEMM that would round stochastically later."""
+    """Without a key: raise UserError now for any GEMM that would round stochastically later."""
     for gemm, dims in REDUCTION_DIM.items():
         fmt = get_format(getattr(precision, gemm))
         stochastic = sorted(fmt.stochastic_roles & dims.keys())
         if stochastic and (gemm == "fprop" or training):
-            raise ValueError(
+            raise UserError(
                 f"{gemm} in {fmt.name} rounds {stochastic[0]} stochastically, key is None; give a RoundingKey"
             )
 
 
 def check_compiled(impl: str) -> None:
-    """Raise ValueError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
+    """Raise UserError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
     if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
         able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
-        raise ValueError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
+        raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
 
 
 def backends_of(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:

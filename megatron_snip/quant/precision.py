@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -14,7 +15,7 @@ class LinearPrecision:
     """One format name for each of fprop, dgrad and wgrad.
 
     ``str()`` gives the shortest option string, "fp4" or "fp4/fp4/fp8", which ``parse`` reads.
-    Raises ValueError for an unknown format.
+    Raises UserError for an unknown format.
     """
 
     fprop: str
@@ -26,7 +27,7 @@ class LinearPrecision:
             try:
                 get_format(getattr(self, gemm))
             except ValueError as error:
-                raise ValueError(f"{gemm}: {error}") from None
+                raise UserError(f"{gemm}: {error}") from None
 
     @classmethod
     def uniform(cls, name: str) -> LinearPrecision:
@@ -35,10 +36,10 @@ class LinearPrecision:
 
     @classmethod
     def parse(cls, text: str) -> LinearPrecision:
-        """Read "FORMAT" or "FPROP/DGRAD/WGRAD".  Raises ValueError for anything else."""
+        """Read "FORMAT" or "FPROP/DGRAD/WGRAD".  Raises UserError for anything else."""
         names = text.split("/")
         if len(names) not in (1, len(GEMMS)):
-            raise ValueError(f"precision {text!r}: write one format, or three as fprop/dgrad/wgrad")
+            raise UserError(f"precision {text!r}: write one format, or three as fprop/dgrad/wgrad")
         return cls.uniform(text) if len(names) == 1 else cls(*names)
 
     def __str__(self) -> str:

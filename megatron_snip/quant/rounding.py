@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import ROLES
 from megatron_snip.quant.precision import GEMMS
 
@@ -51,7 +52,7 @@ class RoundingKey:
     seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, GEMM, role); start
     from ``name_stream`` and let ``for_operand`` add the rest.  row0, col0: global position of the
     operand's first element, row = global sample index * seq-length + position, col = channel.
-    Raises ValueError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
+    Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
     seed: int
@@ -62,9 +63,9 @@ class RoundingKey:
 
     def __post_init__(self) -> None:
         if not 0 <= self.iteration <= _MASK32:
-            raise ValueError(f"RoundingKey: iteration={self.iteration} does not fit 32 bits; count from 0")
+            raise UserError(f"RoundingKey: iteration={self.iteration} does not fit 32 bits; count from 0")
         if not (0 <= self.row0 < 2**63 and 0 <= self.col0 < 2**34):
-            raise ValueError(f"RoundingKey: row0={self.row0}, col0={self.col0}; give positions from 0 up")
+            raise UserError(f"RoundingKey: row0={self.row0}, col0={self.col0}; give positions from 0 up")
 
     @property
     def words(self) -> tuple[int, int]:
@@ -75,10 +76,10 @@ class RoundingKey:
     def for_operand(self, gemm: str, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
         """The key of one operand of one GEMM; positions left out stay this key's.
 
-        Raises ValueError for an unknown GEMM or role.
+        Raises UserError for an unknown GEMM or role.
         """
         if gemm not in GEMMS or role not in ROLES:
-            raise ValueError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
+            raise UserError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
         operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
         return RoundingKey(
             seed=self.seed,

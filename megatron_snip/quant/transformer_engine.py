@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from megatron_snip.errors import UserError
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.operands import Casts, LinearCall
 from megatron_snip.quant.precision import LinearPrecision
@@ -85,13 +86,13 @@ class TransformerEngine:
         return _unfit(name, _RECIPES[name], device)
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N].  Raises ValueError where an observer looks at a quantised linear."""
+        """x [T,K], w [N,K] -> y [T,N].  Raises UserError where an observer looks at a quantised linear."""
         if call.precision.fprop == "bf16":
             if call.weight_casts is not None:  # or the module would not notice that the weight changes meanwhile
                 self._modules.pop(call.weight_casts, None)
             return self._plain(x, w, call)
         if call.observer is not None:
-            raise ValueError(
+            raise UserError(
                 f"--linear-impl transformer_engine: a probe looks at a linear in {call.precision}; "
                 "probes run in bf16, or use --linear-impl emulated"
             )

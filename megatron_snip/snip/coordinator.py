@@ -44,7 +44,7 @@ FILES_KEPT = 100
 def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     """What the options let these linears take.
 
-    ValueError for an unknown objective, an option that cannot be read, or a target beyond the options.
+    UserError for an unknown objective, an option that cannot be read, or a target beyond the options.
     """
     get_objective(snip.snip_objective)
     LinearPrecision.parse(snip.snip_warmup_precision)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, parse_json, read_file, shown
 
 
-class JsonFileError(ValueError):
+class JsonFileError(UserError):
     """A field is missing, unknown or wrong; the caller adds the file's name and the way out."""
 
 
@@ -66,14 +67,14 @@ EXPECTED: Mapping[Callable[[Any], bool], str] = {
 
 
 def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
-    """The object in a file.  Raises ValueError naming the file if it cannot be read, is cut short or is no object."""
+    """The object in a file.  Raises UserError naming the file if it cannot be read, is cut short or is no object."""
     data = read_file(path, what, way_out)
     try:
         values = parse_json(data)
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError too
-        raise ValueError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
+        raise UserError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
+        raise UserError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
     return values
 
 

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
+from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
 from megatron_snip.model.llama import Build, LlamaStage
 from megatron_snip.parallel.data import local_of
@@ -57,7 +58,7 @@ GPU_GRANULE = 512  # bytes that torch's CUDA allocator rounds up to
 
 
 def dry_run(config: Config) -> None:
-    """`pretrain_llama.py --dry-run`; rank 0 alone does it.  ValueError if it does not fit --memory-gib."""
+    """`pretrain_llama.py --dry-run`; rank 0 alone does it.  UserError if it does not fit --memory-gib."""
     world_size = config.dry_run.world_size or runtime.environment_world_size()
     config = without_files(config)
     validate(config, world_size)
@@ -297,13 +298,13 @@ class _Stretches:
 
 
 def check_memory(config: Config, world_size: int, measured: Sequence[Measured], gib: float) -> None:
-    """ValueError if a peak is above so many GiB, naming what a dry run of it says would help."""
+    """UserError if a peak is above so many GiB, naming what a dry run of it says would help."""
     worst = max(measured, key=lambda one: one.worst.total)
     if worst.worst.total <= gib * GIB:
         return
     found = []
     for words, changed in _changes(config):
-        with contextlib.suppress(ValueError):  # a layout that does not divide
+        with contextlib.suppress(UserError):  # a layout that does not divide
             validate(changed, world_size)
             ends = measure_all(changed, world_size, end_ranks(changed, world_size))
             found.append((max(one.worst.total for one in ends) / GIB, words))
@@ -312,7 +313,7 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
     else:
         least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
         way_out = f"no single change makes it fit: {least}; combine changes or take more processes"
-    raise ValueError(
+    raise UserError(
         f"--memory-gib {gib:g}: rank {worst.rank}, pipeline stage {worst.stage}, needs "
         f"{worst.worst.total / GIB:.1f} GiB ({worst.worst.name}); {way_out}"
     )

@@ -179,7 +179,7 @@ class Guard:
 def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
     """Load weights and moments of a checkpoint into a run under way; returns its state, without a solve under way.
 
-    ValueError if it cannot be read.  Every process calls it.
+    UserError if it cannot be read.  Every process calls it.
     """
     state = read_state(folder, iteration)
     load_tensors(folder, iteration, parts.tensors())

@@ -15,6 +15,7 @@ from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
+from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.model.initial import draw_weights
@@ -124,7 +125,7 @@ class Trainer:
                 LOGGER.info(f"leaving after iteration {iteration}, as asked")
                 break
         if (reason := self._unwritten()) is not None:
-            raise ValueError(reason)
+            raise UserError(reason)
 
     def close(self, *, report: bool) -> None:
         """Let go of files, threads and the solver; write the report if asked."""
@@ -169,12 +170,12 @@ class Trainer:
     def _end_if_data_failed(self) -> None:
         if self.data_problem:
             saved = f" (iteration {self.iteration} is saved)" if self.iteration > self.start.iteration else ""
-            raise ValueError(self.data_problem + saved)
+            raise UserError(self.data_problem + saved)
 
     def _end_if_never_finite(self) -> None:
         limit = self.config.training.max_skipped_iterations
         if self.nan_in_a_row >= limit:
-            raise ValueError(
+            raise UserError(
                 f"loss or gradient was not finite in {limit} iterations in a row, the last {self.iteration}; "
                 "lower --lr or raise precision, and continue from the last checkpoint"
             )
@@ -364,7 +365,7 @@ class Trainer:
 
 
 def train(config: Config, ending: Ending | None = None) -> None:
-    """Run `pretrain_llama.py` with these options; every process calls it.  ValueError for bad input.
+    """Run `pretrain_llama.py` with these options; every process calls it.  UserError for bad input.
 
     ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
     """

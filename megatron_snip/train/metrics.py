@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files import parse_json
 from megatron_snip.quant import GEMMS
@@ -212,9 +213,9 @@ class MetricsWriter:
 
 
 def check_wandb(config: Config) -> None:
-    """ValueError if --wandb-project is given and wandb is not installed."""
+    """UserError if --wandb-project is given and wandb is not installed."""
     if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]', or drop the option")
+        raise UserError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]', or drop the option")
 
 
 def start_wandb(config: Config, run_id: str) -> Any:

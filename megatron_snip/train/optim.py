@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.config import TrainingConfig
+from megatron_snip.errors import UserError
 from megatron_snip.parallel.data import is_replicated_over_tp, local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,26 +43,26 @@ def learning_rate(t: TrainingConfig, iteration: int) -> float:
 
 
 def _fused_adam_of_apex() -> Any:
-    """NVIDIA's FusedAdam; ValueError with the way out where it is not installed."""
+    """NVIDIA's FusedAdam; UserError with the way out where it is not installed."""
     build = "build NVIDIA's from source (github.com/NVIDIA/apex), or use --optimizer-impl torch"
     try:
         return importlib.import_module("apex.optimizers").FusedAdam
     except (ImportError, AttributeError) as error:
         found = importlib.util.find_spec("apex")
         if found is None:
-            raise ValueError(f"--optimizer-impl apex: apex is not installed; {build}") from error
-        raise ValueError(
+            raise UserError(f"--optimizer-impl apex: apex is not installed; {build}") from error
+        raise UserError(
             f"--optimizer-impl apex: the apex at {found.origin} is not NVIDIA's (PyPI's apex is an "
             f"unrelated web toolkit); uninstall it and {build}"
         ) from error
 
 
 def check_optimizer_impl(t: TrainingConfig) -> None:
-    """ValueError if the chosen implementation cannot run here."""
+    """UserError if the chosen implementation cannot run here."""
     if t.optimizer_impl == "apex":
         _fused_adam_of_apex()
         if not torch.cuda.is_available():
-            raise ValueError("--optimizer-impl apex needs a GPU and none is here; use --optimizer-impl torch")
+            raise UserError("--optimizer-impl apex needs a GPU and none is here; use --optimizer-impl torch")
 
 
 class Optimizer:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
 from megatron_snip.files import one_line, parse_json, read_file
 from megatron_snip.snip.jsonfile import is_count, is_finite
 from megatron_snip.snip.measure.statistics import Statistics
@@ -53,11 +54,11 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Read a run folder.  Raises ValueError if it is no folder or holds neither metrics nor plans."""
+    """Read a run folder.  Raises UserError if it is no folder or holds neither metrics nor plans."""
     path = Path(run_dir)
     metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
     if not metrics_file.is_file() and not plan_files:
-        raise ValueError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
+        raise UserError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
     notes: list[str] = []
     metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
     plans = []
@@ -118,7 +119,7 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
         try:
             entry = parse_json(line)
             if not isinstance(entry, dict) or not is_count(entry.get("iteration")):
-                raise ValueError("no iteration")
+                raise UserError("no iteration")
             metrics.append(entry)
         except ValueError:
             broken.append(number)
@@ -295,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         path = write_report(arguments[0])
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(one_line(error), file=sys.stderr)
         return 1
     print(format_summary(arguments[0]))

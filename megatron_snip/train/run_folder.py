@@ -18,6 +18,7 @@ from typing import Any
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.config import Config, option_groups
+from megatron_snip.errors import UserError
 from megatron_snip.files import check_folder, parse_json, read_file
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
@@ -49,12 +50,12 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
     """(folder of checkpoints, iteration) that --load and --ckpt-step name; None if there is no checkpoint at all.
 
     By default it is the newest that is whole; those passed over are told.  below: look among older ones alone.
-    ValueError if the one that is named is not whole, or none is.
+    UserError if the one that is named is not whole, or none is.
     """
     folder = Path(load)
     if (number := iteration_of(folder)) is not None:
         if step not in (None, number):
-            raise ValueError(f"--load {load} is of iteration {number}, --ckpt-step is {step}; drop one")
+            raise UserError(f"--load {load} is of iteration {number}, --ckpt-step is {step}; drop one")
         folder, step = folder.parent, number
     if step is None:
         found, passed_over = newest(folder, below)
@@ -65,14 +66,14 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
         try:
             check(folder, step)
         except Damaged as error:
-            raise ValueError(f"{folder_of(folder, step)}: {error}; load another iteration") from error
+            raise UserError(f"{folder_of(folder, step)}: {error}; load another iteration") from error
         return folder, step
     held = ", ".join(map(str, iterations(folder))) or "none"
-    raise ValueError(f"--load {load}: no whole checkpoint of iteration {step} is there; those of this folder: {held}")
+    raise UserError(f"--load {load}: no whole checkpoint of iteration {step} is there; those of this folder: {held}")
 
 
 def find_start(config: Config, below: int | None = None) -> Start:
-    """Decide where to begin, reading only.  ValueError where going on would mix or overwrite runs.
+    """Decide where to begin, reading only.  UserError where going on would mix or overwrite runs.
 
     below: look among checkpoints before this iteration alone, as that one turned out to be damaged.
     """
@@ -83,17 +84,15 @@ def find_start(config: Config, below: int | None = None) -> Start:
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
     if load is not None and saved is None:
         if c.exit_on_missing_checkpoint:
-            raise ValueError(
-                f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew"
-            )
+            raise UserError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
         if load.resolve() != config.save_dir.resolve() and not (c.finetune or c.no_load_optim):
-            raise ValueError(
+            raise UserError(
                 f"--load {c.load}: no checkpoint is there; correct the path, or drop --load to start a new run "
                 f"(--load and --save of the same folder start one too)"
             )
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
-        raise ValueError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
+        raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
     if saved is None or c.finetune:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
@@ -106,7 +105,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
     state = read_state(load, saved)
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
-        raise ValueError(
+        raise UserError(
             f"--run-dir {run_dir} holds run {here}, but {load} belongs to run {state['run_id']}; "
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
@@ -118,18 +117,18 @@ def find_start(config: Config, below: int | None = None) -> Start:
 def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
     """Where to begin instead, as `start`'s checkpoint turned out damaged while it was read.
 
-    ValueError if no other can be continued, or the options name this very one.
+    UserError if no other can be continued, or the options name this very one.
     """
     assert start.load is not None
     folder = folder_of(start.load, start.load_iteration)
     if config.checkpoint.ckpt_step is not None or iteration_of(Path(str(config.checkpoint.load))) is not None:
-        raise ValueError(f"{folder}: {why}; load another iteration")
+        raise UserError(f"{folder}: {why}; load another iteration")
     LOGGER.warning(f"passed over {folder}: {why}")
     return find_start(config, below=start.load_iteration)
 
 
 def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
-    """ValueError unless a checkpoint goes on as the model and in the data order that it was trained with.
+    """UserError unless a checkpoint goes on as the model and in the data order that it was trained with.
 
     `finetune` takes its weights alone, so it may change positions and data.
     """
@@ -142,7 +141,7 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
         if old != new:
             option = name.replace("_", "-")
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
-            raise ValueError(
+            raise UserError(
                 f"--{option} is {new}, the checkpoint in {config.checkpoint.load} was trained with {old}; "
                 f"give --{option} {old}{instead}"
             )
@@ -164,14 +163,14 @@ def _run_of(run_dir: Path) -> tuple[str, str | None] | None:
         found = parse_json(data)
         return str(found["run_id"]), found["checkpoint"]["save"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error!r}); {way_out}") from error
+        raise UserError(f"{path}: cannot be read ({error!r}); {way_out}") from error
 
 
 def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
     """A run that goes on may have its checkpoints elsewhere, but not among another run's."""
     held = newest(save)[0] if save.resolve() != load.resolve() else None
     if held is not None and (other := read_state(save, held)["run_id"]) != run_id:
-        raise ValueError(
+        raise UserError(
             f"--save {save} holds checkpoints of run {other}, but {load} belongs to run {run_id}; give another --save"
         )
 
@@ -180,18 +179,18 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
     """A run from iteration 0 needs folders without a run, unless `--load` says that it may begin again."""
     run_dir, save = Path(config.logging.run_dir), config.save_dir
     if held := iterations(save):
-        raise ValueError(
+        raise UserError(
             f"{save} already holds checkpoints up to iteration {held[0]}; --load {save} continues them, "
             "or give another --run-dir and --save"
         )
     other = _save_dir_of(run_dir)
     if resuming and other is not None and other.resolve() != save.resolve():
-        raise ValueError(
+        raise UserError(
             f"--run-dir {run_dir} holds a run that saves to {other}, not to {save}; --load {other} continues it, "
             "or give another --run-dir"
         )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
-        raise ValueError(
+        raise UserError(
             f"--run-dir {run_dir} already holds a run; --load {save} continues it, or give another --run-dir"
         )
 
@@ -267,10 +266,10 @@ def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Con
     """The options of a command line over those of the run that --load names, and that checkpoint as the start."""
     given = parse(words)
     if not given.checkpoint.load:
-        raise ValueError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
+        raise UserError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
     folder, iteration = find_checkpoint(given.checkpoint.load, given.checkpoint.ckpt_step)
     if iteration is None:
-        raise ValueError(f"--load {folder}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
+        raise UserError(f"--load {folder}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
     if any(getattr(given.data, name) for name in _SOURCES):

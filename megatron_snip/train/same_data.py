@@ -19,6 +19,7 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.loader import Batch, Loader
 from megatron_snip.data.sampling import Dataset
+from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
 from megatron_snip.mesh import Mesh
 
@@ -88,7 +89,7 @@ def settle_data(
     """The data's identity for checkpoints, on rank 0; every process calls it, before anything is written.
 
     ``state`` is that of the checkpoint that the run goes on from, ``reads`` whether this process identifies the files
-    (one a node does).  Raises ValueError on all processes if a dataset is not the checkpoint's, unless
+    (one a node does).  Raises UserError on all processes if a dataset is not the checkpoint's, unless
     --accept-changed-data is given; if nodes have different files; for recorded ids outside the vocabulary; and if the
     first batch cannot be read.
     """
@@ -108,9 +109,9 @@ def settle_data(
     dist.all_gather_object(told, (problem, digest), group=mesh.world)
     for rank, (its_problem, its_digest) in enumerate(told):
         if its_problem:
-            raise ValueError(its_problem)
+            raise UserError(its_problem)
         if its_digest and its_digest != told[0][1]:
-            raise ValueError(
+            raise UserError(
                 f"the data of rank {rank}'s node is not that of rank 0's, under the same prefixes; copy the files anew"
             )
     return found

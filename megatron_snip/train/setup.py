@@ -18,6 +18,7 @@ from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
 from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check_data
 from megatron_snip.data.tokenizer import build_tokenizer
+from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
@@ -51,7 +52,7 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
-    """Everything that can be found wrong before processes meet; ValueError for the first.
+    """Everything that can be found wrong before processes meet; UserError for the first.
 
     Returns the options with the vocabulary filled in from the tokenizer and --snip-options auto by the device, and the
     plan of --precision plan.
@@ -62,17 +63,17 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     if m.vocab_size is None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
     elif tokenizer.vocab_size > m.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, --vocab-size is {m.vocab_size}; raise it or drop it"
         )
     tp = config.parallel.tensor_model_parallel_size
     if config.model.padded_vocab_size % tp:
-        raise ValueError(
+        raise UserError(
             f"the padded vocabulary {config.model.padded_vocab_size} is not a multiple of tensor parallel {tp}; "
             "change --make-vocab-size-divisible-by"
         )
     if p.linear_impl not in linear_implementations():
-        raise ValueError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
+        raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)
     check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
     check_wandb(config)
@@ -90,13 +91,13 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             LinearPrecision.parse(p.precision)
         except ValueError as error:
             known = ", ".join([*format_names(), "plan", "snip"])
-            raise ValueError(f"--precision {p.precision} is unknown; known: {known}") from error
+            raise UserError(f"--precision {p.precision} is unknown; known: {known}") from error
     _check_linears(config, plan)
     return config, plan
 
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
-    """ValueError if --linear-impl cannot run a precision that this run may come to."""
+    """UserError if --linear-impl cannot run a precision that this run may come to."""
     for precision in _precisions(config, plan):
         check_linear(config.precision.linear_impl, precision, _device(config))
     if config.training.compile:
@@ -228,16 +229,16 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
     """The linears that a plan covers, in the order of its matrices, each on its pipeline stage.
 
     known: the model's linears where something else than the options tells them.
-    ValueError if the options, which tools give without the rest of a run, do not tell the model's shape.
+    UserError if the options, which tools give without the rest of a run, do not tell the model's shape.
     """
     for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if known is None else ():
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
-            raise ValueError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
+            raise UserError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
     shapes = linear_shapes(config.model) if known is None else known
     layers, pp = 1 + max(shape.block for shape in shapes), config.parallel.pipeline_model_parallel_size
     if pp < 1 or layers % pp:
-        raise ValueError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
+        raise UserError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
     each = layers // _stages_of(config.replace(num_layers=layers))
     return [dataclasses.replace(shape, stage=shape.block // each % pp) for shape in shapes]
 
@@ -343,7 +344,7 @@ def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:
 def agree_on(config: Config, start: Start) -> Start:
     """Rank 0's start, on every process: each of them drew an id for a new run.  Every process calls it.
 
-    ValueError on all of them if they were given other options or see another checkpoint, as where a folder
+    UserError on all of them if they were given other options or see another checkpoint, as where a folder
     is not shared or a network file system is late.
     """
     mine = (start.iteration, start.load_iteration, config)
@@ -352,12 +353,12 @@ def agree_on(config: Config, start: Start) -> Start:
     (first, run_id), *_ = everyone
     for rank, (theirs, _) in enumerate(everyone):
         if theirs[:2] != first[:2]:
-            raise ValueError(
+            raise UserError(
                 f"--load {config.checkpoint.load}: rank 0 sees iteration {first[1]}, rank {rank} {theirs[1]}; "
                 "the folder must be the same for all processes, wait for the file system or share it"
             )
         if theirs[2] != first[2]:
-            raise ValueError(f"rank {rank} was started with other options than rank 0; start all with the same")
+            raise UserError(f"rank {rank} was started with other options than rank 0; start all with the same")
     return dataclasses.replace(start, run_id=run_id)
 
 

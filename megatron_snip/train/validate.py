@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_snip.config import TILE, Config, option_groups
+from megatron_snip.errors import UserError
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -58,16 +59,16 @@ def _in_range(config: Config) -> None:
         for name in names:
             value = getattr(getattr(config, groups[name]), name)
             if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; give {kind}")
+                raise UserError(f"--{name.replace('_', '-')} is {value}; give {kind}")
 
 
 def _divides(value: int, by: int, what: str, way_out: str) -> None:
     if value % by:
-        raise ValueError(f"{what}: {value} is not a multiple of {by}; {way_out}")
+        raise UserError(f"{what}: {value} is not a multiple of {by}; {way_out}")
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check every layout rule that needs no file, before anything is built.  Raises ValueError."""
+    """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
     _in_range(config)
     m, p, t = config.model, config.parallel, config.training
     tp = p.tensor_model_parallel_size
@@ -83,7 +84,7 @@ def validate(config: Config, world_size: int) -> None:
         _divides(width, tp, f"{name} by tensor parallel", change_tp)
     _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
-        raise ValueError(
+        raise UserError(
             f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
             "shorten the sequence or raise the limit"
         )
@@ -92,7 +93,7 @@ def validate(config: Config, world_size: int) -> None:
     _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
-        raise ValueError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
+        raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
@@ -100,17 +101,17 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def check_restarts(config: Config, restarts: int) -> None:
-    """ValueError if torchrun may start the run again, but these options would not let it continue."""
+    """UserError if torchrun may start the run again, but these options would not let it continue."""
     c = config.checkpoint
     if restarts < 1:
         return
     if c.finetune:
-        raise ValueError(
+        raise UserError(
             f"--finetune begins anew at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
             f"or --load {config.save_dir} without --finetune once the run has saved"
         )
     if c.load is None or Path(c.load).absolute() != config.save_dir.absolute():
-        raise ValueError(
+        raise UserError(
             f"--max-restarts is {restarts}, and a restart would continue from --load {c.load}, not from "
             f"{config.save_dir}, where the run saves; give --load {config.save_dir}, or torchrun --max-restarts 0"
         )
@@ -121,12 +122,12 @@ def _validate_stages(config: Config, microbatches: int) -> None:
     each = config.parallel.num_layers_per_virtual_pipeline_stage
     _divides(m.num_layers, pp, "--num-layers by pipeline parallel", "change one")
     if pp > 1 and not m.untie_embeddings_and_output_weights:
-        raise ValueError(
+        raise UserError(
             f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
             f"is {pp}; add --untie-embeddings-and-output-weights or use one stage"
         )
     if microbatches < pp:
-        raise ValueError(
+        raise UserError(
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
             "raise --global-batch-size or lower --micro-batch-size"
         )
@@ -134,7 +135,7 @@ def _validate_stages(config: Config, microbatches: int) -> None:
         return
     option = "--num-layers-per-virtual-pipeline-stage"
     if pp == 1 or each < 1:
-        raise ValueError(
+        raise UserError(
             f"{option} is {each} and --pipeline-model-parallel-size {pp}; "
             "give 1 or more of the first and 2 or more of the second, or drop the first"
         )
@@ -147,77 +148,77 @@ def _validate_stages(config: Config, microbatches: int) -> None:
 def _validate_choices(config: Config) -> None:
     s, d = config.snip, config.data
     if s.snip_apply_lag < 0 or s.snip_apply_lag >= s.snip_interval:
-        raise ValueError(
+        raise UserError(
             f"--snip-apply-lag is {s.snip_apply_lag}; give 0 to --snip-interval - 1 = {s.snip_interval - 1}, "
             "so that one solve ends before the next begins"
         )
     _validate_guard(config)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
-        raise ValueError(
+        raise UserError(
             f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
             "drop --snip-stage-target"
         )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
-        raise ValueError("--precision plan needs a plan; give --precision-plan FILE")
+        raise UserError("--precision plan needs a plan; give --precision-plan FILE")
     if config.precision.precision != "plan" and config.precision.precision_plan:
-        raise ValueError(
+        raise UserError(
             f"--precision-plan is given, but --precision is {config.precision.precision}; use --precision plan"
         )
     c = config.checkpoint
     if c.keep_every is not None and c.keep_last is None:
-        raise ValueError(f"--keep-every {c.keep_every} spares what --keep-last would delete; give --keep-last too")
+        raise UserError(f"--keep-every {c.keep_every} spares what --keep-last would delete; give --keep-last too")
     if c.ckpt_step is not None and not c.load:
-        raise ValueError(f"--ckpt-step {c.ckpt_step} names no folder; give --load too")
+        raise UserError(f"--ckpt-step {c.ckpt_step} names no folder; give --load too")
     if not (d.mock_data or d.data_path or d.train_data_path):
-        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
+        raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):
-        raise ValueError("--mock-data is given together with paths of real data; drop one of them")
+        raise UserError("--mock-data is given together with paths of real data; drop one of them")
     if d.data_path and (d.train_data_path or d.valid_data_path):
-        raise ValueError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
+        raise UserError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
 
 
 def _validate_pairs(config: Config) -> None:
-    """ValueError for two options that contradict each other, of which one would quietly win or the run would end."""
+    """UserError for two options that contradict each other, of which one would quietly win or the run would end."""
     s, t, p = config.snip, config.training, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
-        raise ValueError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
+        raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
     if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
-        raise ValueError(
+        raise UserError(
             f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, and gloo sends nothing between GPUs' "
             "memories; use nccl, or one stage"
         )
     waits, limit = s.snip_solve_timeout, 60.0 * config.parallel.distributed_timeout_minutes
     if config.precision.precision == "snip" and waits >= limit:
-        raise ValueError(
+        raise UserError(
             f"--snip-solve-timeout is {waits:g} seconds, and --distributed-timeout-minutes {limit / 60.0:g} ends a run "
             f"whose processes wait for {limit:g} seconds; lower the first or raise the second"
         )
     log = config.logging
     if log.profile and log.profile_step_end < log.profile_step_start:
-        raise ValueError(
+        raise UserError(
             f"--profile-step-end {log.profile_step_end} is before --profile-step-start {log.profile_step_start}; "
             "change one"
         )
     if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise ValueError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
     if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
-        raise ValueError(
+        raise UserError(
             f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
         )
     if config.model.use_rope_scaling and config.model.rope_low_freq_factor >= config.model.rope_high_freq_factor:
-        raise ValueError(
+        raise UserError(
             f"--rope-low-freq-factor {config.model.rope_low_freq_factor:g} must be below --rope-high-freq-factor "
             f"{config.model.rope_high_freq_factor:g}; change one"
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
-        raise ValueError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+        raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
 
 
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
         if value is not None and not given["dry_run"] and name != "dry_run":
-            raise ValueError(
+            raise UserError(
                 f"--{name.replace('_', '-')} {value} is for --dry-run, which is not given; add --dry-run or drop it"
             )
 
@@ -225,12 +226,12 @@ def _validate_dry_run(config: Config) -> None:
 def _validate_guard(config: Config) -> None:
     s, t = config.snip, config.training
     if s.snip_guard and s.snip_guard_patience >= t.max_skipped_iterations:
-        raise ValueError(
+        raise UserError(
             f"--snip-guard-patience is {s.snip_guard_patience}, and --max-skipped-iterations "
             f"{t.max_skipped_iterations} ends the run before the guard acts; lower the first or raise the second"
         )
     if s.snip_guard and 3 * s.snip_guard_patience >= t.spike_window:
-        raise ValueError(
+        raise UserError(
             f"--snip-guard-patience is {s.snip_guard_patience}, and three times that exceeds --spike-window "
             f"{t.spike_window}, after which a loss counts as usual; lower the first or raise the second"
         )

@@ -71,15 +71,19 @@ def mixed_plan(path: Path) -> Path:
     return path
 
 
-def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int = 20) -> dict[str, Any]:
+def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int = 10) -> dict[str, Any]:
     """Train: the losses, and after the first iteration's backward the loss and the whole gradients.
 
-    nudge: raise this weight of a norm, which no rounding hides, by one unit in the last place before training.
+    nudge: before training, move the norms' weights, which no rounding hides, one unit in the last place up or down, as
+    this seed draws it.
     """
     config, parts = make(options)
     if nudge is not None:
-        weight = parts.optimizer.parameters["layers.0.input_layernorm.weight"].detach().view(-1)
-        weight[nudge] = torch.nextafter(weight[nudge], torch.tensor(float("inf")))
+        draw = torch.Generator().manual_seed(nudge)
+        for name, parameter in parts.optimizer.parameters.items():
+            if name.endswith("norm.weight"):
+                up = torch.randint(2, parameter.shape, generator=draw).bool()
+                parameter.detach().copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf)))
     size = config.training.global_batch_size
     batch = parts.train_loader.batch(0)
     first, _ = parts.stepper.gradients(batch, 1)
@@ -91,7 +95,7 @@ def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int
 
 
 def nudged_losses(options: dict[str, Any], nudge: int) -> dict[str, Any]:
-    """`losses` after one weight was raised by one unit in the last place."""
+    """`losses` after the norms' weights were moved by one unit in the last place."""
     return losses(options, nudge=nudge)
 
 

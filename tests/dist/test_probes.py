@@ -35,10 +35,16 @@ def test_probes_change_no_bit_of_a_run(layout, bf16):
             assert torch.equal(other["tensors"][name], tensor), name
 
 
-@pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize(
-    ("failing", "updates"),
-    [("__init__", True), ("measure", True), ("_cast", True), ("add_updates", True), ("measure", False), ("_cast", False)],
+    ("failing", "updates", "rank"),
+    [
+        *(("measure", True, rank) for rank in range(4)),
+        *(("__init__", True, rank) for rank in (0, 3)),
+        *(("_cast", True, rank) for rank in (1, 2)),
+        *(("add_updates", True, rank) for rank in (0, 3)),
+        *(("measure", False, rank) for rank in (1, 2)),
+        *(("_cast", False, rank) for rank in (0, 3)),
+    ],
 )
 def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing, updates, rank, plain_of_four):
     """Out of memory while it makes its tensors, in the pass of the model, between two of a linear's casts, after it."""

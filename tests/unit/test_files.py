@@ -10,6 +10,7 @@ import signal
 import pytest
 
 from megatron_snip import files
+from megatron_snip.errors import UserError
 from megatron_snip.files import (
     atomic_output,
     check_output,
@@ -112,8 +113,8 @@ def test_errors_are_one_line_with_a_way_out():
     denied = PermissionError(errno.EACCES, "Permission denied", "a\nb")
     assert one_line(denied) == "a b: Permission denied; give a path that you may read and write"
     assert one_line(OSError(errno.EIO, "Input/output error", "a")).endswith("; check the path and its disk")
-    assert one_line(ValueError("--lr is odd; even it")) == "--lr is odd; even it"
-    assert len(one_line(ValueError("x" * 10**6))) < files.MOST_SHOWN + 10
+    assert one_line(UserError("--lr is odd; even it")) == "--lr is odd; even it"
+    assert len(one_line(UserError("x" * 10**6))) < files.MOST_SHOWN + 10
     assert len(shown("x" * 10**6)) < 100 and len(shown([[[[[[[[[1]]]]]]]]] * 1000)) < 1000
 
 

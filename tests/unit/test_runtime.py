@@ -15,6 +15,7 @@ import torch
 
 import megatron_snip
 from megatron_snip import runtime
+from megatron_snip.errors import UserError
 
 
 def test_ranks_come_from_torchrun(monkeypatch):
@@ -121,6 +122,7 @@ def test_ctrl_c_is_remembered_and_a_second_one_ends_the_process():
     code = """if True:
         import os, signal, sys, time
         from megatron_snip import runtime
+from megatron_snip.errors import UserError
         heard = runtime.StopSignal(listen=True)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # a launcher passed on what the terminal had sent
@@ -193,13 +195,13 @@ def leave_with(monkeypatch, error: Exception) -> tuple[list[int], list[float]]:
 
 def test_a_users_error_is_one_line_and_status_2(logger, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    assert leave_with(monkeypatch, ValueError("--lr is odd; even it")) == ([2], [])
+    assert leave_with(monkeypatch, UserError("--lr is odd; even it")) == ([2], [])
     assert capsys.readouterr().err == "error: --lr is odd; even it\n"
 
 
 def test_other_ranks_wait_before_they_tell(logger, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "2")
-    left, waited = leave_with(monkeypatch, ValueError("odd"))
+    left, waited = leave_with(monkeypatch, UserError("odd"))
     assert left == [2] and sum(waited) >= 2.0
     assert capsys.readouterr().err == "error [rank 2]: odd\n"
 
@@ -219,9 +221,14 @@ def test_an_os_error_without_a_path_keeps_its_traceback(logger, monkeypatch):
         leave_with(monkeypatch, BrokenPipeError(32, "Broken pipe"))
 
 
-def test_before_a_run_has_begun_our_own_errors_keep_their_traceback(logger, monkeypatch):
-    with pytest.raises(AssertionError, match="mine"):
-        leave_with(monkeypatch, AssertionError("mine"))
+@pytest.mark.parametrize(
+    "error", [AssertionError("not the user's"), ValueError("not the user's"), OSError(5, "no path")]
+)
+def test_before_a_run_has_begun_other_errors_keep_their_traceback(logger, monkeypatch, error):
+    """torch's ValueErrors among them."""
+    with pytest.raises(type(error)) as info:
+        leave_with(monkeypatch, error)
+    assert info.value is error
 
 
 NAMES = (

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.errors import UserError
 from megatron_snip.quant import KINDS, LinearShape
 from megatron_snip.snip.jsonfile import (
     JsonFileError,
@@ -104,9 +105,9 @@ class Statistics:
         return tuple(name for name, good in zip(self.names, self.finite) if not good)
 
     def column(self, name: str) -> Floats:
-        """[L] of one column.  Raises ValueError if it was not measured."""
+        """[L] of one column.  Raises UserError if it was not measured."""
         if name not in self.columns:
-            raise ValueError(
+            raise UserError(
                 f"statistics of iteration {self.iteration} have no {name}; measured formats: "
                 f"{', '.join(self.formats) or 'none'}, {'with' if self.has_updates else 'without'} updates; probe with "
                 f"the options that you plan with{'' if self.has_updates else f', or {WHERE_UPDATES}'}"
@@ -133,16 +134,16 @@ class Statistics:
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
-        """Read ``save``'s file.  Raises ValueError naming the file and the field for anything else."""
+        """Read ``save``'s file.  Raises UserError naming the file and the field for anything else."""
         values = read_json(path, "statistics", _WAY_OUT)
         try:
             check_version(values, VERSION)
             check_fields(values, _FIELDS, "")
             rows = [_row(name, entry, len(values["columns"])) for name, entry in values["linears"].items()]
         except JsonFileError as error:
-            raise ValueError(f"{path}: {error}; {_WAY_OUT}") from None
+            raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         if not rows:
-            raise ValueError(f"{path}: field linears is empty; {_WAY_OUT}")
+            raise UserError(f"{path}: field linears is empty; {_WAY_OUT}")
         return cls(
             values["iteration"],
             float(values["loss"]),

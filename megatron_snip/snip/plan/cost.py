@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.jsonfile import (
@@ -68,7 +69,7 @@ class GemmTimes:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, fmt: str, gemm: str, out_features: int, in_features: int) -> float:
-        """Time per FLOP of a GEMM of a linear in a format; 1 is BF16's mean.  ValueError for an unknown format."""
+        """Time per FLOP of a GEMM of a linear in a format; 1 is BF16's mean.  UserError for an unknown format."""
         if self.times is None:
             return get_format(fmt).element_bits / 16
         found = self.shapes.get(f"{out_features}x{in_features}", {}).get(fmt) or self.times.get(fmt)
@@ -85,11 +86,11 @@ class GemmTimes:
         return min(self.of(fmt, gemm, out_features, in_features) for fmt in formats)
 
     def check(self, formats: Iterable[str]) -> None:
-        """Raise ValueError unless the table has these formats."""
+        """Raise UserError unless the table has these formats."""
         if self.times is None:
             return
         if missing := sorted(set(formats) - {"bf16", *self.times}):
-            raise ValueError(
+            raise UserError(
                 f"the GEMM times of {self.hardware} have no format {missing[0]}; known: {', '.join(self.times)}; "
                 f"{_WAY_OUT}"
             )
@@ -102,7 +103,7 @@ class GemmTimes:
 
     @classmethod
     def load(cls, path: str | Path) -> GemmTimes:
-        """Read ``save``'s file, or one by hand.  Raises ValueError naming the file, the field and the way out."""
+        """Read ``save``'s file, or one by hand.  Raises UserError naming the file, the field and the way out."""
         values = {"about": {}, "shapes": {}, **read_json(path, "table of GEMM times", _WAY_OUT)}
         try:
             check_version(values, VERSION)
@@ -116,7 +117,7 @@ class GemmTimes:
                 if unknown := sorted(shapes[shape].keys() - {"bf16", *times}):
                     raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times has not")
         except JsonFileError as error:
-            raise ValueError(f"{path}: {error}; {_WAY_OUT}") from None
+            raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         return cls(values["hardware"], times, shapes, values["about"])
 
 
@@ -127,17 +128,17 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
     """Options of a linear.  "linear", "fused": each of ``formats`` (or triples such as "fp4/fp4/fp8") as it
     stands; "gemm": every combination over the three GEMMs.  Order kept, repeats dropped.
 
-    Raises ValueError for unknown formats or granularities, no format, and triples in "gemm".
+    Raises UserError for unknown formats or granularities, no format, and triples in "gemm".
     """
     names = list(dict.fromkeys(formats))
     if granularity not in GRANULARITIES:
-        raise ValueError(f"unknown granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
+        raise UserError(f"unknown granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
     if not names:
-        raise ValueError("no options to plan with; name at least one format, such as fp8,fp4")
+        raise UserError("no options to plan with; name at least one format, such as fp8,fp4")
     if granularity != "gemm":
         return list(dict.fromkeys(LinearPrecision.parse(name) for name in names))
     if triples := [name for name in names if "/" in name]:
-        raise ValueError(f"options {triples} already name three GEMMs; granularity gemm takes single formats")
+        raise UserError(f"options {triples} already name three GEMMs; granularity gemm takes single formats")
     return [LinearPrecision(*triple) for triple in product(names, repeat=len(GEMMS))]
 
 
@@ -163,7 +164,7 @@ def modelled_time(
 ) -> Floats:
     """[L, O]: GEMM time of linear l in option o as a share of all linears' in BF16 at its mean speed.
 
-    Raises ValueError for a format that the table has not.
+    Raises UserError for a format that the table has not.
     """
     flops = gemm_flops(shapes)
     result = np.zeros((len(shapes), len(options)))
@@ -190,11 +191,11 @@ def efficiency(
 
     measure: "fp4", the share of FLOPs in FP4; "time", modelled GEMM time saved against BF16, as a share of what
     the fastest format of the times saves everywhere (nominally FP4); the one to use when bf16 is among the
-    options, because FP8 counts for nothing in "fp4".  Raises ValueError for other names, a format that the table
+    options, because FP8 counts for nothing in "fp4".  Raises UserError for other names, a format that the table
     has not, and a table in which nothing is faster than bf16.
     """
     if measure not in MEASURES:
-        raise ValueError(f"unknown measure {measure!r}; known: {', '.join(MEASURES)}")
+        raise UserError(f"unknown measure {measure!r}; known: {', '.join(MEASURES)}")
     flops = gemm_flops(shapes)
     if measure == "fp4":
         bits = [[get_format(getattr(option, gemm)).element_bits for gemm in GEMMS] for option in options]
@@ -207,7 +208,7 @@ def efficiency(
     )
     most = float(plain.sum()) - least / float(flops.sum())
     if most <= 0:
-        raise ValueError(
+        raise UserError(
             f"by the GEMM times of {times.hardware} no format is faster than bf16, so there is no time to save; "
             "take bf16 out of --snip-options, or leave --gemm-times out for nominal times"
         )

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.milp import (
     Best,
     Model,
@@ -101,7 +102,7 @@ def solve(
     node_limit (branch-and-bound nodes per stage) keeps the result reproducible; time_limit (seconds, for all
     stages together) is the emergency stop and the only source of differences between two runs.
 
-    Raises InfeasibleTarget, or ValueError for shapes, ids and non-finite numbers, naming the row.
+    Raises InfeasibleTarget, or UserError for shapes, ids and non-finite numbers, naming the row.
     """
     begin = clock.perf_counter()
     program = checked(
@@ -109,7 +110,7 @@ def solve(
         current=current, churn=churn,
     )  # fmt: skip
     if not gap >= 0:
-        raise ValueError(f"gap is {gap}, but must be 0 or more")
+        raise UserError(f"gap is {gap}, but must be 0 or more")
     check_feasible(program)
     search = Search(gap, node_limit, time_limit, begin)
     found, makespan = _solve_apart(program, search) if program.time is None else _solve_makespan(program, search)

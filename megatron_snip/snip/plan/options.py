@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UserError
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, check_linear
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
@@ -89,7 +90,7 @@ def measured_options(formats: Iterable[str]) -> str:
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     """--snip-options, --snip-granularity and --snip-fix for these linears; auto that nobody has resolved is a CPU's.
 
-    Raises ValueError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
+    Raises UserError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
     granularity ties.
     """
     words = AUTO if snip.snip_options == "auto" else snip.snip_options
@@ -107,25 +108,25 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
 def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
     """Linear -> the precision that "PATTERN=PRECISION,..." fixes it to; patterns are names or globs.
 
-    Raises ValueError for a part that cannot be read, a pattern that matches no linear, and two that disagree.
+    Raises UserError for a part that cannot be read, a pattern that matches no linear, and two that disagree.
     """
     fixes: dict[str, tuple[str, LinearPrecision]] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
         pattern, equals, wanted = (word.strip() for word in part.partition("="))
         if not (pattern and equals and wanted):
-            raise ValueError(f"--snip-fix part {part!r} cannot be read; write PATTERN=PRECISION, as layers.0.*=fp8")
+            raise UserError(f"--snip-fix part {part!r} cannot be read; write PATTERN=PRECISION, as layers.0.*=fp8")
         try:
             precision = LinearPrecision.parse(wanted)
         except ValueError as error:
-            raise ValueError(f"--snip-fix part {part!r}: {error}") from None
+            raise UserError(f"--snip-fix part {part!r}: {error}") from None
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
-            raise ValueError(f"--snip-fix pattern {pattern!r} matches no linear; names are such as {near}")
+            raise UserError(f"--snip-fix pattern {pattern!r} matches no linear; names are such as {near}")
         for name in matched:
             before = fixes.setdefault(name, (part, precision))
             if before[1] != precision:
-                raise ValueError(f"--snip-fix parts {before[0]!r} and {part!r} disagree on {name}; narrow one of them")
+                raise UserError(f"--snip-fix parts {before[0]!r} and {part!r} disagree on {name}; narrow one of them")
     return {name: precision for name, (_, precision) in fixes.items()}
 
 
@@ -137,7 +138,7 @@ def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequ
         wanted = sorted(set(fixed[rows].tolist()) - {-1})
         if len(wanted) > 1:
             said = ", ".join(f"{names[row]}={options[fixed[row]]}" for row in rows.tolist() if fixed[row] >= 0)
-            raise ValueError(
+            raise UserError(
                 f"--snip-granularity fused ties linears that --snip-fix fixes to different precisions: {said}; "
                 "fix them alike, or choose granularity linear"
             )
@@ -146,19 +147,19 @@ def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequ
 
 
 def read_times(snip: SnipConfig) -> GemmTimes:
-    """--gemm-times, or the nominal ones.  Raises ValueError for a file that cannot be used."""
+    """--gemm-times, or the nominal ones.  Raises UserError for a file that cannot be used."""
     return GemmTimes.load(snip.gemm_times) if snip.gemm_times else NOMINAL
 
 
 def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """``read_choices``, and ValueError too for a table without their formats or a target beyond them."""
+    """``read_choices``, and UserError too for a table without their formats or a target beyond them."""
     choices = read_choices(snip, shapes)
     times = read_times(snip)
     times.check(choices.formats)
     saved = efficiency(shapes, choices.options, choices.measure, times)
     most = float(saved[:, ~choices.reserved].max(axis=1).sum())
     if snip.snip_target > most * (1 + 1e-9):
-        raise ValueError(
+        raise UserError(
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
         )
@@ -174,7 +175,7 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
         )
     except InfeasibleTarget as error:
         way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
-        raise ValueError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
+        raise UserError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
     return choices
 
 

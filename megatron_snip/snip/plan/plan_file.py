@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.errors import UserError
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.jsonfile import (
     JsonFileError,
@@ -113,7 +114,7 @@ class Plan:
     ) -> Plan:
         """Precisions that nobody solved for, of the linears of ``shapes``; target and achieved are what they save.
 
-        Raises ValueError if the names do not match.
+        Raises UserError if the names do not match.
         """
         saved = cls(iteration, linears).fp4_share(shapes)
         return cls(iteration, linears, "by hand", saved, saved)
@@ -144,7 +145,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
-        """The plan of ``to_dict``.  Raises ValueError naming ``source``, the field and the way out."""
+        """The plan of ``to_dict``.  Raises UserError naming ``source``, the field and the way out."""
         try:
             check_version(values, VERSION)
             values = {**_DEFAULTS, **values}
@@ -170,7 +171,7 @@ class Plan:
                     "the file was changed by hand or is damaged"
                 )
         except JsonFileError as error:
-            raise ValueError(f"{source}: {error}; {_WAY_OUT}") from None
+            raise UserError(f"{source}: {error}; {_WAY_OUT}") from None
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -179,11 +180,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read ``save``'s file.  Raises ValueError naming the file, the field and the way out."""
+        """Read ``save``'s file.  Raises UserError naming the file, the field and the way out."""
         return cls.from_dict(read_json(path, "plan", _WAY_OUT), str(path))
 
     def check_names(self, names: Iterable[str], source: str = "") -> None:
-        """Raises ValueError, naming ``source``, field and way out, unless the plan names exactly these linears."""
+        """Raises UserError, naming ``source``, field and way out, unless the plan names exactly these linears."""
         wanted = set(names)
         where = f"{source}: field linears: " if source else ""
         if unknown := sorted(self.linears.keys() - wanted):
@@ -192,12 +193,12 @@ class Plan:
             said = f"plan of iteration {self.iteration} leaves out linears: {_listed(missing)}"
         else:
             return
-        raise ValueError(f"{where}{said}; give a plan of this model, or this plan's model")
+        raise UserError(f"{where}{said}; give a plan of this model, or this plan's model")
 
     def check_achieved(self, shapes: Sequence[LinearShape], source: str) -> None:
-        """Raises ValueError, naming ``source``, field and way out, unless achieved is what the linears save."""
+        """Raises UserError, naming ``source``, field and way out, unless achieved is what the linears save."""
         if abs(self.achieved - (share := self.fp4_share(shapes))) > _SHARE_TOLERANCE:
-            raise ValueError(
+            raise UserError(
                 f"{source}: field achieved is {self.achieved!r}, but in a model of these sizes the plan's linears have "
                 f"{share!r} of the FLOPs in FP4; {_WAY_OUT}, or correct the field"
             )
@@ -215,7 +216,7 @@ class Plan:
         return changed / len(names) if names else 0.0
 
     def fp4_share(self, shapes: Sequence[LinearShape]) -> float:
-        """Share of the linears' FLOPs in FP4, 0..1.  Raises ValueError if the names do not match."""
+        """Share of the linears' FLOPs in FP4, 0..1.  Raises UserError if the names do not match."""
         self.check_names(shape.name for shape in shapes)
         return achieved(shapes, self.linears)
 
@@ -236,7 +237,7 @@ def build_plan(
     measure: what the target counts, a key of MEASURES.
     """
     if len(solution.choice) != len(shapes):
-        raise ValueError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
+        raise UserError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")
     linears = {shape.name: options[int(option)] for shape, option in zip(shapes, solution.choice)}
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
     share = achieved(shapes, linears)

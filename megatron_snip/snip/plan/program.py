@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_snip.errors import UserError
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -20,7 +22,7 @@ Bools = NDArray[np.bool_]
 BUDGET_TOLERANCE = 1e-9
 
 
-class InfeasibleTarget(ValueError):
+class InfeasibleTarget(UserError):
     """No choice reaches the target.  ``reachable`` is the highest target that some choice reaches."""
 
     def __init__(self, message: str, reachable: float) -> None:
@@ -117,18 +119,18 @@ def checked(
     current: ArrayLike | None = None,
     churn: ArrayLike = 0.0,
 ) -> Program:
-    """Arguments of ``ilp.solve`` as a Program.  Raises ValueError naming the argument and the row."""
+    """Arguments of ``ilp.solve`` as a Program.  Raises UserError naming the argument and the row."""
     quality = np.array(quality_loss, dtype=np.float64)
     saved = np.array(efficiency, dtype=np.float64)
     if quality.ndim != 2 or 0 in quality.shape or saved.shape != quality.shape:
-        raise ValueError(
+        raise UserError(
             f"quality_loss is {list(quality.shape)} and efficiency {list(saved.shape)}, "
             "but both must be [linears, options] with at least one of each"
         )
     _check_finite("quality_loss", quality)
     _check_finite("efficiency", saved)
     if not np.isfinite(target):
-        raise ValueError(f"target is {target}, but must be a finite number")
+        raise UserError(f"target is {target}, but must be a finite number")
     count, options = quality.shape
     stages = None if stage is None else _ids("stage", stage, count)
     tie_ids = np.full(count, -1) if ties is None else _ids("ties", ties, count)
@@ -183,21 +185,21 @@ def _allowed(group: Ints, fixed: Ints, reserved: Bools) -> Bools:
 def _reserved(reserved: ArrayLike | None, options: int) -> Bools:
     only_fixed = np.zeros(options, np.bool_) if reserved is None else np.array(reserved, dtype=np.bool_)
     if only_fixed.shape != (options,):
-        raise ValueError(f"reserved must hold {options} truth values, one per option; got {list(only_fixed.shape)}")
+        raise UserError(f"reserved must hold {options} truth values, one per option; got {list(only_fixed.shape)}")
     if only_fixed.all():
-        raise ValueError("all options are reserved for linears fixed to them; leave one to the others")
+        raise UserError("all options are reserved for linears fixed to them; leave one to the others")
     return only_fixed
 
 
 def _times(time: ArrayLike, stages: Ints | None, shape: tuple[int, ...]) -> Floats:
     times = np.array(time, dtype=np.float64)
     if times.shape != shape:
-        raise ValueError(f"time is {list(times.shape)}, but must be [linears, options] = {list(shape)}")
+        raise UserError(f"time is {list(times.shape)}, but must be [linears, options] = {list(shape)}")
     _check_finite("time", times)
     if bad := np.flatnonzero((times < 0).any(axis=1)).tolist():
-        raise ValueError(f"time has a negative number in row {bad[0]}: {times[bad[0]].tolist()}")
+        raise UserError(f"time has a negative number in row {bad[0]}: {times[bad[0]].tolist()}")
     if stages is None:
-        raise ValueError("time is given without stage; say which stage each linear is on, or leave time out")
+        raise UserError("time is given without stage; say which stage each linear is on, or leave time out")
     return times
 
 
@@ -205,7 +207,7 @@ def _churn(current: ArrayLike | None, churn: ArrayLike, count: int, options: int
     """[L, O]: what leaving the plan in force costs."""
     weight = np.array(churn, dtype=np.float64)
     if weight.shape not in ((), (options, options)) or not (np.isfinite(weight) & (weight >= 0)).all():
-        raise ValueError(
+        raise UserError(
             f"churn is {weight.tolist()}, but must be a number of 0 or more, or {options} x {options} of them"
         )
     if current is None:
@@ -218,7 +220,7 @@ def _churn(current: ArrayLike | None, churn: ArrayLike, count: int, options: int
 
 def _check_finite(what: str, array: Floats) -> None:
     if bad := np.flatnonzero(~np.isfinite(array).all(axis=1)).tolist():
-        raise ValueError(
+        raise UserError(
             f"{what} has a non-finite number in row {bad[0]} of {len(array)}: {array[bad[0]].tolist()}"
             f"{f' (rows {bad} in all)' if len(bad) > 1 else ''}; fix that linear to an option instead"
         )
@@ -228,12 +230,10 @@ def _ids(what: str, values: ArrayLike, count: int, options: int | None = None) -
     """Whole numbers [L]; with ``options``, indices of options or -1."""
     array = np.asarray(values)
     if array.shape != (count,) or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{what} must hold {count} whole numbers, one per linear; got {array.dtype}{list(array.shape)}"
-        )
+        raise UserError(f"{what} must hold {count} whole numbers, one per linear; got {array.dtype}{list(array.shape)}")
     if options is not None and (bad := np.flatnonzero((array < -1) | (array >= options)).tolist()):
         none = "free" if what == "fixed" else "none"
-        raise ValueError(f"{what}[{bad[0]}] is {array[bad[0]]}, but there are {options} options (-1 is {none})")
+        raise UserError(f"{what}[{bad[0]}] is {array[bad[0]]}, but there are {options} options (-1 is {none})")
     return array.astype(np.int64)
 
 
@@ -242,6 +242,6 @@ def _check_ties(ties: Ints, stages: Ints | None, fixed: Ints) -> None:
         rows = np.flatnonzero(ties == tie)
         options = sorted(set(fixed[rows].tolist()) - {-1})
         if len(options) > 1:
-            raise ValueError(f"linears {rows.tolist()} are tied (id {tie}) but fixed to options {options}")
+            raise UserError(f"linears {rows.tolist()} are tied (id {tie}) but fixed to options {options}")
         if stages is not None and len(set(stages[rows].tolist())) > 1:
-            raise ValueError(f"linears {rows.tolist()} are tied (id {tie}) across stages; untie them, or drop stage")
+            raise UserError(f"linears {rows.tolist()} are tied (id {tie}) across stages; untie them, or drop stage")

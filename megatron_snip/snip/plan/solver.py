@@ -28,6 +28,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
 
 #: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
@@ -78,10 +79,10 @@ class SolveRequest:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
-        """The request of ``to_dict``.  Raises ValueError for missing or unknown fields."""
+        """The request of ``to_dict``.  Raises UserError for missing or unknown fields."""
         names = {field.name for field in fields(cls)}
         if wrong := sorted(names ^ set(values)):
-            raise ValueError(f"solve request has missing or unknown fields {wrong}; expected {sorted(names)}")
+            raise UserError(f"solve request has missing or unknown fields {wrong}; expected {sorted(names)}")
         kinds: dict[str, type[np.generic]] = {
             **dict.fromkeys(("quality_loss", "efficiency", "time", "churn"), np.float64),
             **dict.fromkeys(("stage", "ties", "fixed", "current"), np.int64),
@@ -138,7 +139,7 @@ class BackgroundSolver:
         """The solution; waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
 
         Raises SolverTimeout if there is none by then (the child is ended: a late answer is dropped),
-        SolverFailed, InfeasibleTarget, or the ValueError of ``ilp.solve``.  Later calls repeat the outcome.
+        SolverFailed, InfeasibleTarget, or the UserError of ``ilp.solve``.  Later calls repeat the outcome.
         """
         if self._outcome is None:
             self._outcome = self._wait(timeout)
@@ -227,11 +228,11 @@ def _parse_answer(output: str, count: int) -> Solution | Exception:
         kind = answer["kind"]
         if kind == "infeasible":
             return InfeasibleTarget(str(answer["message"]), float(answer["reachable"]))
-        if kind == "value_error":
-            return ValueError(str(answer["message"]))
+        if kind == "user_error":
+            return UserError(str(answer["message"]))
         choice = np.array(answer["choice"], np.int64)
         if kind != "solution" or choice.shape != (count,):
-            raise ValueError("no solution for these linears")
+            raise UserError("no solution for these linears")
         numbers = {name: float(answer[name]) for name in ("objective", "bound", "gap", "seconds", "churn")}
         makespan = None if answer["makespan"] is None else float(answer["makespan"])
         return Solution(choice=choice, status=str(answer["status"]), makespan=makespan, **numbers)
@@ -247,8 +248,8 @@ def _answer(line: str) -> dict[str, Any]:
         found = request.solve()
     except InfeasibleTarget as error:
         return {"kind": "infeasible", "message": str(error), "reachable": error.reachable}
-    except ValueError as error:
-        return {"kind": "value_error", "message": str(error)}
+    except UserError as error:
+        return {"kind": "user_error", "message": str(error)}
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return {"kind": "solution", **values, "choice": found.choice.tolist()}
 

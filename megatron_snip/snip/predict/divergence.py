@@ -27,14 +27,14 @@ Floats = NDArray[np.float64]
 
 
 def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
-    """dL [L, O] in nats: what each option's fprop adds to the loss.  ValueError if a format was not measured."""
+    """dL [L, O] in nats: what each option's fprop adds to the loss.  UserError if a format was not measured."""
     return stats.tokens / 2 * _by_format(stats, "token", [option.fprop for option in options])
 
 
 def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
     """rho^2 [L, O]: squared change of the linear's update by each option's wgrad, relative to the whole update.
 
-    Raises ValueError if a format was not measured.
+    Raises UserError if a format was not measured.
     """
     updates = stats.column("update")
     total = float(updates[np.isfinite(updates)].sum())

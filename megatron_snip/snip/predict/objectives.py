@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.quant.operands import REDUCTION_DIM
@@ -50,11 +51,11 @@ class ObjectiveInputs:
     seed: int = 0
 
     def measured(self) -> Statistics:
-        """The statistics.  Raises ValueError if there are none, or they are of other linears."""
+        """The statistics.  Raises UserError if there are none, or they are of other linears."""
         if self.stats is None:
-            raise ValueError("this objective needs statistics; probe first, or choose a rule such as random")
+            raise UserError("this objective needs statistics; probe first, or choose a rule such as random")
         if self.stats.names != [shape.name for shape in self.shapes]:
-            raise ValueError(f"statistics of iteration {self.stats.iteration} are of other linears; probe this model")
+            raise UserError(f"statistics of iteration {self.stats.iteration} are of other linears; probe this model")
         return self.stats
 
 
@@ -73,9 +74,9 @@ def base_option(options: Sequence[LinearPrecision]) -> int:
 
 
 def get_objective(name: str) -> Objective:
-    """The objective of that name.  Raises ValueError for an unknown one, listing the known."""
+    """The objective of that name.  Raises UserError for an unknown one, listing the known."""
     if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")
+        raise UserError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")
     return OBJECTIVES[name]
 
 
@@ -83,7 +84,7 @@ def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArr
     """Q [L, O] of a named objective, and the option [L] at which a linear is to be held: -1 for most.
 
     Linears with statistics that are not finite are held at the base option; their rows are zero.
-    Raises ValueError for an unknown name, listing the known ones, and what the objective itself raises.
+    Raises UserError for an unknown name, listing the known ones, and what the objective itself raises.
     """
     values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
     values = values - values[:, [base]]
@@ -93,9 +94,9 @@ def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArr
 
 
 def _loss(stats: Statistics) -> float:
-    """L0.  Raises ValueError if it is no positive number."""
+    """L0.  Raises UserError if it is no positive number."""
     if not (np.isfinite(stats.loss) and stats.loss > 0):
-        raise ValueError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
+        raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
     return stats.loss
 
 
