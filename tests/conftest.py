@@ -9,19 +9,22 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Projects that are compared with ours and not installed, and where figures go."""
+    """Whether slow tests run, projects that are compared with ours and not installed, and where figures go."""
+    parser.addoption("--all", action="store_true", help="run the tests that are marked slow, too")
     parser.addoption("--microxcaling", metavar="DIR", help="checkout of microsoft/microxcaling")
     parser.addoption("--figures", metavar="FILE", help="where tests/validation writes what it measured, as JSON")
     parser.addoption("--transformer-engine", metavar="DIR", help="checkout of NVIDIA/TransformerEngine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests begin first, so that no worker ends long after the others.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `slow` are left out without --all, those marked `gpu` are skipped where no CUDA device is.
 
-    Tests marked `gpu` are skipped where no CUDA device is.
+    Unit tests, whose files are short, come last, so that no worker ends long after the others.
     """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    items.sort(key=lambda item: "unit" in item.path.parts)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

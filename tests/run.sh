@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The second command: set up, then ruff, mypy and pytest.  Arguments go to pytest:
-#   bash tests/run.sh                     everything, files of tests dealt out to two to four workers
+#   bash tests/run.sh                     all but slow tests, files of tests dealt out to two to four workers
+#   bash tests/run.sh --all               slow tests too
 #   bash tests/run.sh tests/unit/quant    a part
 # All checks run even if one fails; the exit status is non-zero if any failed.
 set -euo pipefail
@@ -24,8 +25,8 @@ if [ "${#failed[@]}" -gt 0 ]; then
     printf '== failed: %s\n' "${failed[@]}"
 fi
 echo "== pytest"
-if [ $# -eq 0 ]; then # a part starts sooner in one process
-    set -- -n auto --maxprocesses 4 --dist loadfile
+if [ "$*" = "" ] || [ "$*" = --all ]; then # a part starts sooner in one process
+    set -- "$@" -n auto --maxprocesses 4 --dist loadfile
 fi
 status=0
 python -m pytest "$@" || status=$?

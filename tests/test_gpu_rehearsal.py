@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--output", str(tmp_path)]
@@ -26,7 +25,6 @@ def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
     assert (tmp_path / "gpu.md").read_text().count("\n## ") == 7
 
 
-@pytest.mark.slow
 def test_a_layout_of_several_runs(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu_cluster.py"), "--rehearse", "--gpus", "2"]
     command += ["--layout", "tp 2", "--output", str(tmp_path)]

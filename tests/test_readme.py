@@ -127,7 +127,6 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     assert options <= known
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:

@@ -106,7 +106,6 @@ def undisturbed(tmp_path_factory):
     return timeless(run)
 
 
-@pytest.mark.slow
 def test_a_restart_continues_bit_for_bit(undisturbed, tmp_path):
     """Rank 1 is killed before the first checkpoint, and again after it."""
     run = tmp_path / "run"
@@ -144,7 +143,6 @@ def test_two_nodes_restart_together_whoever_failed(undisturbed, tmp_path):
     assert timeless(run) == undisturbed
 
 
-@pytest.mark.slow
 def test_processes_end_with_their_agent(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ONE_NODE) as agent:
@@ -156,7 +154,6 @@ def test_processes_end_with_their_agent(tmp_path):
         wait_for(lambda: not any(map(alive, ranks.values())), "the end of all processes", 5.0)
 
 
-@pytest.mark.slow
 def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
     """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1."""
     run, limit = tmp_path / "run", 24.0
@@ -178,7 +175,6 @@ def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
     assert f"traceback : {line.partition(': ')[2]}" in (tmp_path / "log").read_text(), "torchrun's summary has it too"
 
 
-@pytest.mark.slow
 def test_a_killed_process_is_told_in_one_line(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ["--standalone", "--nproc_per_node=4"]) as agent:
@@ -193,7 +189,6 @@ def test_a_killed_process_is_told_in_one_line(tmp_path):
     assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("agent", [ONE_NODE, None], ids=["torchrun", "alone"])
 def test_ctrl_c_saves_and_leaves(agent, tmp_path):
     run = tmp_path / "run"
@@ -219,7 +214,6 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_for_metrics_loses_no_row(tmp_path):
     """Checkpoints lie elsewhere; the disk of the run folder is full for a while, and stdout's all the time."""
     with small_disk(tmp_path / "disk", "256k") as disk, open("/dev/full", "w") as full:
@@ -241,9 +235,15 @@ def test_a_full_disk_for_metrics_loses_no_row(tmp_path):
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(found[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["--run-dir", "--save"])
-@pytest.mark.parametrize("how", ["ro", "full"])
+@pytest.mark.parametrize(
+    ("option", "how"),
+    [
+        ("--run-dir", "ro"),
+        ("--save", "full"),
+        pytest.param("--run-dir", "full", marks=pytest.mark.slow),
+        pytest.param("--save", "ro", marks=pytest.mark.slow),
+    ],
+)
 def test_folders_that_cannot_be_written_are_refused_at_the_start(option, how, tmp_path):
     with small_disk(tmp_path / "disk", "16k") as disk:
         if how == "ro":

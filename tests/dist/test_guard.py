@@ -156,7 +156,9 @@ def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "leave"), [("one", 1), ("tp2 x pp2", 5)])
+@pytest.mark.parametrize(
+    ("layout", "leave"), [("one", 1), pytest.param("tp2 x pp2", 5, marks=pytest.mark.slow)]
+)
 def test_all_three_steps_and_a_resume_in_the_middle(layout, leave, tmp_path):
     """Noise for six iterations, whatever the plan.  Iteration 12 is saved while the loss is broken: not a good one.
 

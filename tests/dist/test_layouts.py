@@ -88,7 +88,13 @@ def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone
             assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+#: Of the others each gives the bits of one of these: the pipeline changes none.
+DIFFERENT = ("tp2 without sequence parallel", "pp2 interleaved", "pp2 x dp2", "tp2 x pp2 x dp2")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_options):
     got = trained(layout, *plan_options.items())[-1]
     difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()

@@ -22,7 +22,10 @@ def plain_of_four():
     return run_ranks(trace, 4, FOUR, ITERATIONS, set())
 
 
-@pytest.mark.parametrize(("layout", "bf16"), [("tp2", False), ("pp2 x dp2", False), ("tp2 x pp2 interleaved", True)])
+@pytest.mark.parametrize(
+    ("layout", "bf16"),
+    [pytest.param("tp2", False, marks=pytest.mark.slow), ("pp2 x dp2", False), ("tp2 x pp2 interleaved", True)],
+)
 def test_probes_change_no_bit_of_a_run(layout, bf16):
     options, world = {**SMALL, **LAYOUTS[layout], "bf16": bf16}, world_of(layout)
     plain, probed = (run_ranks(trace, world, options, ITERATIONS, when) for when in (set(), PROBED))

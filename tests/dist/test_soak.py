@@ -15,7 +15,6 @@ from tools.soak_faults import FAULTS
 KINDS = [kind for kind in FAULTS if kind not in ("agent", "node", "hang")]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_thirty_faults(tmp_path):
     report = soak.soak(forked, tmp_path / "soak", faults=30, seed=2, each=6, kinds=KINDS)

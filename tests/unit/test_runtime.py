@@ -122,7 +122,6 @@ def test_ctrl_c_is_remembered_and_a_second_one_ends_the_process():
     code = """if True:
         import os, signal, sys, time
         from megatron_snip import runtime
-from megatron_snip.errors import UserError
         heard = runtime.StopSignal(listen=True)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # a launcher passed on what the terminal had sent

@@ -72,7 +72,6 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.slow
 def test_one_graph_and_the_same_bits_whatever_the_plan(make):
     eager, compiled, recomputed = make(), make("aot_eager"), make("aot_eager", recompute=True)
     for iteration, plan in enumerate(PLANS, start=1):

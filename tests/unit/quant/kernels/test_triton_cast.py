@@ -22,7 +22,6 @@ with_triton = pytest.mark.skipif(not triton_cast.installed(), reason="triton is 
 
 
 @with_triton
-@pytest.mark.slow
 def test_same_bits_as_the_specification_in_the_interpreter():
     command = [sys.executable, "-m", "tests.unit.quant.kernels.interpreted"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
