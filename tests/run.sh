@@ -26,7 +26,7 @@ if [ "${#failed[@]}" -gt 0 ]; then
 fi
 echo "== pytest"
 if [ "$*" = "" ] || [ "$*" = --all ]; then # a part starts sooner in one process
-    set -- "$@" -n auto --maxprocesses 4 --dist loadfile
+    set -- "$@" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder # else files of few tests, which take longest, come last
 fi
 status=0
 python -m pytest "$@" || status=$?

@@ -6,7 +6,8 @@ r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
 --load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
 batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
+not taken from it.  --load DIR of a Hugging Face Llama tells the model alone; data, batch and seq-length are then given.
+Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
 did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
 """
 
@@ -20,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip import runtime
-from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.train.run_folder import Start, refuse_other_model, with_saved_options
+from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -52,21 +53,25 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
 
     Every process calls it.  UserError for bad input.
     """
-    assert start.load is not None and start.state is not None
+    assert start.load is not None
     batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
-    refuse_other_model(config, start.state, finetune=False)
+    state = start.state or {"weights_alone": True, "optimizer_steps": 0}
+    alone = state.get("weights_alone", False)  # the probe is then of the first update
+    if start.state is None:
+        check_model(start.load, config.model)
+    else:
+        refuse_other_model(config, state, finetune=alone)
     p = config.parallel
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
     parts = build(config, here, None, draw=False)
-    assert parts.coordinator is not None and start.load is not None and start.state is not None
-    load_tensors(start.load, start.load_iteration, parts.tensors())
-    parts.optimizer.set_steps(start.state["optimizer_steps"])
-    LOGGER.info(f"loaded iteration {start.load_iteration} of {start.load}")
+    assert parts.coordinator is not None and start.load is not None
+    read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
+    parts.optimizer.set_steps(state["optimizer_steps"])
     iteration, size, begin = start.iteration + 1, config.training.global_batch_size, time.perf_counter()
-    skipped = start.state.get("data_skipped", 0)  # samples, by rewinds of the loss guard
+    skipped = state.get("data_skipped", 0)  # samples, by rewinds of the loss guard
 
     def batch(ahead: int) -> Batch:
         return parts.train_loader.make((start.iteration + ahead) * size + skipped)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -67,13 +68,21 @@ class Saver:
             self._clean_up(start)
 
     def save(
-        self, iteration: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, finite: bool, last: bool
+        self,
+        iteration: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        finite: bool,
+        last: bool,
+        planner: SavePlanner | None = None,
     ) -> None:
         """Write a checkpoint; rank 0's state counts.  With --async-save it returns at once: call `wait_copied` before
         the tensors change.
 
         finite: whether the iteration's loss and gradient were; where they, weights or moments are not, the checkpoint
-        is kept and the tracker stays.  last: no later save can make up for this one, so wait for it.
+        is kept and the tracker stays.  last: no later save can make up for this one, so wait for it.  planner: where
+        values come from if not from the tensors.
         UserError if it fails and is the last, or ``MOST_FAILED`` in a row did.
         """
         self.wait()
@@ -90,7 +99,7 @@ class Saver:
             if self.config.async_save:
                 self._running = self._start(dict(tensors), writer)
             else:
-                dcp_save(dict(tensors), storage_writer=writer)
+                dcp_save(dict(tensors), storage_writer=writer, planner=planner)
                 self.failed = 0
         except CheckpointException as error:  # a BaseException, the same on every process
             self._failed(error, iteration, last)

@@ -6,44 +6,44 @@ half-split order, so conversion renames and nothing else.  Source: transformers,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
+from megatron_snip.files import parse_json, read_file
 
 _HEAD = "lm_head.weight"
+ARCHITECTURE = "LlamaForCausalLM"
+#: Ours -> theirs, for what every config.json of a Llama has.
+_SAME = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads", "vocab_size": "vocab_size",
+}  # fmt: skip
+#: Ours -> theirs, for Llama 3's scaling of the rotary embedding.
+_LLAMA3 = {
+    "rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
 
 
-def to_hf_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our whole weights, each [...], under Hugging Face's names."""
-    return {name if name == _HEAD else f"model.{name}": tensor for name, tensor in weights.items()}
-
-
-def from_hf_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse; UserError for a name that LlamaForCausalLM does not have."""
-    out = {}
-    for name, tensor in weights.items():
-        if name != _HEAD and not name.startswith("model."):
-            raise UserError(f"{name} is no weight of LlamaForCausalLM; give the state of a Llama checkpoint")
-        out[name.removeprefix("model.")] = tensor
-    return out
+def hf_name(name: str) -> str:
+    """Hugging Face's name of our parameter."""
+    return name if name == _HEAD else f"model.{name}"
 
 
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
     """Keyword arguments of transformers' LlamaConfig for the same model."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rotary_base}
     if m.use_rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": m.rope_scaling_factor,
-            "low_freq_factor": m.rope_low_freq_factor,
-            "high_freq_factor": m.rope_high_freq_factor,
-            "original_max_position_embeddings": m.rope_original_max_position_embeddings,
-        }
+        rope |= {"rope_type": "llama3", **{theirs: getattr(m, ours) for ours, theirs in _LLAMA3.items()}}
     return {
         "vocab_size": m.padded_vocab_size,
         "hidden_size": m.hidden_size,
@@ -62,18 +62,103 @@ def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def load_hf_weights(stage: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy a whole LlamaForCausalLM state, each tensor [...], into an unsharded stage that holds all blocks.
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder holds a model of Hugging Face's: config.json beside safetensors."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
-    A tied checkpoint may leave out the head.  UserError for a missing tensor or one of another shape.
+
+def model_options(folder: Path) -> dict[str, Any]:
+    """Our model options, by their flat names, of a Hugging Face folder's config.json.
+
+    The vocabulary is not padded.  UserError for anything else than a Llama that this package trains.
     """
-    ours = from_hf_names(weights)
-    for name, parameter in stage.named_parameters():
-        source = ours.get(name)
-        if source is None or source.shape != parameter.shape:
-            shape = None if source is None else list(source.shape)
+    path = folder / "config.json"
+    way_out = "give the folder of a Llama"
+    try:
+        found = parse_json(read_file(path, "model's configuration", way_out, most=1 << 20))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from None
+    if not isinstance(found, dict) or ARCHITECTURE not in (found.get("architectures") or []):
+        given = found.get("architectures") if isinstance(found, dict) else None
+        raise UserError(f"{path}: architectures is {given}, and only {ARCHITECTURE} can be read; {way_out}")
+    for key, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if found.get(key, wanted) != wanted:
+            raise UserError(f"{path}: {key} is {found[key]!r}, and this package has {wanted!r} alone; {way_out}")
+    if missing := [theirs for theirs in _SAME.values() if type(found.get(theirs)) is not int or found[theirs] < 1]:
+        raise UserError(f"{path}: {missing[0]} is {found.get(missing[0])!r}, not a number above 0; {way_out}")
+    options: dict[str, Any] = {ours: found[theirs] for ours, theirs in _SAME.items()}
+    options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
+    options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
+    options["max_position_embeddings"] = found.get("max_position_embeddings", 2048)
+    options["norm_epsilon"] = found.get("rms_norm_eps", 1e-6)
+    options["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
+    options["make_vocab_size_divisible_by"] = math.gcd(options["vocab_size"], 128)
+    return options | _rope_options(path, found)
+
+
+def _rope_options(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the rotary embedding, which newer files have in one table and older ones in two places."""
+    rope: dict[str, Any] = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    base = rope.get("rope_theta") or found.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rotary_base": float(base)}
+    if kind != "llama3":
+        raise UserError(f"{path}: rope_type is {kind!r}, and this package has default and llama3; give another model")
+    if missing := [theirs for theirs in _LLAMA3.values() if theirs not in rope]:
+        raise UserError(f"{path}: {missing[0]} of rope_type llama3 is missing; correct the file")
+    scaling = {ours: rope[theirs] for ours, theirs in _LLAMA3.items()}
+    return {"rotary_base": float(base), "use_rope_scaling": True, **scaling}
+
+
+def check_model(folder: Path, m: ModelConfig) -> None:
+    """UserError unless a Hugging Face folder holds the weights of this model; its positions may be others."""
+    theirs = ModelConfig(**model_options(folder))
+    same = (
+        *(name for name in _SAME if name != "vocab_size"), "query_groups", "head_dim", "padded_vocab_size",
+        "norm_epsilon", "untie_embeddings_and_output_weights", "rotary_base", "use_rope_scaling",
+        *(_LLAMA3 if m.use_rope_scaling else ()),
+    )  # fmt: skip
+    options = {"query_groups": "num_query_groups", "head_dim": "kv_channels", "padded_vocab_size": "vocab_size"}
+    for name in same:
+        old, new = getattr(theirs, name), getattr(m, name)
+        if old != new:
+            option = options.get(name, name).replace("_", "-")
+            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
+
+
+def load_hf(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Read weights in place, each by our name, sharded or whole; every process calls it and reads its own part alone.
+
+    UserError, before anything is read, for a missing tensor or one of another shape.
+    """
+    reader = _reader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    for name, tensor in weights.items():
+        size = getattr(saved.get(hf_name(name)), "size", None)
+        if size is None or tuple(size) != tuple(tensor.shape):
+            shape = None if size is None else list(size)
             raise UserError(
-                f"{name}: the checkpoint has {shape}, the model {list(parameter.shape)}; match the model options"
+                f"{folder}: {hf_name(name)} has shape {shape}, the model's is {list(tensor.shape)}; match the model "
+                "options to its config.json"
             )
-        parameter.copy_(source)
+    try:
+        dcp_load({hf_name(name): tensor for name, tensor in weights.items()}, storage_reader=reader)
+    except CheckpointException as error:  # a BaseException, the same on every process
+        rank, (first, _) = min(error.failures.items())
+        raise UserError(f"{folder}: rank {rank} could not read it ({first}); check its files") from error
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a Hugging Face folder by its name there."""
+    found: Mapping[str, Any] = _reader(folder).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in found.items()}
+
+
+def _reader(folder: Path) -> Any:
+    try:
+        import safetensors  # noqa: F401  # torch's reader needs it and says so less clearly
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    except ImportError as error:
+        raise UserError(f"{folder}: reading it needs {error.name}; pip install 'megatron_snip[hf]'") from None
+    return HuggingFaceStorageReader(str(folder))

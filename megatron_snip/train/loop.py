@@ -12,7 +12,6 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import Damaged
 from megatron_snip.checkpoint.saver import Saver
-from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.errors import UserError
@@ -34,6 +33,7 @@ from megatron_snip.train.run_folder import (
     earlier_start,
     find_start,
     open_run_folder,
+    read_tensors,
 )  # fmt: skip
 from megatron_snip.train.same_data import agreed, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -323,14 +323,11 @@ class Trainer:
             assert start.load is not None
             if start.state is None or self.config.checkpoint.no_load_optim:
                 tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
-            begin = time.perf_counter()
             try:
-                load_tensors(start.load, start.load_iteration, tensors)
+                read_tensors(start, tensors)
             except Damaged as error:  # the same on every process
                 self.start = agree_on(self.config, earlier_start(self.config, start, error))
                 continue
-            seconds = time.perf_counter() - begin
-            LOGGER.info(f"loaded and verified iteration {start.load_iteration} of {start.load} in {seconds:.2f} s")
             return self._take_up(start)
         draw_weights(self.parts.stages.values())
         LOGGER.info("starting from new weights at iteration 0")

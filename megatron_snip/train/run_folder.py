@@ -10,16 +10,20 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
+from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_folder, parse_json, read_file
+from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
 
@@ -41,7 +45,7 @@ class Start:
 
     iteration: int  # updates already made
     state: dict[str, Any] | None  # state.json of the checkpoint, None for a start from new weights
-    load: Path | None  # folder of checkpoints to read tensors from
+    load: Path | None  # folder of checkpoints to read tensors from, or Hugging Face's, of weights
     load_iteration: int  # which of them
     run_id: str
 
@@ -81,6 +85,8 @@ def find_start(config: Config, below: int | None = None) -> Start:
     for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
         if environment_rank() == 0:  # other nodes need not see them
             check_folder(option, folder)
+    if c.load and is_hf_folder(Path(c.load)):
+        return _start_from_hf(config, Path(c.load))
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
     if load is not None and saved is None:
         if c.exit_on_missing_checkpoint:
@@ -103,6 +109,8 @@ def find_start(config: Config, below: int | None = None) -> Start:
         return start
     assert load is not None
     state = read_state(load, saved)
+    if state.get("weights_alone"):
+        raise UserError(f"--load {c.load} holds weights alone; give --finetune to start a new run from them")
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
         raise UserError(
@@ -112,6 +120,31 @@ def find_start(config: Config, below: int | None = None) -> Start:
     _refuse_folder_of_another_run(config.save_dir, load, state["run_id"])
     refuse_other_model(config, state, finetune=False)
     return Start(state["iteration"], state, load, saved, state["run_id"])
+
+
+def _start_from_hf(config: Config, folder: Path) -> Start:
+    """A new run from the weights of a Hugging Face folder, whether --finetune is given or not."""
+    if config.checkpoint.ckpt_step is not None:
+        raise UserError(f"--load {folder} is a Hugging Face folder, which has no iterations; drop --ckpt-step")
+    check_model(folder, config.model)
+    _refuse_used_folders(config, resuming=False)
+    return Start(0, None, folder, 0, secrets.token_hex(8))
+
+
+def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:
+    """Read what a run starts from in place, each tensor by its name in our checkpoints; every process calls it.
+
+    UserError before anything is read if one is missing or has another shape.  Damaged if a checkpoint is not what was
+    written.
+    """
+    assert start.load is not None
+    begin, what = time.perf_counter(), f"loaded and verified iteration {start.load_iteration}"
+    if is_hf_folder(start.load):
+        what = "loaded the weights"
+        load_hf(start.load, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    else:
+        load_tensors(start.load, start.load_iteration, tensors)
+    LOGGER.info(f"{what} of {start.load} in {time.perf_counter() - begin:.2f} s")
 
 
 def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
@@ -263,10 +296,16 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
 
 
 def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:
-    """The options of a command line over those of the run that --load names, and that checkpoint as the start."""
+    """The options of a command line over those of the run that --load names, and that checkpoint as the start.
+
+    Of a Hugging Face folder they are the model's.
+    """
     given = parse(words)
     if not given.checkpoint.load:
         raise UserError("--load names no checkpoint; give a folder of checkpoints, or an iter_ folder in it")
+    if is_hf_folder(Path(given.checkpoint.load)):
+        folder = Path(given.checkpoint.load)
+        return parse(words, model_options(folder) if "model" in groups else {}), Start(0, None, folder, 0, "")
     folder, iteration = find_checkpoint(given.checkpoint.load, given.checkpoint.ckpt_step)
     if iteration is None:
         raise UserError(f"--load {folder}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")

@@ -22,6 +22,11 @@ from tests.dist.runs import (
 )
 
 CHECKPOINT_ITERATIONS = 6
+#: Of the others each gives the bits of one of these: the pipeline changes none.
+DIFFERENT = ("tp2 without sequence parallel", "pp2 interleaved", "tp2 x pp2 interleaved", "pp2 x dp2", "tp2 x pp2 x dp2")
+ALL = pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow) for name in LAYOUTS]
+)
 
 
 def run(layout: str, options: dict, function=losses, *args):
@@ -59,7 +64,7 @@ def chaos(alone_quantised, plan_options):
     return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@ALL
 def test_unquantised_losses_agree(layout, alone):
     got = trained(layout)[-1]
     assert alone["losses"][-1] < alone["losses"][0] - 0.05, "the run must learn for the comparison to mean much"
@@ -88,13 +93,7 @@ def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone
             assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
-#: Of the others each gives the bits of one of these: the pipeline changes none.
-DIFFERENT = ("tp2 without sequence parallel", "pp2 interleaved", "pp2 x dp2", "tp2 x pp2 x dp2")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow) for name in LAYOUTS]
-)
+@ALL
 def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_options):
     got = trained(layout, *plan_options.items())[-1]
     difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()

@@ -1,0 +1,66 @@
+"""What the tests of Hugging Face conversion run on every rank; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_snip import runtime
+from megatron_snip.train import run_folder
+from megatron_snip.train.step import Stepper
+from tests.dist.runs import make, train_run
+from tools import collect_stats, convert_checkpoint
+
+
+def convert(*words: str) -> str:
+    """The tool; what it refused, or nothing."""
+    runtime.stop = lambda: None  # the harness stops
+    try:
+        convert_checkpoint.main(words)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def told(*words: str) -> str:
+    """What the tool prints."""
+    runtime.stop = lambda: None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        convert_checkpoint.main(words)
+    return said.getvalue()
+
+
+def collect(*words: str) -> None:
+    """tools/collect_stats.py."""
+    runtime.stop = lambda: None
+    collect_stats.main(words)
+
+
+def logits_of(options: dict[str, Any], load: Path, iteration: int, tokens: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's logits [B, S, V] of tokens [B, S]."""
+    _, parts = make(options)
+    parts.train_loader.close()
+    start = run_folder.Start(iteration, None, load, iteration, "")
+    run_folder.read_tensors(start, {n: t for n, t in parts.tensors().items() if n.startswith("model.")})
+    (stage,) = parts.stages.values()
+    with torch.no_grad():
+        return stage.logits(stage.hidden(tokens, torch.arange(len(tokens))))
+
+
+def first_batch(options: dict[str, Any]) -> dict[str, Any]:
+    """Train one iteration: its loss before the update, and the tokens and labels [B, S] of its batch."""
+    found: dict[str, Any] = {}
+    plain = Stepper.step
+
+    def step(self: Stepper, batch: Any, *args: Any, **more: Any) -> Any:
+        result = plain(self, batch, *args, **more)
+        found.update(loss=result.loss, tokens=batch.tokens.flatten(0, 1), labels=batch.labels.flatten(0, 1))
+        return result
+
+    Stepper.step = step  # type: ignore[method-assign]
+    train_run({**options, "train_iters": 1})
+    return found

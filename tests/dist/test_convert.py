@@ -1,0 +1,165 @@
+"""Hugging Face Llama in and out: a run from their weights, and back into their classes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+import torch
+
+from tests.dist.converting import collect, convert, first_batch, logits_of, told
+from tests.dist.harness import run_ranks
+from tests.dist.runs import train_run
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.dist
+
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES = {
+    "small": {"vocab_size": 500, "tie_word_embeddings": False},
+    "32k, scaled rope": {"vocab_size": 32000, "tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    "32k, tied": {"vocab_size": 32000, "tie_word_embeddings": True},
+}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def theirs(folder, **more):
+    """A random Llama of theirs, and its folder."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **more)).float().eval()
+    for p in model.parameters():
+        if p.ndim == 2:  # their own initialisation leaves logits near zero
+            torch.nn.init.normal_(p, std=0.1)
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return model
+
+
+def imported(tmp_path, **more):
+    """Their model, and the options of a run from its conversion."""
+    model = theirs(tmp_path / "hf", **more)
+    assert run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in")) == [""]
+    options = tomllib.loads((tmp_path / "in/model.toml").read_text())
+    return model, {**options, "run_dir": str(tmp_path / "run"), "seq_length": 128, "lr_warmup_iters": 1}
+
+
+@pytest.mark.parametrize(
+    "case", ["small", pytest.param("32k, scaled rope", marks=pytest.mark.slow), "32k, tied"]
+)
+def test_in_trained_and_out_again(case, tmp_path):
+    model, options = imported(tmp_path, **CASES[case])
+    layout = TP2 if CASES[case]["tie_word_embeddings"] else {**TP2, "pipeline_model_parallel_size": 2}
+    run = {**options, **layout, "load": str(tmp_path / "in"), "finetune": True, "train_iters": 20}
+    run_ranks(train_run, 2 if layout is TP2 else 4, run)
+    out = tmp_path / "out"
+    words = ("export", "--load", str(tmp_path / "run/checkpoints"), "--hf", str(out))
+    assert run_ranks(convert, 1, *words) == [""]
+    again = transformers.AutoModelForCausalLM.from_pretrained(out).float().eval()
+    tokens = torch.randint(0, 500, (2, 128), generator=torch.Generator().manual_seed(1))
+    (ours,) = run_ranks(logits_of, 1, options, tmp_path / "run/checkpoints", 20, tokens)
+    with torch.no_grad():
+        expected, before = again(tokens).logits, model(tokens).logits
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (expected - before).abs().max() > 0.01, "training has changed the weights"
+    assert "tokens trained on | 10,240 |" in (out / "README.md").read_text()
+
+
+def test_the_first_loss_is_theirs_from_either_kind_of_folder(tmp_path):
+    """Converted or as it is, on one process and sharded."""
+    model, options = imported(tmp_path, **CASES["small"])
+    (one,) = run_ranks(first_batch, 1, {**options, "load": str(tmp_path / "in"), "finetune": True})
+    direct = {**options, "load": str(tmp_path / "hf"), "run_dir": str(tmp_path / "direct")}
+    (other,) = run_ranks(first_batch, 1, direct)
+    with torch.no_grad():
+        logits = model(one["tokens"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), one["labels"].flatten()).item()
+    assert one["loss"] == other["loss"] == pytest.approx(expected, abs=1e-5)
+    sharded = {**direct, **TP2, "run_dir": str(tmp_path / "sharded")}
+    assert run_ranks(first_batch, 4, sharded)[0]["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_plan_s_run_exports_its_plan(tmp_path):
+    _, options = imported(tmp_path, **CASES["small"])
+    snip = {"precision": "snip", "snip_start": 1, "snip_interval": 5, "snip_apply_lag": 1, "snip_target": 0.5}
+    run_ranks(train_run, 1, {**options, **snip, "load": str(tmp_path / "hf"), "train_iters": 3, "bf16": True})
+    words = ("export", "--load", str(tmp_path / "run/checkpoints/iter_0000003"), "--hf", str(tmp_path / "out"))
+    assert run_ranks(convert, 1, *words) == [""]
+    plan = json.loads((tmp_path / "out/precision_plan.json").read_text())
+    assert plan["achieved"] >= 0.5 and len(plan["linears"]) == 14
+    card = (tmp_path / "out/README.md").read_text()
+    assert "% of the linears' FLOPs in FP4" in card and "| compute | BF16 |" in card
+    weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}, "what a --bf16 run computed with"
+
+
+def test_their_folder_is_probed_as_the_converted_one(tmp_path):
+    _, options = imported(tmp_path, **CASES["small"])
+    run = [
+        *"--seq-length 128 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 500".split(),
+        *"--lr 1e-3 --train-iters 1 --snip-probe-tokens 1".split(),
+    ]
+    for folder in ("hf", "in"):
+        words = ["--load", str(tmp_path / folder), "--output", str(tmp_path / f"{folder}.json"), *run]
+        run_ranks(collect, 1, *words)
+    one, other = (json.loads((tmp_path / f"{folder}.json").read_text()) for folder in ("hf", "in"))
+    assert one == other and len(one["linears"]) == 14
+
+
+def test_a_dry_run_tells_and_writes_nothing(tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    words = ("import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in"), "--dry-run")
+    (said,) = run_ranks(told, 1, *words)
+    assert "model.layers.1.mlp.down_proj.weight" in said and "128x256" in said and "21 tensors, 0.00 GB" in said
+    assert not (tmp_path / "in").exists()
+    assert run_ranks(convert, 1, *words[:-1]) == [""]
+    (said,) = run_ranks(told, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"), "--dry-run")
+    assert "model.layers.1.mlp.down_proj.weight" in said and said.count(" model.safetensors\n") == 21
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures is ['MixtralForCausalLM'], and only Llama"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_size": None}, "hidden_size is None, not a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_type llama3 is missing"),
+        ({"intermediate_size": 512}, "gate_proj.weight has shape [256, 128], the model's is [512, 128]"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(change, message, tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    if "intermediate_size" in change:
+        options = {"num_query_groups": 2, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512,
+                   "norm_epsilon": 1e-5, "vocab_size": 500, "make_vocab_size_divisible_by": 4,
+                   "kv_channels": 32, "load": str(tmp_path / "hf"), "run_dir": str(tmp_path / "run")}  # fmt: skip
+        with pytest.raises(AssertionError) as info:
+            run_ranks(train_run, 1, options)
+        assert message in str(info.value) and "UserError" in str(info.value)
+        return
+    (said,) = run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in"))
+    assert message in said and not (tmp_path / "in").exists()
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+    _, options = imported(tmp_path, **CASES["small"])
+    for more, message in (
+        ({"load": str(tmp_path / "in")}, "holds weights alone; give --finetune"),
+        ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, the model in"),
+        ({"load": str(tmp_path / "hf"), "ckpt_step": 3}, "has no iterations; drop --ckpt-step"),
+    ):
+        with pytest.raises(AssertionError) as info:
+            run_ranks(train_run, 1, {**options, **more})
+        assert message in str(info.value)
+    full = tmp_path / "in"
+    assert "is not empty" in run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(full))[0]
