@@ -118,6 +118,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
         | {f"no-{name}" for name in names}
         | {
             "help",
+            "all",
             "config",
             "fresh",
             "max-restarts",
