@@ -17,7 +17,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_snip import runtime
@@ -30,7 +30,7 @@ from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
-from megatron_snip.train.setup import agree_on, build, check, with_defaults
+from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -48,13 +48,12 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
     )
 
 
-def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
-    """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
+def prepare(config: Config, start: Start, batches: int) -> tuple[Parts, Callable[[int], Batch], int]:
+    """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
 
     Every process calls it.  UserError for bad input.
     """
     assert start.load is not None
-    batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
     state = start.state or {"weights_alone": True, "optimizer_steps": 0}
@@ -67,17 +66,26 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
     parts = build(config, here, None, draw=False)
-    assert parts.coordinator is not None and start.load is not None
     read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
-    iteration, size, begin = start.iteration + 1, config.training.global_batch_size, time.perf_counter()
-    skipped = state.get("data_skipped", 0)  # samples, by rewinds of the loss guard
+    size, skipped = config.training.global_batch_size, state.get("data_skipped", 0)  # samples, by the loss guard
 
     def batch(ahead: int) -> Batch:
         return parts.train_loader.make((start.iteration + ahead) * size + skipped)
 
-    runtime.seed_iteration(config.training.seed, iteration)
-    run_pass = parts.stepper.pass_runner(batch(0), iteration, batch)
+    runtime.seed_iteration(config.training.seed, start.iteration + 1)
+    return parts, batch, start.iteration + 1
+
+
+def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
+    """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
+
+    Every process calls it.  UserError for bad input.
+    """
+    batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
+    parts, batch, iteration = prepare(config, start, batches)
+    assert parts.coordinator is not None
+    begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)
     try:
         stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
     except ProbeFailed as error:  # on every process alike

@@ -104,8 +104,11 @@ def write_report(run_dir: str | Path) -> Path:
         file = run.path / "report_divergence.png"
         text = "By the last statistics, of the costliest format. Grey: none."
         sections.append(("Divergences", text, report_pictures.divergences(file, divergences)))
+    more = [_plan_table(run.plans)] if run.plans else []
+    more += [_stage_table(stages)] if (stages := _last_stages(run)) else []
+    text = page(run.path.resolve().name, str(run.path), _rows(_summary(run)), run.notes, sections, more)
     path = run.path / "report.html"
-    path.write_text(_html(run, sections), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -231,25 +234,27 @@ def _divergences(run: Run) -> dict[str, dict[str, float]]:
     return {}
 
 
-def _html(run: Run, sections: Sequence[tuple[str, str, Path]]) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in _rows(_summary(run))
-    )
-    title = html.escape(run.path.resolve().name)
+def page(
+    title: str,
+    path: str,
+    rows: Sequence[tuple[str, str]],
+    notes: Sequence[str],
+    sections: Sequence[tuple[str, str, Path]],
+    more: Sequence[str] = (),
+) -> str:
+    """A self-contained page: facts, notes, pictures with (heading, text, file), and further HTML."""
+    facts = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>",
-        f"<h1>{title}</h1><p class='path'>{html.escape(str(run.path))}</p><table>{rows}</table>",
-        *(f"<p class='note'>{html.escape(note)}</p>" for note in run.notes),
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+        f"<style>{_STYLE}</style>",
+        f"<h1>{html.escape(title)}</h1><p class='path'>{html.escape(path)}</p><table>{facts}</table>",
+        *(f"<p class='note'>{html.escape(note)}</p>" for note in notes),
     ]
     for heading, text, picture in sections:
         data = base64.b64encode(picture.read_bytes()).decode()
         parts.append(f"<h2>{heading}</h2>{f'<p>{text}</p>' if text else ''}")
         parts.append(f"<img alt='{heading}' src='data:image/png;base64,{data}'>")
-    if run.plans:
-        parts.append(_plan_table(run.plans))
-    if stages := _last_stages(run):
-        parts.append(_stage_table(stages))
-    return "\n".join(parts) + "</html>\n"
+    return "\n".join([*parts, *more]) + "</html>\n"
 
 
 def _plan_table(plans: Sequence[Plan]) -> str:

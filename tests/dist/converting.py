@@ -13,6 +13,7 @@ from megatron_snip import runtime
 from megatron_snip.train import run_folder
 from megatron_snip.train.step import Stepper
 from tests.dist.runs import make, train_run
+from tools import analyse as analyse_tool
 from tools import collect_stats, convert_checkpoint
 
 
@@ -38,6 +39,17 @@ def collect(*words: str) -> None:
     """tools/collect_stats.py."""
     runtime.stop = lambda: None
     collect_stats.main(words)
+
+
+def analyse(*words: str) -> tuple[str, str]:
+    """tools/analyse.py: what it prints, what it refuses."""
+    runtime.stop = lambda: None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            analyse_tool.main(words)
+        except ValueError as error:
+            return "", str(error)
+    return said.getvalue(), ""
 
 
 def logits_of(options: dict[str, Any], load: Path, iteration: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""tools/analyse.py: from a Hugging Face folder and a text to sensitivities, plans and a page."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
+from tests.dist.converting import analyse
+from tests.dist.harness import run_ranks
+from tests.dist.test_convert import CASES, theirs
+
+tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.dist
+TEXT = "".join(f"The {i}th sentence tells of {i * i} things, {i % 7} of them new.\n" for i in range(1200))
+SMALL = "--seq-length 128 --batch-size 2 --batches 3 --formats fp8,fp4 --shares 0.5,0.9".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random Llama with a tokenizer of its own, and a text."""
+    folder = tmp_path_factory.mktemp("model")
+    theirs(folder, **CASES["small"])
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.split("\n") if line))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def analysed(model, tmp_path_factory):
+    """What it says and where it wrote."""
+    out = tmp_path_factory.mktemp("analysed") / "out"
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(out), *SMALL]
+    ((said, error),) = run_ranks(analyse, 1, *words)
+    assert error == ""
+    return said, out
+
+
+def test_every_linear_in_every_format_with_its_error(analysed):
+    said, out = analysed
+    found = json.loads((out / "sensitivity.json").read_text())
+    stats = Statistics.load(out / "stats.json")
+    assert [*found] == stats.names and len(found) == 14
+    for name, formats in found.items():
+        assert 0 < formats["fp8"]["mean"] < formats["fp4"]["mean"], name
+        assert all(0 < each["standard_error"] < each["mean"] for each in formats.values()), "as one text is like another"
+    expected = stats.tokens / 2 * stats.column("token/fp4")
+    assert np.allclose([found[name]["fp4"]["mean"] for name in stats.names], expected)
+    worst = max(found, key=lambda name: found[name]["fp4"]["mean"])
+    lines = said.splitlines()
+    assert lines[0].split() == ["linear", "fp8", "(nats)", "fp4", "(nats)"] and lines[2].startswith(worst)
+
+
+def test_plans_of_the_shares(analysed):
+    said, out = analysed
+    half, most = (Plan.load(out / f"plan_{share}.json") for share in (50, 90))
+    assert 0.5 <= half.achieved < most.achieved and most.achieved >= 0.9
+    assert "plan_50" in said and f"{half.achieved:.1%}" in said
+    assert sum(str(p) == "fp8" for p in half.linears.values()) > sum(str(p) == "fp8" for p in most.linears.values())
+
+
+def test_the_page_needs_nothing_else(analysed):
+    text = (analysed[1] / "report.html").read_text()
+    assert text.count("src='data:image/png;base64,") == text.count("src=") == 2 and "href" not in text
+    assert text.count("<tr><td>layers.") == 14
+
+
+def test_sharded_and_json_lines_give_the_same(model, analysed, tmp_path):
+    """Of the same tokens but for the ends of documents, on two processes."""
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "tp"), *SMALL]
+    results = run_ranks(analyse, 2, *words, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert [error for _, error in results] == ["", ""] and results[1][0] == ""
+    one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "tp"))
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+    for fmt in ("fp8", "fp4"):  # shards of 64 rows cut blocks of 128: their scales are others
+        assert other.column(f"token/{fmt}").sum() == pytest.approx(one.column(f"token/{fmt}").sum(), rel=0.1)
+    words[2], words[4] = str(model / "text.jsonl"), str(tmp_path / "lines")
+    assert run_ranks(analyse, 1, *words)[0][1] == ""
+    assert Statistics.load(tmp_path / "lines/stats.json").loss == pytest.approx(one.loss, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shares", "x"], "--shares x are no numbers"),
+        (["--batches", "0"], "--batches is 0"),
+        (["--formats", "fp8,fp3"], "fp3"),
+        (["--data", "none.txt"], "none.txt"),
+        (["--seq-length", "100000"], "seq-length"),
+    ],
+)
+def test_errors_name_the_option(words, message, model, tmp_path):
+    given = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL, *words]
+    ((said, error),) = run_ranks(analyse, 1, *given)
+    assert said == "" and message in error
+    assert not (tmp_path / "out/report.html").exists()

@@ -1,0 +1,292 @@
+r"""What low precision would cost a model, linear by linear, without training it.
+
+    python tools/analyse.py llama/ --data my.txt
+    torchrun --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl --output analysis \
+        --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
+
+MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
+prefix of an indexed dataset.  Each of --batches batches is probed by itself, so every figure has a standard error.
+Written to --output, which all processes see: report.html with pictures, sensitivity.json, stats.json for
+tools/generate_plan.py, and a plan for each of --shares, plan_75.json for 75% of the linears' FLOPs in FP4, for
+`pretrain_llama.py --precision plan` and tools/export_plan.py.  Options of the trainer may follow.
+
+Convention: loss divergence is the increase of the loss in nats a token that a format of the linear's fprop predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
+from megatron_snip.data.tokenizer import build_tokenizer
+from megatron_snip.errors import UserError
+from megatron_snip.files import check_output, one_line, path_word, read_file
+from megatron_snip.formats import get_format
+from megatron_snip.interop.huggingface import is_hf_folder
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.snip.measure.probe import ProbeFailed
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.options import check_choices, read_times
+from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
+from megatron_snip.train import report_pictures
+from megatron_snip.train.report import page
+from megatron_snip.train.run_folder import Start, with_saved_options
+from megatron_snip.train.setup import snip_shapes
+from tools import collect_stats, preprocess_data
+from tools.generate_plan import Planner
+
+LOGGER = logging.getLogger("megatron_snip")
+#: Linears in the terminal's table.
+MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Loss divergence in nats of every linear [L] in every format [F], fine to coarse: mean and standard error over
+    batches.
+    """
+
+    names: Sequence[str]
+    formats: Sequence[str]
+    mean: np.ndarray
+    error: np.ndarray
+
+    @classmethod
+    def of(cls, each: Sequence[Statistics]) -> Sensitivity:
+        """From the statistics of each batch."""
+        formats = sorted(each[0].formats, key=lambda fmt: -get_format(fmt).bits_per_element)
+        options = [LinearPrecision.uniform(fmt) for fmt in formats]
+        values = np.stack([loss_divergence(stats, options) for stats in each])  # [B, L, F]
+        error = values.std(0, ddof=1) / math.sqrt(len(each)) if len(each) > 1 else np.full(values.shape[1:], np.nan)
+        return cls(each[0].names, formats, values.mean(0), error)
+
+    def column(self, fmt: str) -> dict[str, float]:
+        """Linear -> mean in one format."""
+        return dict(zip(self.names, self.mean[:, list(self.formats).index(fmt)].tolist(), strict=True))
+
+    def rows(self, names: Sequence[str]) -> list[list[str]]:
+        """A row of text for each of some linears."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return [
+            [name, *(shown(self.mean[index[name], f], self.error[index[name], f]) for f in range(len(self.formats)))]
+            for name in names
+        ]
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Linear -> format -> mean and standard error."""
+        return {
+            name: {
+                fmt: {"mean": float(self.mean[i, f]), "standard_error": float(self.error[i, f])}
+                for f, fmt in enumerate(self.formats)
+            }
+            for i, name in enumerate(self.names)
+        }
+
+
+def shown(mean: float, error: float) -> str:
+    """A figure with its standard error."""
+    return f"{mean:.2e}" + ("" if math.isnan(error) else f" +- {error:.0e}")
+
+
+def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of figures and names that need no escaping."""
+    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f"<table class='plans'><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
+    """The prefix of an indexed dataset with the tokens of --data, made in a folder where it is text."""
+    if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
+        return str(data.with_suffix("")) if data.suffix else str(data)
+    if Path(f"{data}.idx").is_file():
+        return str(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = folder / "data"
+    if data.suffix == ".jsonl":
+        job = preprocess_data.Job(kind, model, None, ("text",), True)
+        preprocess_data.preprocess(job, [str(data)], str(prefix), 1, 10**9)
+        return f"{prefix}_text_document"
+    tokenizer = build_tokenizer(kind, model)
+    try:
+        text = read_file(data, "text", "give --data a file of text", most=1 << 28).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data {data} is no text in UTF-8 ({error}); give text, JSON lines or a dataset") from None
+    with IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)) as builder:
+        builder.add_document(np.array([*tokenizer.encode(text), tokenizer.eod]))
+    return str(prefix)
+
+
+def on_rank_0(make: Callable[[], str]) -> str:
+    """What rank 0 makes, on every process; its error too."""
+    answer = ["", ""]
+    if runtime.environment_rank() == 0:
+        try:
+            answer[0] = make()
+        except (UserError, OSError) as error:
+            answer[1] = one_line(error)
+    dist.broadcast_object_list(answer)
+    if answer[1]:
+        raise UserError(answer[1])
+    return answer[0]
+
+
+def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
+    """The trainer's options for a probe of the model on the data."""
+    words = ["--load", own.model, *rest]
+    given, _ = with_saved_options(words, ("model", "data"))
+    p = given.parallel
+    runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
+    kind, model = given.data.tokenizer_type, given.data.tokenizer_model
+    if is_hf_folder(Path(own.model)) and model is None:
+        kind, model = "HuggingFaceTokenizer", own.model
+    if model is None and not Path(f"{own.data}.idx").is_file():
+        raise UserError(f"--data {own.data} is text, and {own.model} names no tokenizer; give --tokenizer-model")
+    prefix = on_rank_0(lambda: tokenised(Path(own.data), kind, str(model), Path(own.output)))
+    asked = {
+        "data_path": prefix, "split": "1,0,0", "train_iters": 1, "lr": 1e-4, "snip_options": own.formats,
+        "snip_probe_tokens": 1, "snip_weight": 0.0, "precision": "snip",
+        "seq_length": own.seq_length, "global_batch_size": own.batch_size,
+    }  # fmt: skip
+    if model is not None:
+        asked |= {"tokenizer_type": kind, "tokenizer_model": str(model)}
+    for name, value in asked.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return with_saved_options(words, ("model",))
+
+
+def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:
+    """Statistics of each batch, and whether this process is to write them; every process calls it."""
+    parts, batch, iteration = collect_stats.prepare(config, start, batches)
+    assert parts.coordinator is not None
+    probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
+    try:
+        for ahead in range(batches):
+            run_pass = parts.stepper.pass_runner(batch(ahead), iteration + ahead)
+            found.append(probe.run(run_pass, parts.optimizer.zero_grad, iteration + ahead, updates=False))
+            LOGGER.info(
+                f"batch {ahead + 1} of {batches}: loss {found[-1].loss:.4f}, {time.perf_counter() - begin:.1f} s"
+            )
+    except ProbeFailed as error:  # on every process alike
+        raise UserError(f"{start.load}: {error}") from None
+    finally:
+        parts.train_loader.close()
+    return found, parts.mesh.rank == 0
+
+
+def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:
+    """A plan for each share of the FLOPs, by the name of its file."""
+    shapes = snip_shapes(config, stats.shapes)
+    planner = Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    found = {}
+    for share in shares:
+        each = Planner(config.replace(snip_target=share), stats, shapes, planner.choices, planner.times)
+        found[f"plan_{round(100 * share)}"] = each.solve("snip")
+    return found
+
+
+def write(
+    output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, plans: Mapping[str, Plan]
+) -> str:
+    """Everything that --output gets; returns what the terminal shows."""
+    coarsest, predictions = found.formats[-1], Predictions.of(stats)
+    worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1])
+    heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
+    totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
+    planned = [
+        [name, f"{plan.achieved:.1%}", f"{predictions.total_loss_divergence(plan.linears):.2e}",
+         str(sum(coarsest not in str(p) for p in plan.linears.values()))]
+        for name, plan in plans.items()
+    ]  # fmt: skip
+    plan_heads = ["plan", "in FP4", "loss divergence (nats)", "linears kept"]
+    stats.save(output / "stats.json")
+    write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    for name, plan in plans.items():
+        plan.save(output / f"{name}.json")
+    columns = {f"loss divergence in {fmt} (nats)": found.column(fmt) for fmt in found.formats}
+    sections = [
+        ("Sensitivity", "Predicted increase of the loss by each linear. Grey: none.",
+         report_pictures.divergences(output / "sensitivity.png", columns)),
+        ("Plans", "The cheapest plan for each share.", report_pictures.plans(output / "plans.png", [*plans.values()])),
+    ]  # fmt: skip
+    facts = [
+        ("model", own.model), ("data", own.data), ("loss", f"{stats.loss:.4f} nats a token"),
+        ("batches", f"{own.batches} of {own.batch_size} x {own.seq_length} tokens"),
+        ("formats", ", ".join(found.formats)),
+    ]  # fmt: skip
+    more = [
+        html_table(plan_heads, planned),
+        "<h2>All linears</h2><p>Loss divergence with its standard error over batches, the costliest first.</p>",
+        html_table(heads, [totals, *found.rows([name for name, _ in worst])]),
+    ]
+    notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
+    write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections, more))
+    rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
+    return f"{text_table(heads, rows)}\n\n{text_table(plan_heads, planned)}\n\n{output}/report.html"
+
+
+def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's options, and the trainer's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", type=path_word, help="a Hugging Face folder, or a folder of checkpoints")
+    parser.add_argument(
+        "--data", required=True, type=path_word, help="text, JSON lines, or an indexed dataset's prefix"
+    )
+    parser.add_argument("--output", default="analysis", type=path_word, help="folder (default: analysis)")
+    parser.add_argument("--formats", default="fp8,fp4", help="that a linear may take (default: fp8,fp4)")
+    parser.add_argument("--shares", default="0.5,0.75,0.9", help="of the FLOPs in FP4 (default: 0.5,0.75,0.9)")
+    parser.add_argument("--batches", type=int, default=8, help="batches, each probed by itself (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a batch (default: 4)")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens of a sequence (default: 1024)")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; UserError for bad input."""
+    own, rest = parse_own(arguments)
+    try:
+        shares = [float(word) for word in own.shares.split(",")]
+    except ValueError:
+        raise UserError(f"--shares {own.shares} are no numbers; give shares from 0 to 1, by comma") from None
+    if own.batches < 1 or not all(0 <= share <= 1 for share in shares):
+        raise UserError(f"--batches is {own.batches}, --shares {own.shares}; give 1 or more, and shares from 0 to 1")
+    output = Path(own.output)
+    check_output("--output", output / "report.html")
+    config, start = options_of(own, rest)
+    each, writes = measure(config, start, own.batches)
+    if writes:
+        stats = Statistics.mean(each)
+        plans = plans_of(config, stats, shares)
+        try:
+            print(write(output, own, stats, Sensitivity.of(each), plans), flush=True)
+        except OSError as error:
+            raise UserError(f"--output was not written: {one_line(error)}") from None
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    with runtime.report_errors():
+        main(sys.argv[1:])
