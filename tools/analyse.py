@@ -49,8 +49,8 @@ from megatron_snip.train.run_folder import Start, with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where its neighbours are found when it runs as a script
-from tools import collect_stats, preprocess_data  # noqa: E402
-from tools.generate_plan import Planner  # noqa: E402
+from tools import collect_stats, preprocess_data
+from tools.generate_plan import Planner
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
