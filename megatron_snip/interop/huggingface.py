@@ -133,7 +133,7 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor]) -> None:
     UserError, before anything is read, for a missing tensor or one of another shape.
     """
     reader = _reader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = _tensors(folder)
     for name, tensor in weights.items():
         size = getattr(saved.get(hf_name(name)), "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
@@ -151,8 +151,17 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a Hugging Face folder by its name there."""
-    found: Mapping[str, Any] = _reader(folder).read_metadata().state_dict_metadata
-    return {name: tuple(tensor.size) for name, tensor in found.items()}
+    return {name: tuple(tensor.size) for name, tensor in _tensors(folder).items()}
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """torch's description of every tensor."""
+    try:
+        return dict(_reader(folder).read_metadata().state_dict_metadata)
+    except UserError:
+        raise
+    except Exception as error:  # safetensors has an error of its own for a damaged file
+        raise UserError(f"{folder}: its .safetensors cannot be read ({error}); copy them again") from error
 
 
 def _reader(folder: Path) -> Any:

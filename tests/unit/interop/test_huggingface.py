@@ -80,6 +80,14 @@ def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
         load_hf(tmp_path, dict(stage.named_parameters()))
 
 
+def test_a_cut_file_is_one_line(lone_mesh, tmp_path):
+    safetensors_torch.save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-9])
+    with pytest.raises(UserError, match=r"its .safetensors cannot be read \(.*; copy them again"):
+        load_hf(tmp_path, {"norm.weight": torch.zeros(64)})
+
+
 #: As Llama 2's and Llama 3.1's config.json were written by transformers 4.
 OLD = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
