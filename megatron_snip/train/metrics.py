@@ -31,6 +31,8 @@ from megatron_snip.snip.predict.divergence import Predictions
 LOGGER = logging.getLogger("megatron_snip")
 #: Rows that are kept while they cannot be written; one more iteration in a row ends the run.
 ROWS_KEPT = 1000
+#: Skipped iterations in a row that people are told of through wandb.
+SKIPPED_IN_A_ROW = 3
 #: Of a plan's table in wandb: divergences in nats and relative to the squared update.
 PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
 
@@ -147,6 +149,7 @@ class MetricsWriter:
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         self._failed_wandb = FailedWrites("wandb", ROWS_KEPT)
+        self._skipped = self._skipped_in_a_row = 0  # in all, as rows tell it
 
     def go_back(self, iteration: int) -> int | None:
         """Write on after this iteration; rows of later ones are dropped.  Returns the last that has a row."""
@@ -171,6 +174,18 @@ class MetricsWriter:
         self.failed.attempt(self._write_left)
         if (run := self._wandb) is not None:
             self._failed_wandb.attempt(lambda: run.log({**row, **(tables or {})}))
+            self._alert_of(row)
+
+    def _alert_of(self, row: Mapping[str, Any]) -> None:
+        """What people should hear of at once: a solve that failed, a streak of skipped iterations."""
+        if why := row.get("snip/solve_error"):
+            self.alert("no new plan", f"iteration {row['iteration']}: the plan in force stays: {why}")
+        skipped = row.get("skipped", self._skipped)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped > self._skipped else 0
+        self._skipped = skipped
+        if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
+            text = f"loss or gradient was not finite in {SKIPPED_IN_A_ROW} iterations in a row"
+            self.alert("iterations are skipped", f"iteration {row['iteration']}: {text}")
 
     @property
     def reason(self) -> str | None:

@@ -258,3 +258,34 @@ def test_a_running_mean_with_its_standard_error():
     assert seen.following("b", 3.0).summary() == {"mean": 3.0, "count": 1}, "another plan begins anew"
     assert seen.following("b", math.nan).following("b", 3.0) == RunningMean("b", 1, 3.0)
     assert RunningMean(**json.loads(json.dumps(vars(seen)))).following("a", 9.0) == seen.following("a", 9.0)
+
+
+def test_people_are_told_of_what_goes_wrong(tmp_path, monkeypatch):
+    """Through wandb's alerts: a solve that failed, the third skipped iteration in a row; no error of theirs ends a run."""
+    told, logged = [], []
+
+    class Run:
+        def log(self, row):
+            logged.append(row["iteration"])
+
+        def alert(self, title, text):
+            told.append((title, text))
+            raise ConnectionError("no network")
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(metrics, "start_wandb", lambda config, run_id: Run())
+    one = MetricsWriter(Config().replace(run_dir=str(tmp_path), wandb_project="p"), "id", 0)
+    for i, skipped in enumerate([0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], 1):
+        one.write({"iteration": i, "skipped": skipped, **({"snip/solve_error": "it took too long"} if i == 2 else {})})
+    one.alert("the loss broke", "iteration 14")
+    one.close()
+    streak = "loss or gradient was not finite in 3 iterations in a row"
+    assert told == [
+        ("no new plan", "iteration 2: the plan in force stays: it took too long"),
+        ("iterations are skipped", f"iteration 7: {streak}"),
+        ("iterations are skipped", f"iteration 13: {streak}"),
+        ("the loss broke", "iteration 14"),
+    ]
+    assert logged == list(range(1, 14)) and one.reason is None
