@@ -261,7 +261,7 @@ def test_a_running_mean_with_its_standard_error():
 
 
 def test_people_are_told_of_what_goes_wrong(tmp_path, monkeypatch):
-    """Through wandb's alerts: a solve that failed, the third skipped iteration in a row; no error of theirs ends a run."""
+    """Through wandb's alerts: a solve that failed, the third skipped iteration in a row."""
     told, logged = [], []
 
     class Run:
