@@ -96,6 +96,8 @@ def find_start(config: Config, below: int | None = None) -> Start:
                 f"--load {c.load}: no checkpoint is there; correct the path, or drop --load to start a new run "
                 f"(--load and --save of the same folder start one too)"
             )
+    if saved is None and c.pretrained_checkpoint:
+        return _start_from_weights(config, Path(c.pretrained_checkpoint))
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
         raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
@@ -127,8 +129,20 @@ def _start_from_hf(config: Config, folder: Path) -> Start:
     if config.checkpoint.ckpt_step is not None:
         raise UserError(f"--load {folder} is a Hugging Face folder, which has no iterations; drop --ckpt-step")
     check_model(folder, config.model)
-    _refuse_used_folders(config, resuming=False)
+    _refuse_used_folders(config, resuming=bool(config.checkpoint.pretrained_checkpoint))
     return Start(0, None, folder, 0, secrets.token_hex(8))
+
+
+def _start_from_weights(config: Config, folder: Path) -> Start:
+    """A new run from the weights of --pretrained-checkpoint, as --load has no checkpoint yet."""
+    if is_hf_folder(folder):
+        return _start_from_hf(config, folder)
+    holder, iteration = find_checkpoint(str(folder), None)
+    if iteration is None:
+        raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
+    refuse_other_model(config, read_state(holder, iteration), finetune=True)
+    _refuse_used_folders(config, resuming=bool(config.checkpoint.load))
+    return Start(0, None, holder, iteration, secrets.token_hex(8))
 
 
 def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:

@@ -210,6 +210,11 @@ def _validate_pairs(config: Config) -> None:
             f"--rope-low-freq-factor {config.model.rope_low_freq_factor:g} must be below --rope-high-freq-factor "
             f"{config.model.rope_high_freq_factor:g}; change one"
         )
+    if config.checkpoint.pretrained_checkpoint and config.checkpoint.finetune:
+        raise UserError(
+            f"--finetune takes the weights of --load, and --pretrained-checkpoint is "
+            f"{config.checkpoint.pretrained_checkpoint}; drop one"
+        )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
 

@@ -81,6 +81,9 @@ def test_the_first_loss_is_theirs_from_either_kind_of_folder(tmp_path):
         logits = model(one["tokens"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), one["labels"].flatten()).item()
     assert one["loss"] == other["loss"] == pytest.approx(expected, abs=1e-5)
+    pretrained = {**direct, "load": str(tmp_path / "own/checkpoints"), "run_dir": str(tmp_path / "own")}
+    (again,) = run_ranks(first_batch, 1, {**pretrained, "pretrained_checkpoint": str(tmp_path / "hf")})
+    assert again["loss"] == one["loss"]
     sharded = {**direct, **TP2, "run_dir": str(tmp_path / "sharded")}
     assert run_ranks(first_batch, 4, sharded)[0]["loss"] == pytest.approx(expected, abs=1e-5)
 

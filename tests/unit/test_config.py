@@ -38,6 +38,7 @@ WORDS = {
     "eval_interval": "5", "eval_iters": "2",
     "wandb_project": "p", "wandb_exp_name": "-name", "wandb_save_dir": "w", "wandb_mode": "online", "save": "s",
     "load": "l", "save_interval": "8", "async_save": True, "keep_last": 2, "keep_every": 8, "ckpt_step": 5,
+    "pretrained_checkpoint": "p",
     "no_load_optim": True, "finetune": True,
     "exit_on_missing_checkpoint": True, "accept_changed_data": True, "precision": "snip", "precision_plan": "plan.json",
     "linear_impl": "emulated", "snip_target": "0.5", "snip_interval": "11", "snip_start": "12",
@@ -324,7 +325,9 @@ def test_a_strange_file_of_options_is_one_line(case, tmp_path):
     assert said in str(info.value) and "\n" not in str(info.value) and len(str(info.value)) < 1000
 
 
-@pytest.mark.parametrize("option", ["run-dir", "save", "load", "data-cache-path", "tokenizer-model", "gemm-times"])
+@pytest.mark.parametrize(
+    "option", ["run-dir", "save", "load", "pretrained-checkpoint", "data-cache-path", "tokenizer-model", "gemm-times"]
+)
 def test_an_empty_path_is_refused(option):
     with pytest.raises(ValueError, match=f"--{option} is empty; give it a value, or leave it out"):
         parse([f"--{option}", ""])

@@ -71,6 +71,22 @@ def test_load_of_an_empty_folder_starts_anew(tmp_path):
     assert said.startswith(f"--load {saves}: no checkpoint is there; drop --exit-on-missing-checkpoint")
 
 
+def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path):
+    """So one command line starts the run and continues it."""
+    run, saves, other = tmp_path / "run", tmp_path / "run/checkpoints", used(tmp_path / "other", "abc", 7)
+    config = options(run, load=str(saves), pretrained_checkpoint=str(other / "checkpoints"))
+    start = find_start(config)
+    assert (start.iteration, start.state, start.load, start.load_iteration) == (0, None, other / "checkpoints", 7)
+    assert start.run_id != "abc", "a run of its own"
+    checkpoint(saves, 3, "own")
+    assert find_start(config).load == saves and find_start(config).iteration == 3
+    nowhere = options(tmp_path / "new", pretrained_checkpoint=str(tmp_path / "none"))
+    assert refused(nowhere, tmp_path).startswith(f"--pretrained-checkpoint {tmp_path}/none: no checkpoint is there")
+    wide = options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"), hidden_size=256)
+    assert "--hidden-size is 256" in refused(wide, tmp_path)
+    assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
+
+
 def test_load_continues(tmp_path):
     run = used(tmp_path / "run", "abc", 7)
     start = find_start(options(run, load=str(run / "checkpoints")))
