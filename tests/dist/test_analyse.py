@@ -75,8 +75,7 @@ def test_the_page_needs_nothing_else(analysed):
     assert text.count("<tr><td>layers.") == 14
 
 
-def test_sharded_and_json_lines_give_the_same(model, analysed, tmp_path):
-    """Of the same tokens but for the ends of documents, on two processes."""
+def test_sharded_it_is_the_same(model, analysed, tmp_path):
     words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "tp"), *SMALL]
     results = run_ranks(analyse, 2, *words, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert [error for _, error in results] == ["", ""] and results[1][0] == ""
@@ -84,9 +83,14 @@ def test_sharded_and_json_lines_give_the_same(model, analysed, tmp_path):
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
     for fmt in ("fp8", "fp4"):  # shards of 64 rows cut blocks of 128: their scales are others
         assert other.column(f"token/{fmt}").sum() == pytest.approx(one.column(f"token/{fmt}").sum(), rel=0.1)
-    words[2], words[4] = str(model / "text.jsonl"), str(tmp_path / "lines")
+
+
+@pytest.mark.slow
+def test_json_lines_are_read_too(model, analysed, tmp_path):
+    words = [str(model), "--data", str(model / "text.jsonl"), "--output", str(tmp_path / "lines"), *SMALL]
     assert run_ranks(analyse, 1, *words)[0][1] == ""
-    assert Statistics.load(tmp_path / "lines/stats.json").loss == pytest.approx(one.loss, rel=0.1)
+    one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "lines"))
+    assert other.loss == pytest.approx(one.loss, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def imported(tmp_path, **more):
 
 
 @pytest.mark.parametrize(
-    "case", ["small", pytest.param("32k, scaled rope", marks=pytest.mark.slow), "32k, tied"]
+    "case", ["small", *(pytest.param(case, marks=pytest.mark.slow) for case in ("32k, scaled rope", "32k, tied"))]
 )
 def test_in_trained_and_out_again(case, tmp_path):
     model, options = imported(tmp_path, **CASES[case])

@@ -60,7 +60,8 @@ def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing,
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2 x pp2 interleaved", pytest.param("tp2 x dp2", marks=pytest.mark.slow), "tp2 x pp2 x dp2"]
+    "layout",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2 x pp2 interleaved", "tp2 x dp2")), "tp2 x pp2 x dp2"],
 )
 def test_a_probe_holds_and_sends_what_its_footprint_says(layout):
     """Eight microbatches a process; a weight of 2048 output channels is measured by every second of them."""
