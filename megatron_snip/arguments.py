@@ -15,6 +15,7 @@ from typing import Any
 from megatron_snip.config import Config, check_names, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_toml, read_file, shown
+from megatron_snip.megatron_options import without_megatrons
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
     defaults: options, as a TOML file would hold them, that command line and file win over.
     """
-    words, path = _take_config_file(list(argv))
+    words, path = _take_config_file(without_megatrons(argv))
     file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]

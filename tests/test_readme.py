@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip import megatron_options
 from megatron_snip.config import option_groups
 from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
 
@@ -26,6 +27,7 @@ DOCUMENTS = [
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "docs/architecture.md",
+        "docs/from_megatron.md",
         "docs/numerics.md",
         "docs/reliability.md",
         "docs/evidence.md",
@@ -113,6 +115,8 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     words = re.findall(r"`[^`\n]*`", prose)
     options = {option for word in words for option in re.findall(r"--([a-z][a-z0-9-]+)", word)}
     names = {name.replace("_", "-") for name in option_groups()}
+    if path.name == "from_megatron.md":
+        names |= {*megatron_options._SWITCHES.split(), *megatron_options._VALUES, *megatron_options._REFUSED}
     known = (
         names
         | {f"no-{name}" for name in names}

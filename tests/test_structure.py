@@ -24,6 +24,7 @@ LEVELS = [
     {"errors"},
     {"formats", "files"},
     {"config"},
+    {"megatron_options"},
     {"arguments"},
     {"faults"},
     {"runtime", "mesh"},

@@ -1,0 +1,121 @@
+"""A Megatron-LM launch script's options, pasted: what is the same here is left out, the rest is told one by one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_snip import megatron_options
+from megatron_snip.arguments import parse
+from megatron_snip.config import option_groups
+from megatron_snip.errors import UserError
+from megatron_snip.megatron_options import without_megatrons
+from megatron_snip.train.validate import validate
+
+#: Those of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh, with its values.
+LLAMA3_8B = """
+--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+--swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+--disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000
+--lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
+--decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+--bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+--empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
+--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer
+--vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0
+--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32
+--eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
+--ckpt-format torch_dist --distributed-timeout-minutes 60 --save saves --load saves --tensorboard-dir logs
+"""
+#: What its message asks to change, and what is then given.
+LEFT_OUT = """apply-layernorm-1p train-samples lr-decay-samples lr-warmup-samples decoupled-lr decoupled-min-lr
+grad-reduce-in-bf16 fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"""
+INSTEAD = "--precision fp8 --train-iters 15258789 --lr-decay-iters 15228271 --lr-warmup-iters 30517"
+
+
+def without(words: list[str], names: list[str]) -> list[str]:
+    """Words without some options and their values."""
+    out, leaving = [], False
+    for word in words:
+        if word.startswith("--"):
+            leaving = word[2:] in names
+        if not leaving:
+            out.append(word)
+    return out
+
+
+def test_a_launch_script_is_told_option_by_option_what_to_change():
+    with pytest.raises(UserError) as info:
+        parse(LLAMA3_8B.split())
+    said = str(info.value)
+    assert "\n" not in said and said.startswith("options of Megatron-LM that are not here: --apply-layernorm-1p: norms")
+    assert all(f"--{name}" in said for name in LEFT_OUT.split())
+    assert not any(f"--{name}" in said for name in ("swiglu", "num-workers", "context-parallel-size", "ckpt-format"))
+    assert "--fp8-format hybrid: give --precision fp8, mxfp8 or snip" in said
+
+
+def test_with_these_changes_it_runs(caplog):
+    with caplog.at_level(logging.INFO, logger="megatron_snip"):
+        config = parse([*without(LLAMA3_8B.split(), LEFT_OUT.split()), *INSTEAD.split()])
+    m = config.model
+    assert (m.num_layers, m.hidden_size, m.num_query_groups, m.rotary_base) == (32, 4096, 8, 1e6)
+    assert (config.training.train_iters, config.precision.precision) == (15258789, "fp8")
+    validate(config, 8)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "options of Megatron-LM that change nothing here: --use-mcore-models, --group-query-attention"
+    )
+    assert "--position-embedding-type rope" in line and "--tensorboard-dir logs" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--context-parallel-size 2", "--context-parallel-size 2: there is no context parallelism yet"),
+        ("--context-parallel-size=2", "--context-parallel-size 2: there is no context parallelism yet"),
+        ("--hidden-dropout 0.1", "--hidden-dropout 0.1: there is no dropout here; give 0"),
+        ("--normalization LayerNorm", "give RMSNorm"),
+        ("--normalization", "--normalization: models here have RMSNorm"),
+        ("--num-workers", "--num-workers: give it one value"),
+        ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000: the batch size is constant"),
+        ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: models here"),
+        ("--lr-warmup-init -1", "--lr-warmup-init -1: warm-up begins at 0"),
+    ],
+)
+def test_what_is_not_here_names_the_way_out(words, said):
+    with pytest.raises(UserError) as info:
+        without_megatrons(["--lr", "1", *words.split(), "--bf16"])
+    assert said in str(info.value)
+
+
+def test_what_changes_nothing_goes_and_all_else_stays():
+    words = [
+        "--lr",
+        "-1",
+        "--swiglu",
+        "--rotary-percent",
+        "1",
+        "x",
+        "--hidden-dropout=0",
+        "--made-up",
+        "3",
+        "--bf16",
+        "-h",
+    ]
+    with pytest.raises(UserError, match="--rotary-percent 1 x"):
+        without_megatrons(words)
+    words.remove("x")
+    assert without_megatrons(words) == ["--lr", "-1", "--made-up", "3", "--bf16", "-h"]
+    with pytest.raises(UserError, match="unknown option made_up"):
+        parse(words)
+
+
+def test_the_tables_name_no_option_of_ours_and_none_twice():
+    tables = (set(megatron_options._SWITCHES.split()), set(megatron_options._VALUES), set(megatron_options._REFUSED))
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names))
+    assert not {name.replace("-", "_") for name in names} & option_groups().keys()
