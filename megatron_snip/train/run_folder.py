@@ -86,7 +86,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
         if environment_rank() == 0:  # other nodes need not see them
             check_folder(option, folder)
     if c.load and is_hf_folder(Path(c.load)):
-        return _start_from_hf(config, Path(c.load))
+        return _start_from_hf(config, Path(c.load), resuming=False)
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
     if load is not None and saved is None:
         if c.exit_on_missing_checkpoint:
@@ -124,24 +124,25 @@ def find_start(config: Config, below: int | None = None) -> Start:
     return Start(state["iteration"], state, load, saved, state["run_id"])
 
 
-def _start_from_hf(config: Config, folder: Path) -> Start:
+def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
     """A new run from the weights of a Hugging Face folder, whether --finetune is given or not."""
     if config.checkpoint.ckpt_step is not None:
         raise UserError(f"--load {folder} is a Hugging Face folder, which has no iterations; drop --ckpt-step")
     check_model(folder, config.model)
-    _refuse_used_folders(config, resuming=bool(config.checkpoint.pretrained_checkpoint))
+    _refuse_used_folders(config, resuming=resuming)
     return Start(0, None, folder, 0, secrets.token_hex(8))
 
 
 def _start_from_weights(config: Config, folder: Path) -> Start:
     """A new run from the weights of --pretrained-checkpoint, as --load has no checkpoint yet."""
+    resuming = bool(config.checkpoint.load)
     if is_hf_folder(folder):
-        return _start_from_hf(config, folder)
+        return _start_from_hf(config, folder, resuming=resuming)
     holder, iteration = find_checkpoint(str(folder), None)
     if iteration is None:
         raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
     refuse_other_model(config, read_state(holder, iteration), finetune=True)
-    _refuse_used_folders(config, resuming=bool(config.checkpoint.load))
+    _refuse_used_folders(config, resuming=resuming)
     return Start(0, None, holder, iteration, secrets.token_hex(8))
 
 

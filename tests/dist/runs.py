@@ -71,7 +71,7 @@ def mixed_plan(path: Path) -> Path:
     return path
 
 
-def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int = 10) -> dict[str, Any]:
+def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int = 20) -> dict[str, Any]:
     """Train: the losses, and after the first iteration's backward the loss and the whole gradients.
 
     nudge: before training, move the norms' weights, which no rounding hides, one unit in the last place up or down, as

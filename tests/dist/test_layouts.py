@@ -58,7 +58,7 @@ def alone_quantised(plan_options):
 
 @pytest.fixture(scope="module")
 def chaos(alone_quantised, plan_options):
-    """Mean loss difference over 10 iterations that one unit in the last place of the norms' weights makes: of four draws
+    """Mean loss difference over 20 iterations that one unit in the last place of the norms' weights makes: of four draws
     of up and down, since one alone differs from the next by a factor of three."""
     nudged = [run_ranks(nudged_losses, 1, plan_options, seed)[0]["losses"] for seed in range(4)]
     return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))

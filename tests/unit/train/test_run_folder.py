@@ -11,6 +11,7 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
 from megatron_snip.config import Config
+from megatron_snip.train import run_folder
 from megatron_snip.train.metrics import read_metrics
 from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder, run_id_of
 
@@ -71,7 +72,15 @@ def test_load_of_an_empty_folder_starts_anew(tmp_path):
     assert said.startswith(f"--load {saves}: no checkpoint is there; drop --exit-on-missing-checkpoint")
 
 
-def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path):
+def hf_folder(folder: Path) -> Path:
+    """What a Hugging Face folder is known by."""
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    return folder
+
+
+def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monkeypatch):
     """So one command line starts the run and continues it."""
     run, saves, other = tmp_path / "run", tmp_path / "run/checkpoints", used(tmp_path / "other", "abc", 7)
     config = options(run, load=str(saves), pretrained_checkpoint=str(other / "checkpoints"))
@@ -82,6 +91,14 @@ def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path):
     assert find_start(config).load == saves and find_start(config).iteration == 3
     nowhere = options(tmp_path / "new", pretrained_checkpoint=str(tmp_path / "none"))
     assert refused(nowhere, tmp_path).startswith(f"--pretrained-checkpoint {tmp_path}/none: no checkpoint is there")
+    monkeypatch.setattr(run_folder, "check_model", lambda folder, model: None)  # which tests/dist/test_convert.py has
+    begun = tmp_path / "begun"  # and was killed before its first checkpoint
+    used(begun, "gone")
+    for weights in (other / "checkpoints", hf_folder(tmp_path / "hf")):
+        again = options(begun, pretrained_checkpoint=str(weights))
+        assert "already holds a run" in refused(again, tmp_path), "without --load it is a new run"
+        with_load = again.replace(load=str(begun / "checkpoints"))
+        assert find_start(with_load).load == weights
     wide = options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"), hidden_size=256)
     assert "--hidden-size is 256" in refused(wide, tmp_path)
     assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
