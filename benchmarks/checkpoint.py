@@ -44,7 +44,7 @@ def main() -> None:
     dist.broadcast_object_list(name)
     folder = Path(str(name[0]))
     tensors = {
-        f"model.{i}": distribute_tensor(torch.randn(1024, 1024), mesh.device_mesh["dp"], [Shard(0)])
+        f"model.{i}": distribute_tensor(torch.randn(1024, 1024), mesh.device_mesh["shard"], [Shard(0)])
         for i in range(args.tensors)
     }
     savers = {kind: Saver(folder / kind, CheckpointConfig(async_save=kind == "async"), mesh, "run", 0)

@@ -4,7 +4,7 @@
 
 Counted, not measured: megatron_snip/snip/measure/footprint.py, which tests hold against tensors and collectives over
 gloo.  Bytes are those that a process hands to collectives.  "iteration" is what a plain iteration sends: FSDP2's
-gathers in bf16 (in every microbatch at pp 1) and its float32 reduce-scatter, and tp's four collectives of activations
+gather in bf16 and its float32 reduce-scatter, and tp's four collectives of activations
 a block in forward and in backward, each over the region's [T, H].
 """
 
@@ -46,8 +46,7 @@ def cases(name: str, gpus: int) -> tuple[str, list[tuple[str, float, float]], fl
     ]
     blocks = len({shape.block for shape in first})
     activations = blocks * 8 * 2 * tokens * m.hidden_size * microbatches * (tp > 1)
-    gathers = 2 * microbatches if pp == 1 else 1
-    iteration = activations + (2 * weights * gathers + 4 * weights) * (dp > 1)
+    iteration = activations + (2 * weights / dp + 4 * weights) * (dp > 1)
     said = f"tp {tp} x pp {pp} x dp {dp}, {microbatches} microbatches of {tokens} tokens"
     return said, [(how, held / GIB, sent / GIB) for how, held, sent in rows], iteration / GIB
 

@@ -71,6 +71,11 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
     sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
+    # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves
+    # memory, and the last two send more.
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
+    # Groups of data parallel processes, such as the nodes, each of which holds all that is sharded.
+    num_distributed_optimizer_instances: int = 1
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs where there are some, unless the backend is gloo.
     # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for a try.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -270,6 +275,11 @@ class Config:
                 f"start {self.model_parallel_size} processes (torchrun --nproc_per_node), or a multiple"
             )
         return world_size // self.model_parallel_size
+
+    def replicas(self, dp_size: int) -> int:
+        """Data parallel processes that hold the same part of weights and of the optimiser's state."""
+        p = self.parallel
+        return dp_size if p.data_parallel_sharding_strategy == "no_shard" else p.num_distributed_optimizer_instances
 
     def num_microbatches(self, dp_size: int) -> int:
         """Microbatches that one process runs in an iteration."""

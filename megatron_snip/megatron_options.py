@@ -19,7 +19,7 @@ _SWITCHES = """
 use-mcore-models swiglu disable-bias-linear use-rotary-position-embeddings no-position-embedding
 group-query-attention no-masked-softmax-fusion attention-softmax-in-fp32 no-bias-swiglu-fusion no-bias-gelu-fusion
 no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm use-flash-attn use-distributed-optimizer overlap-grad-reduce
-overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather tp-comm-overlap use-torch-fsdp2
+overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather tp-comm-overlap
 no-gradient-accumulation-fusion cross-entropy-loss-fusion calculate-per-token-loss recompute-activations
 accumulate-allreduce-grads-in-fp32 decoupled-weight-decay use-cpu-initialization no-load-rng no-save-rng
 no-create-attention-mask-in-dataloader no-mmap-bin-files auto-detect-ckpt-format use-dist-ckpt
@@ -44,7 +44,6 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dataloader-type": (("single",), "samples come in one order here; give single"),
     "context-parallel-size": (("1",), "there is no context parallelism yet; raise --tensor-model-parallel-size"),
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
-    "data-parallel-sharding-strategy": (("optim_grads_params",), "weights are always sharded here; leave it out"),
     "recompute-method": (("uniform",), "a block at a time is recomputed; give --recompute-granularity full alone"),
     "recompute-num-layers": (("1",), "a block at a time is recomputed; give --recompute-granularity full alone"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
@@ -86,6 +85,10 @@ _REFUSED: Mapping[str, str] = {
     "num-experts": "there are no experts here; leave it out",
     **dict.fromkeys(
         ("vocab-file", "merge-file"), "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
+    ),
+    **dict.fromkeys(
+        ("use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp"),
+        "give --data-parallel-sharding-strategy optim_grads_params, or another",
     ),
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
     "num-virtual-stages-per-pipeline-rank": "give --num-layers-per-virtual-pipeline-stage",

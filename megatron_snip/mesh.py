@@ -1,7 +1,8 @@
-"""The mesh of processes, axes (pp, dp, tp): the only maker of process groups.
+"""The mesh of processes, axes (pp, replicate, shard, tp): the only maker of process groups.
 
 tp is innermost, so that the processes which talk most are neighbours, as in Megatron-LM; "axis" is an axis
-of the mesh, "dim" a dim of a tensor.
+of the mesh, "dim" a dim of a tensor.  Batches are dealt out over dp, which is replicate x shard; weights and the
+optimiser's state are sharded over `shard` and the same along `replicate`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 AXES = ("pp", "dp", "tp")
+_MESH = ("pp", "replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, laid out as [pp, dp, tp]."""
+    """The processes of a run, laid out as [pp, replicate, shard, tp]; dp is the two in the middle."""
 
     device_mesh: DeviceMesh
     pp: Axis
     dp: Axis
     tp: Axis
+    replicate: Axis
+    shard: Axis
     rank: int
     world_size: int
 
@@ -66,23 +70,42 @@ class Mesh:
         dist.barrier(self.world)
 
 
-def build_mesh(device_type: str, *, pp: int, dp: int, tp: int, timeout_minutes: float = 10.0) -> Mesh:
+def build_mesh(
+    device_type: str, *, pp: int, dp: int, tp: int, replicate: int = 1, timeout_minutes: float = 10.0
+) -> Mesh:
     """The mesh over the started process group; every process calls it, pp * dp * tp is the world size.
 
+    replicate: how many of the dp processes hold the same weights, a divisor of dp.
     A collective on one of its axes that takes longer than the time-out ends the run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert pp * dp * tp == world_size, f"{pp} x {dp} x {tp} is not {world_size}"
-    device_mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=AXES)
-    for name in AXES:  # the mesh makes its groups with torch's default, whatever the world's is
-        _set_pg_timeout(timedelta(minutes=timeout_minutes), device_mesh.get_group(name))
+    assert dp % replicate == 0, f"{replicate} does not divide {dp}"
+    sizes = (pp, replicate, dp // replicate, tp)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
     axes = {
         name: Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name))
-        for name, size in zip(AXES, (pp, dp, tp))
+        for name, size in zip(_MESH, sizes)
     }
-    for axis in axes.values():
-        _connect(axis, device_type, pairs=axis is axes["pp"])
-    return Mesh(device_mesh, axes["pp"], axes["dp"], axes["tp"], rank, world_size)
+    axes["dp"] = _both(axes["replicate"], axes["shard"], device_mesh)
+    for axis in axes.values():  # the mesh makes its groups with torch's default, whatever the world's is
+        _set_pg_timeout(timedelta(minutes=timeout_minutes), axis.group)
+    for name in ("pp", "dp", "tp", "replicate", "shard"):
+        again = name in ("replicate", "shard") and axes[name].group is axes["dp"].group
+        if not again:
+            _connect(axes[name], device_type, pairs=name == "pp")
+    return Mesh(device_mesh, **axes, rank=rank, world_size=world_size)
+
+
+def _both(replicate: Axis, shard: Axis, device_mesh: DeviceMesh) -> Axis:
+    """The axis dp: the processes that stand alike on all axes but these two; every process calls it."""
+    if replicate.size == 1:
+        return shard
+    if shard.size == 1:
+        return replicate
+    rows = device_mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()  # [pp * tp, dp]
+    group, _ = dist.new_subgroups_by_enumeration(rows)
+    return Axis(replicate.size * shard.size, replicate.rank * shard.size + shard.rank, group)
 
 
 def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:

@@ -235,8 +235,20 @@ class OutputLayer(nn.Module):
 
     def __init__(self, build: Build, shape: tuple[int, int]) -> None:
         super().__init__()
-        weight = build.empty(*shape)
+        self.region, weight = build.region, build.empty(*shape)
         self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
+        return _logits(x, local(self.weight), wide=self.region.wide)
+
+
+def _logits(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
+    """x [B, S, H] by weight [V/tp, H]: [B, S, V/tp]; wide: each sum rounded to float32 once."""
+    if not wide:
+        return F.linear(x, weight.to(x.dtype))
+    call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
+    return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -318,13 +330,12 @@ class LlamaStage(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
-        head = self.lm_head if self.lm_head is not None else self.embed_tokens
-        assert head is not None
-        x, weight = self.build.region.enter(self.norm(x)), local(head.weight)
-        if self.build.region.wide:
-            call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-            return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
-        return F.linear(x, weight.to(x.dtype))
+        x = self.build.region.enter(self.norm(x))
+        if self.lm_head is not None:
+            logits: Tensor = self.lm_head(x)
+            return logits
+        assert self.embed_tokens is not None
+        return _logits(x, local(self.embed_tokens.weight), wide=self.build.region.wide)
 
     def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].

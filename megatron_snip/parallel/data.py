@@ -1,5 +1,8 @@
 """Data parallelism by FSDP2, and the gradient's norm and clipping over the whole mesh.
 
+What is sharded over data parallel processes has Megatron-LM's names: `no_shard`, `optim` (the optimiser's state),
+`optim_grads`, `optim_grads_params`.  FSDP2 shards all three; a strategy says how long it keeps them whole.
+
 The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
 Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
 tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_model_grads.
@@ -20,24 +23,38 @@ from torch.distributed.tensor import DTensor
 from megatron_snip.mesh import Mesh
 
 
-def shard_over_dp(
-    stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, *, reshard: bool
-) -> None:
+def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
     """Shard a stage's FP32 parameters over dp with FSDP2; compute sees them in `dtype`.
 
-    Gradients are reduced in float32.  `reshard` frees gathered parameters after forward; a pipeline keeps
-    them for its next microbatch.  With one process on dp nothing is wrapped.
+    Each unit's are gathered, and their gradients reduced, in one collective; what is in none of them with the stage.
+    Gradients are reduced in float32.  With one process on dp nothing is wrapped.
     """
     if mesh.dp.size == 1:
         return
-    device_mesh: DeviceMesh = mesh.device_mesh["dp"]
+    axes = ("shard",) if mesh.replicate.size == 1 else ("replicate", "shard")
+    device_mesh: DeviceMesh = mesh.device_mesh[axes]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*blocks, stage):
-        fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in (*units, stage):
+        fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=not keeps_weights(strategy))
         assert isinstance(module, FSDPModule)
         # a sum, as the docstring says; gloo cannot divide in the collective, so the first call must precede
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+
+
+def keeps_weights(strategy: str) -> bool:
+    """Whether weights that were gathered stay so from the first microbatch of an iteration to its last."""
+    return strategy != "optim_grads_params"
+
+
+def before_backward(stage: nn.Module, strategy: str, *, last: bool) -> None:
+    """Tell a stage whether a microbatch's backward is an iteration's last, and so what to reduce and to free."""
+    if not isinstance(stage, FSDPModule):
+        return
+    stage.set_is_last_backward(last)
+    stage.set_reshard_after_backward(last or not keeps_weights(strategy))
+    stage.set_requires_gradient_sync(last or strategy in ("optim_grads", "optim_grads_params"))
+    stage.set_requires_all_reduce(last)  # over replicate, once; after the line above, which sets it too
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -54,8 +71,8 @@ def first_element(parameter: Tensor, mesh: Mesh) -> tuple[int, int]:
             dim = by_axis["tp"].dim  # type: ignore[attr-defined]  # every matrix is split over tp
             sizes[dim] //= mesh.tp.size
             first[dim] = mesh.tp.rank * sizes[dim]
-        if "dp" in by_axis:  # FSDP deals out equal chunks of rows, the last ones smaller or empty
-            first[0] += min(mesh.dp.rank * -(-sizes[0] // mesh.dp.size), sizes[0])
+        if "shard" in by_axis:  # FSDP deals out equal chunks of rows, the last ones smaller or empty
+            first[0] += min(mesh.shard.rank * -(-sizes[0] // mesh.shard.size), sizes[0])
     return first[0], first[1]
 
 
@@ -92,7 +109,7 @@ def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     grads = [
         grad
         for name, grad in local_gradients(modules)
-        if grad.numel() and (mesh.tp.is_first or not is_replicated_over_tp(name))
+        if grad.numel() and mesh.replicate.is_first and (mesh.tp.is_first or not is_replicated_over_tp(name))
     ]
     if not grads:
         return 0.0

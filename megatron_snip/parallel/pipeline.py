@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining._backward import stage_backward
 
 from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.data import before_backward
 
 
 class BatchLike(Protocol):
@@ -33,6 +35,25 @@ class BatchLike(Protocol):
         """[M, B] int64, on the CPU."""
 
 
+class _Stage(PipelineStage):
+    """torch's stage, but data parallel collectives follow the sharding strategy.
+
+    torch's own reduces all gradients after the last backward; here they are reduced beside it.
+    """
+
+    def __init__(self, sharding: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sharding = sharding
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """One microbatch's backward; overrides torch's."""
+        if backward_type != "full" or not isinstance(self.submod, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        before_backward(self.submod, self._sharding, last=last_backward)
+        values = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        return stage_backward(*values), None
+
+
 def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
     return losses.sum()
 
@@ -46,13 +67,14 @@ class Pipeline:
         *,
         num_stages: int,
         mesh: Mesh,
+        sharding: str,
         microbatches: int,
         activation: tuple[int, ...],
         tokens: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.stages, self.mesh, self.device = stages, mesh, device
+        self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
         self.microbatches = microbatches
         self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
@@ -68,7 +90,8 @@ class Pipeline:
             activation = self._activation.clone().requires_grad_(training)
             loss = torch.empty(1, device="meta").requires_grad_(training)
             stages = [
-                PipelineStage(
+                _Stage(
+                    self.sharding,
                     module,
                     s,
                     n,
@@ -114,10 +137,8 @@ class Pipeline:
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
         losses = []
         for m in range(len(tokens)):
-            if training and isinstance(stage, FSDPModule):
-                last = m == len(tokens) - 1
-                stage.set_is_last_backward(last)
-                stage.set_requires_gradient_sync(last)
+            if training:
+                before_backward(stage, self.sharding, last=m == len(tokens) - 1)
             loss = stage(tokens[m], batch.sample_index[m], labels[m])
             if training:
                 loss.sum().backward()

@@ -328,6 +328,10 @@ def _changes(config: Config) -> list[tuple[str, Config]]:
         changes.append(("--sequence-parallel", config.replace(sequence_parallel=True)))
     if config.training.micro_batch_size > 1:
         changes.append(("--micro-batch-size 1", config.replace(micro_batch_size=1)))
+    option = "data_parallel_sharding_strategy"
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by what they hold, the most first
+    for strategy in strategies[strategies.index(p.data_parallel_sharding_strategy) + 1 :]:
+        changes.append((f"--{option.replace('_', '-')} {strategy}", config.replace(**{option: strategy})))
     for option in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = 2 * getattr(p, option)
         changes.append((f"--{option.replace('_', '-')} {size}", config.replace(**{option: size})))

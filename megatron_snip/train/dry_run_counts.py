@@ -181,6 +181,7 @@ class Tracker(TorchDispatchMode):
         """Tell which groups are which axes of the mesh."""
         self._axes = {mesh.world.group_name: "world"}
         self._axes |= {getattr(mesh, axis).group.group_name: axis for axis in AXES}
+        self._axes |= {axis.group.group_name: "dp" for axis in (mesh.replicate, mesh.shard)}
 
     def begin(self) -> None:
         """Forget what was counted; what is allocated stays."""

@@ -23,7 +23,7 @@ from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
-from megatron_snip.parallel.data import shard_over_dp
+from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
@@ -163,16 +163,17 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         recompute=t.recompute_granularity == "full",
         of=lambda s: s % pp == mesh.pp.rank,
     )
-    reshard = pp == 1
+    strategy = config.parallel.data_parallel_sharding_strategy
     for stage in stages.values():
         stage.loss_tokens = t.global_batch_size * m.seq_length
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
-            if reshard and mesh.dp.size > 1:  # the gathered weight is freed after each use: so are its casts
+            if mesh.dp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
                 linear.weight_casts = None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
-        shard_over_dp(stage, stage.layers.values(), mesh, dtype, reshard=reshard)
+        head = [stage.lm_head] if stage.lm_head is not None else []
+        shard_over_dp(stage, [*stage.layers.values(), *head], mesh, dtype, strategy)
         stage.allocate()
     return stages
 
@@ -187,6 +188,7 @@ def build_pipeline(
         dict(stages),
         num_stages=_stages_of(config),
         mesh=mesh,
+        sharding=config.parallel.data_parallel_sharding_strategy,
         microbatches=microbatches or config.num_microbatches(mesh.dp.size),
         activation=(t.micro_batch_size, s, m.hidden_size),
         tokens=(t.micro_batch_size, m.seq_length),
@@ -268,12 +270,13 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
 
 def mesh_of(config: Config, runtime: Runtime) -> Mesh:
     """The mesh of a run; every process calls it alike."""
-    p = config.parallel
+    p, dp = config.parallel, config.data_parallel_size(runtime.world_size)
     return build_mesh(
         runtime.device.type,
         pp=p.pipeline_model_parallel_size,
-        dp=config.data_parallel_size(runtime.world_size),
+        dp=dp,
         tp=p.tensor_model_parallel_size,
+        replicate=config.replicas(dp),
         timeout_minutes=p.distributed_timeout_minutes,
     )
 

@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "num_distributed_optimizer_instances",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
@@ -94,6 +95,7 @@ def validate(config: Config, world_size: int) -> None:
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
         raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
+    _validate_sharding(config, dp)
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
@@ -114,6 +116,16 @@ def check_restarts(config: Config, restarts: int) -> None:
         raise UserError(
             f"--max-restarts is {restarts}, and a restart would continue from --load {c.load}, not from "
             f"{config.save_dir}, where the run saves; give --load {config.save_dir}, or torchrun --max-restarts 0"
+        )
+
+
+def _validate_sharding(config: Config, dp: int) -> None:
+    p, option = config.parallel, "--num-distributed-optimizer-instances"
+    instances = p.num_distributed_optimizer_instances
+    _divides(dp, instances, f"data parallel processes by {option}", "change it or the number of processes")
+    if p.data_parallel_sharding_strategy == "no_shard" and instances > 1:
+        raise UserError(
+            f"{option} is {instances} and --data-parallel-sharding-strategy no_shard shards nothing; drop one"
         )
 
 

@@ -40,10 +40,15 @@ def row_step(out_features: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """How a linear is cut: along tp, by output channels (column-parallel) or input channels; and over dp."""
+    """How a linear is cut: along tp, by output channels (column-parallel) or input channels; and over shard.
+
+    dp counts the processes that see the same weight, replicate those that update the same part of it.
+    """
 
     tp: Axis
     dp: Axis
+    replicate: Axis
+    shard: Axis
     column_parallel: bool
 
 
@@ -246,14 +251,15 @@ class LinearProbe:
 
     def add_updates(self, updates: Updates, clip: float) -> None:
         """Add the update's size and its change by E_w, which by now is the sum over microbatches and dp."""
+        share, shard = 1.0 / self.place.replicate.size, self.place.shard
         whole = updates.changes(self.shape.name, [], clip)[0]
-        self.sums.add("update", whole)
-        here = -(-self._local_rows // self.place.dp.size)  # FSDP2 deals out rows like torch.chunk
-        begin = self.place.dp.rank * here
+        self.sums.add("update", whole, share)
+        here = -(-self._local_rows // shard.size)  # FSDP2 deals out rows like torch.chunk
+        begin = shard.rank * here
         inside = [i for i, row in enumerate(self._rows) if begin <= row < begin + here]
         part = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
         rows = slice(self._rows[inside[0]] - begin, None, self._step) if inside else slice(0, 0)
         errors = [self.weight_error[fmt][part] for fmt in self.formats]
         seen = len(range(0, self.shape.out_features, self._step))
         for fmt, change in zip(self.formats, updates.changes(self.shape.name, errors, clip, rows)[1:], strict=True):
-            self.sums.add(f"own/{fmt}", change, self.shape.out_features / seen)
+            self.sums.add(f"own/{fmt}", change, share * self.shape.out_features / seen)

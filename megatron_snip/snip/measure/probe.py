@@ -151,10 +151,9 @@ class Probe:
 
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
         shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
+        places = {dim: Place(mesh.tp, mesh.dp, mesh.replicate, mesh.shard, column_parallel=dim == 0) for dim in (0, 1)}
         return {
-            name: LinearProbe(
-                shapes[name], self.formats, Place(mesh.tp, mesh.dp, linear.split_dim == 0), self.device, updates=updates
-            )
+            name: LinearProbe(shapes[name], self.formats, places[linear.split_dim], self.device, updates=updates)
             for name, linear in self.linears.items()
         }
 

@@ -25,8 +25,8 @@ class Axis:
 
 
 class Mesh:
-    def __init__(self, size: int, rank: int) -> None:
-        self.tp = Axis(size, rank)
+    def __init__(self, size: int, rank: int, instance: int = 0) -> None:
+        self.tp, self.replicate = Axis(size, rank), Axis(2, instance)
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def test_replicated_gradients_count_once(module):
     assert gradient_square_sum([module], Mesh(2, 0)) == pytest.approx(9.0 + 24.0)
     assert gradient_square_sum([module], Mesh(2, 1)) == pytest.approx(24.0)
     assert gradient_square_sum([module, module], Mesh(2, 1)) == pytest.approx(48.0)
+    assert gradient_square_sum([module], Mesh(1, 0, instance=1)) == 0.0
 
 
 def test_no_gradients_have_norm_0(module):

@@ -40,6 +40,8 @@ def peaks(monkeypatch):
         p = config.parallel
         recompute = config.training.recompute_granularity
         tried = f"{recompute} {p.tensor_model_parallel_size} {p.pipeline_model_parallel_size}"
+        if (strategy := p.data_parallel_sharding_strategy) != "optim":
+            tried = strategy
         return [made_up(rank, known.get(tried, 1024) - rank) for rank in ranks]
 
     monkeypatch.setattr(dry_run, "measure_all", measure_all)
@@ -103,12 +105,13 @@ def test_text_and_json_and_no_other_file(peaks, tmp_path, monkeypatch, capsys) -
 
 
 def test_what_would_make_it_fit_is_named(peaks) -> None:
-    peaks |= {"full 1 2": 400, "none 2 2": 600, "none 1 4": 500}
+    peaks |= {"full 1 2": 400, "none 2 2": 600, "none 1 4": 500, "optim_grads_params": 300}
     with pytest.raises(ValueError) as info:
         dry_run.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
     assert str(info.value) == (
         "--memory-gib 0.5: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); it fits with "
-        "--recompute-granularity full (0.4 GiB) or --pipeline-model-parallel-size 4 (0.5 GiB)"
+        "--recompute-granularity full (0.4 GiB) or --data-parallel-sharding-strategy optim_grads_params (0.3 GiB) or "
+        "--pipeline-model-parallel-size 4 (0.5 GiB)"
     )
 
 

@@ -48,6 +48,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"precision": "plan", "precision_plan": "p"},
         {"mock_data": False, "data_path": ("a",)},
         {"mock_data": False, "train_data_path": ("a",), "valid_data_path": ("b",)},
+        {"num_distributed_optimizer_instances": 3},
+        {"data_parallel_sharding_strategy": "no_shard"},
         {"eval_iters": 0},  # Megatron's way to say: no validation
     ],
 )
@@ -122,6 +124,15 @@ CASES = [
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
     ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
     ({"global_batch_size": 6}, ["1 microbatches an iteration cannot fill 2 pipeline stages", "lower --micro-batch"]),
+    (
+        {"num_distributed_optimizer_instances": 2},
+        ["data parallel processes by --num-distributed-optimizer-instances: 3 is not a multiple of 2"],
+    ),
+    (
+        {"num_distributed_optimizer_instances": 3, "data_parallel_sharding_strategy": "no_shard"},
+        ["--num-distributed-optimizer-instances is 3", "no_shard shards nothing; drop one"],
+    ),
+    ({"num_distributed_optimizer_instances": 0}, ["--num-distributed-optimizer-instances is 0"]),
     ({"snip_target": -0.1}, ["--snip-target is -0.1", "0 to 1"]),
     ({"snip_target": 1.1}, ["--snip-target is 1.1"]),
     ({"snip_target": float("nan")}, ["--snip-target is nan"]),

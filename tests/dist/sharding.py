@@ -1,0 +1,54 @@
+"""What the tests of sharding strategies run on every rank; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from megatron_snip.train.dry_run_counts import Tracker
+from tests.dist.dry_runs import collectives
+from tests.dist.runs import make
+
+
+class _Order(Tracker):
+    """The ops of an iteration, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func._schema.name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def an_iteration(options: dict[str, Any]) -> dict[str, Any]:
+    """What the second iteration of a run sends, and the ops of it in order."""
+    config, parts = make(options)
+    loader, size = parts.train_loader, config.training.global_batch_size
+    loader.close()
+    parts.stepper.step(loader.make(0), 1)
+    order = _Order()
+    order.name_axes(parts.mesh)
+    with order:
+        parts.stepper.step(loader.make(size), 2)
+    weights = sum(p.numel() for p in parts.optimizer.parameters.values())
+    return {"collectives": collectives(order.counts), "ops": order.ops, "weights": weights}
+
+
+def sent_over_dp(counts: Counter[Any]) -> dict[str, tuple[int, int]]:
+    """(how often, bytes) of each collective over dp."""
+    kinds = {what[2] for what in counts if what[1] == "dp"}
+    return {kind: (counts["count", "dp", kind], counts["bytes", "dp", kind]) for kind in sorted(kinds)}
+
+
+def tensors_after(options: dict[str, Any], iterations: int) -> dict[str, torch.Tensor]:
+    """Train; this process's parts of weights and moments."""
+    config, parts = make(options)
+    loader, size = parts.train_loader, config.training.global_batch_size
+    for i in range(iterations):
+        parts.stepper.step(loader.batch(i * size), i + 1)
+    loader.close()
+    return {name: getattr(t, "_local_tensor", t).clone() for name, t in parts.tensors().items()}
