@@ -64,8 +64,10 @@ class Round:
 
     def iteration(self) -> int:
         """Iterations that the metrics tell of."""
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.is_file() else 0
+        try:
+            return (self.run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:  # not there yet, or put aside just now by a run that begins anew
+            return 0
 
     def log_size(self) -> int:
         """Bytes of all that the run has said."""
@@ -73,9 +75,7 @@ class Round:
 
     def log_since(self, size: int) -> str:
         """What the run has said since its log had a size."""
-        with open(self.log, "rb") as file:
-            file.seek(size)
-            return file.read().decode(errors="replace")
+        return self.log.read_bytes()[size:].decode(errors="replace")
 
     def start_again(self) -> None:
         """End what is left and start anew."""

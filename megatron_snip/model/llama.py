@@ -165,7 +165,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], self.region.enter(x), key)
+        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
         out: Tensor = self.o_proj(self.attend(q, k, v, cos, sin), key)
         return out
 
@@ -183,12 +183,11 @@ class MLP(nn.Module):
 
     def __init__(self, build: Build, prefix: str) -> None:
         super().__init__()
-        self.region = build.region
         self.gate_proj, self.up_proj, self.down_proj = (build.linear(f"{prefix}.{name}") for name in MLP_LINEARS)
 
     def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], self.region.enter(x), key)
+        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, key)
         out: Tensor = self.down_proj(F.silu(gate) * up, key)
         return out
 

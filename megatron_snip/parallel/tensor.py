@@ -26,22 +26,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
+from megatron_snip.parallel.beside import Group, all_gather, linears_beside, reduce_scatter
 from megatron_snip.quant import (
     Casts,
     LinearCall,
     LinearObserver,
     LinearPrecision,
     RoundingKey,
+    Sizes,
     linear_op,
     name_stream,
     run_linear,
     wide_linear,
 )
+from megatron_snip.quant.linear import backends_of, gemm_by_gemm
 from megatron_snip.quant.linear_op import handle_of
-
-# torch 2.13 renamed both; the old names warn there and the new ones are missing before
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -53,7 +52,7 @@ def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def _all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """[B, S/tp, ...] of each process -> [B, S, ...]."""
     parts = x.new_empty((axis.size, *x.shape))
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return parts.transpose(0, 1).reshape(x.shape[0], axis.size * x.shape[1], *x.shape[2:])
 
 
@@ -62,7 +61,7 @@ def _reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     b, s = x.shape[:2]
     parts = x.reshape(b, axis.size, s // axis.size, *x.shape[2:]).transpose(0, 1).contiguous()
     out = x.new_empty(parts.shape[1:])
-    _reduce_scatter(out, parts.flatten(0, 1), group=axis.group)
+    reduce_scatter(out, parts.flatten(0, 1), group=axis.group)
     return out
 
 
@@ -164,7 +163,7 @@ class _ParallelLinear(nn.Module):
         self.impl = "emulated"
         self.observer: LinearObserver | None = None
         self.weight_casts: Casts | None = Casts()
-        self._reduce_amax = {role: self._whole_amax for role in self.sharded_roles if region.axis.size > 1}
+        self._reduce_amax = {role: self.whole_amax for role in self.sharded_roles if region.axis.size > 1}
         self._stream = name_stream(name)
         shard = weight.shape[self.split_dim] // region.axis.size
         offsets = [0, 0]
@@ -182,7 +181,7 @@ class _ParallelLinear(nn.Module):
         self._precision = precision
         self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
-    def _whole_amax(self, amax: Tensor) -> Tensor:
+    def whole_amax(self, amax: Tensor) -> Tensor:
         """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp."""
         amax = amax.clone()
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.axis.group)
@@ -250,14 +249,31 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey | Tensor) -> list[Tensor]:
-    """x [B, S, K] -> [B, S, N/tp] of each linear, sharing x's casts.
+    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, sharing x's casts; enters the region.
 
     A key that is a tensor (`pack_key`) is a compiled block's: its linears are one operator.
     """
+    first = linears[0]
+    region = first.region
     if isinstance(key, Tensor):
-        return _as_one_operator(linears, x, key)
-    casts = Casts()
+        return _as_one_operator(linears, region.enter(x), key)
+    if region.axis.size > 1 and not region.wide and gemm_by_gemm(first.impl):
+        return linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, key))
+    x, casts = region.enter(x), Casts()
     return [linear(x, key, casts) for linear in linears]
+
+
+def _group(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey) -> Group:
+    """What the linears of x [B, S/tp or S, K] are now."""
+    first = linears[0]
+    region, gathers = first.region, first.region.sequence_parallel
+    calls = [linear.linear_call(key, None) for linear in linears]
+    tokens = x.shape[0] * x.shape[1] * (region.axis.size if gathers else 1)
+    backends = [
+        backends_of(linear.impl, call.precision, x.device, Sizes(tokens, x.shape[2], local(linear.weight).shape[0]))
+        for linear, call in zip(linears, calls, strict=True)
+    ]
+    return Group(region.axis, gathers, calls, backends, first.whole_amax)
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

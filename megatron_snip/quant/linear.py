@@ -129,13 +129,18 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
 
 def check_compiled(impl: str) -> None:
     """Raise UserError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
-    if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
+    if not gemm_by_gemm(impl):
         able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
         raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
 
 
+def gemm_by_gemm(impl: str) -> bool:
+    """Whether each GEMM of an implementation goes to a backend of its own, which ``backends_of`` tells."""
+    return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
+
+
 def backends_of(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-    """Who multiplies each GEMM of a linear that ``check_compiled`` has passed."""
+    """Who multiplies each GEMM of a linear; the implementation is ``gemm_by_gemm``."""
     implementation = _IMPLEMENTATIONS[impl]
     assert isinstance(implementation, ByGemm)
     return implementation.backends(precision, device, sizes)

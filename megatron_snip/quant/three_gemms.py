@@ -93,12 +93,65 @@ def forward(
         wanted.append((form, output))
     casts = call.input_casts if call.input_casts is not None else Casts()
     made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
-    weight = _weight(w, "fprop", call, backends, x.dtype, needs_wgrad)
-    y = backends.fprop.multiply("fprop", made[0], weight, x.dtype, x.dtype)
+    y = fprop(made[0], w, call, backends, x.dtype, needs_wgrad=needs_wgrad)
     if later:
         assert form is not None
         return y, Operand.unset(form, output, x)
     return y, made[1] if needs_wgrad else None
+
+
+def fprop(
+    x: Operand, w: Tensor, call: LinearCall, backends: Backends, dtype: torch.dtype, *, needs_wgrad: bool
+) -> Tensor:
+    """The cast input [T,K] and w [N,K] -> y [T,N] of a dtype."""
+    weight = _weight(w, "fprop", call, backends, dtype, needs_wgrad)
+    return backends.fprop.multiply("fprop", x, weight, dtype, dtype)
+
+
+class Backward:
+    """A linear's two GEMMs in backward, each made when it is asked for: dgrad first, where it is needed.
+
+    g: the gradient of y [T,N]; w [N,K].
+    """
+
+    def __init__(
+        self, g: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_dgrad: bool, needs_wgrad: bool
+    ) -> None:
+        self.g, self.w, self.call, self.backends = g, w, call, backends
+        needed = [gemm for gemm, need in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if need]
+        wanted = [
+            (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False))
+            for gemm in needed
+        ]
+        self._cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
+        self._grad_x: Tensor | None = None
+
+    def dgrad(self) -> Tensor:
+        """The gradient of x [T,K]."""
+        dtype, call, backends = self.g.dtype, self.call, self.backends
+        weight = _weight(self.w, "dgrad", call, backends, dtype)
+        grad = backends.dgrad.multiply("dgrad", self._cast.pop("dgrad"), weight, dtype, dtype)
+        if call.observer is not None:
+            self._grad_x = grad
+        return grad
+
+    def wgrad(self, kept: Operand | None, x: Tensor | None) -> Tensor | None:
+        """The gradient of w [N,K] from X [T,K] in wgrad's form, if there is one.
+
+        x: the input itself, where an observer looks.
+        """
+
+        def product() -> Tensor:
+            assert kept is not None
+            return self.backends.wgrad.multiply("wgrad", self._cast.pop("wgrad"), kept, self.g.dtype, self.w.dtype)
+
+        if (observer := self.call.observer) is not None:
+            assert x is not None
+            product = cache(product)
+            w = self.w.to(self.g.dtype)
+            made = product if kept is not None else None
+            observer.backward(Operands(x, w, self.g, self.call, self._grad_x, made))
+        return product() if kept is not None else None
 
 
 def backward(
@@ -115,26 +168,9 @@ def backward(
 
     x: the input itself, where an observer looks.
     """
-    dtype = g.dtype
-    needed = [gemm for gemm, need in (("dgrad", needs_dgrad), ("wgrad", kept is not None)) if need]
-    wanted = [
-        (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False)) for gemm in needed
-    ]
-    cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
-    grad_x = None
-    if needs_dgrad:
-        weight = _weight(w, "dgrad", call, backends, dtype)
-        grad_x = backends.dgrad.multiply("dgrad", cast.pop("dgrad"), weight, dtype, dtype)
-
-    def wgrad() -> Tensor:
-        assert kept is not None
-        return backends.wgrad.multiply("wgrad", cast.pop("wgrad"), kept, dtype, w.dtype)
-
-    if call.observer is not None:
-        assert x is not None
-        wgrad = cache(wgrad)
-        call.observer.backward(Operands(x, w.to(dtype), g, call, grad_x, wgrad if kept is not None else None))
-    return grad_x, wgrad() if kept is not None else None
+    both = Backward(g, w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=kept is not None)
+    grad_x = both.dgrad() if needs_dgrad else None
+    return grad_x, both.wgrad(kept, x)
 
 
 class _ThreeGemms(torch.autograd.Function):

@@ -25,6 +25,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage
@@ -103,7 +104,7 @@ class Coordinator:
         self.history: list[dict[str, Any]] = []
         self.predictions: Predictions | None = None  # of the last statistics
         self._solver: BackgroundSolver | None = None
-        self._unwritten: dict[Path, Statistics | Plan] = {}
+        self._unwritten: dict[str, str] = {}  # content of files by their names in the run folder
         self._failed = FailedWrites(f"plans and statistics in {run_dir}", limit=FILES_KEPT)
 
     def before_step(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
@@ -133,8 +134,9 @@ class Coordinator:
         return self._failed.reason
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps; files that could not be written yet among it, or a run that goes on lacks them."""
         return {
+            "unwritten": dict(self._unwritten),
             "plan": self.plan.to_dict() if self.plan else None,
             "pending": self.pending.to_dict() if self.pending else None,
             "history": self.history,
@@ -151,6 +153,9 @@ class Coordinator:
             plan = Plan.from_dict(state["plan"], "checkpoint")
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
             self._set(plan)
+        if self.mesh.rank == 0 and state.get("unwritten"):
+            self._unwritten |= state["unwritten"]
+            self._failed.attempt(self._write_all)
         self.history = list(state["history"])
         if state.get("predictions"):  # checkpoints of before have none
             self.predictions = Predictions.from_dict(state["predictions"])
@@ -248,13 +253,13 @@ class Coordinator:
     def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
         """Rank 0 keeps a file for people; one that cannot be written is tried again with the next."""
         if self.mesh.rank == 0:
-            self._unwritten[self.run_dir / kind / f"iter_{iteration:07d}.json"] = what
+            self._unwritten[f"{kind}/iter_{iteration:07d}.json"] = what.to_json()
             self._failed.attempt(self._write_all)
 
     def _write_all(self) -> None:
-        for path, what in list(self._unwritten.items()):
-            what.save(path)
-            del self._unwritten[path]
+        for name, text in list(self._unwritten.items()):
+            write_atomic(self.run_dir / name, text)
+            del self._unwritten[name]
 
     def _answer(self, pending: Pending) -> tuple[float, dict[str, Any] | str]:
         """Rank 0: seconds that training stood still for the solver, and the plan or why there is none.

@@ -241,6 +241,8 @@ class Tracker(TorchDispatchMode):
             self.memory.mark(_tensors(args), "gradients")
         elif space == "fsdp":  # buffers of its collectives
             self.memory.mark([*outs, *_tensors(kwargs.get("out") or ())], "gathered")
+        elif name == "clone" and (source := self.memory.of(args[0])) is not None and source.fmt:
+            self._is_as(outs[0], source)  # codes in another order
         elif name == "mm" or name.startswith("_scaled_mm"):
             self._count_gemm(args[0], args[1])
         elif name.startswith("_scaled_dot_product"):
@@ -252,8 +254,16 @@ class Tracker(TorchDispatchMode):
         kind, handed, group = _COLLECTIVES.get(name, (name, 0, 1))
         axis = self._axes.get(dist.ProcessGroup.unbox(args[group]).group_name, "other")
         size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors([args[handed]]))
+        received = list(_tensors([args[0]]))
+        for there, here in zip(received, _tensors([args[handed]]), strict=False) if handed else ():
+            if (source := self.memory.of(here)) is not None and source.fmt:
+                self._is_as(there, source)  # codes that are gathered
         self.counts["count", axis, kind] += 1
         self.counts["bytes", axis, kind] += size
+
+    def _is_as(self, tensor: Tensor, source: _Storage) -> None:
+        if (entry := self.memory.of(tensor)) is not None:
+            entry.kind, entry.fmt = source.kind, source.fmt
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Say of what casts give that they do, and in which format."""

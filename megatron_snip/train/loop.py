@@ -73,7 +73,8 @@ class Trainer:
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
             open_run_folder(config, start)
-            self.writer = MetricsWriter(config, start.run_id, start.iteration)
+            unwritten = (start.state or {}).get("unwritten_rows", ())
+            self.writer = MetricsWriter(config, start.run_id, start.iteration, unwritten=unwritten)
         parts.mesh.barrier()
         run_dir, rank = Path(config.logging.run_dir), parts.mesh.rank
         cut_back_ranks(run_dir, start.iteration, rank, parts.mesh.world_size)
@@ -313,6 +314,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
             "data": self.parts.data,
+            "unwritten_rows": self.writer.unwritten if self.writer else [],
         }
         self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
 

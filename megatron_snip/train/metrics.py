@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -139,15 +139,22 @@ class MetricsWriter:
     A row that cannot be written, as on a full disk, is kept and written before the next one; see `FailedWrites`.
     """
 
-    def __init__(self, config: Config, run_id: str, iteration: int, rank: int = 0) -> None:
+    def __init__(
+        self, config: Config, run_id: str, iteration: int, rank: int = 0, unwritten: Sequence[str] = ()
+    ) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
         self._file: IO[bytes] | None = None
         self._left = bytearray()  # bytes that the file does not have yet
+        self.unwritten: list[str] = []  # lines of which some may not be there yet, for a checkpoint
+        self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         last = self.go_back(iteration)
+        for line in unwritten:  # of a checkpoint
+            if (number := json.loads(line)["iteration"]) > (-1 if last is None else last):
+                self._add(line)
+                last = number
         if last is not None and last < iteration:
             LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
         self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
-        self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         self._failed_wandb = FailedWrites("wandb", ROWS_KEPT)
         self._skipped = self._skipped_in_a_row = 0  # in all, as rows tell it
 
@@ -170,11 +177,16 @@ class MetricsWriter:
 
         tables: what only wandb shows, made by `wandb_plan`.
         """
-        self._left += _json_line(row).encode()
-        self.failed.attempt(self._write_left)
+        self._add(_json_line(row))
         if (run := self._wandb) is not None:
             self._failed_wandb.attempt(lambda: run.log({**row, **(tables or {})}))
             self._alert_of(row)
+
+    def _add(self, line: str) -> None:
+        self._left += line.encode()
+        self.unwritten.append(line)
+        if self.failed.attempt(self._write_left):
+            self.unwritten.clear()
 
     def _alert_of(self, row: Mapping[str, Any]) -> None:
         """What people should hear of at once: a solve that failed, a streak of skipped iterations."""

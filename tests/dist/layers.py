@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import Mesh, build_mesh
+from megatron_snip.parallel import beside
 from megatron_snip.parallel.data import sum_norm_gradients_over_tp
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
@@ -16,11 +22,13 @@ from megatron_snip.parallel.tensor import (
     Region,
     RowParallelLinear,
     VocabParallelEmbedding,
+    linears_of_one_input,
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearPrecision, RoundingKey, operands
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, operands
 from megatron_snip.quant.rounding import random_bits
+from megatron_snip.train.dry_run_counts import Tracker
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")
@@ -88,6 +96,148 @@ def run_all() -> dict[tuple, dict[str, Any]]:
     """Every case in one start of the ranks."""
     cases = [(kind, p, sp) for kind in KINDS for p in PRECISIONS for sp in (False, True)]
     return {case: run_linear(*case) for case in cases}
+
+
+#: Precisions of three linears that read one input.
+GROUPS = (
+    ("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp8"), ("fp4", "bf16", "fp8"),
+    ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4", "mxfp8"), ("nvfp4_rht",) * 3,
+)  # fmt: skip
+#: 112 tokens a process: no block of 128 ends with them.
+LENGTHS = (S, 224)
+
+
+class _Observer:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def backward(self, operands: Any) -> None:
+        """Keep everything that it is shown."""
+        self.seen += [operands.x, operands.w, operands.grad_output, operands.grad_input]
+        self.seen += [] if operands.grad_weight is None else [operands.grad_weight()]
+
+
+def run_group(
+    names: tuple[str, ...], length: int, samples: int, sequence_parallel: bool, beside: bool, observed: bool = False
+) -> dict[str, list[Tensor]]:
+    """Three column-parallel linears of one input: ys, dX and dWs; one after another, or with collectives beside."""
+    mesh = start_mesh()
+    region = Region(mesh.tp, sequence_parallel)
+    x = draw(samples, length, K, seed=1).bfloat16()
+    x = (part(x, 1, mesh) if sequence_parallel else x.clone()).requires_grad_()
+    layers, observer = [], _Observer()
+    for i, name in enumerate(names):
+        layer = ColumnParallelLinear(f"layers.3.{i}", draw(N, K, seed=2 + i) / 16, region, mesh.device_mesh)
+        layer.precision, layer.observer = LinearPrecision.parse(name), observer if observed else None
+        layers.append(layer)
+    if beside:
+        ys = linears_of_one_input(layers, x, KEY)
+    else:
+        whole, casts = region.enter(x), Casts()
+        ys = [layer(whole, KEY, casts) for layer in layers]
+    gs = [part(draw(samples, length, N, seed=7 + i), 2, mesh).bfloat16() for i in range(len(names))]
+    torch.autograd.backward(ys, gs)
+    weights = [local(layer.weight.grad) for layer in layers]
+    return {"y": [y.detach() for y in ys], "dx": [x.grad], "dw": weights, "seen": observer.seen}
+
+
+def run_groups() -> list[tuple[Any, bool]]:
+    """Every case, and whether the two ways give the same bits."""
+    cases = [(g, n, b, sp) for g in GROUPS for n in LENGTHS for b in (1, 2) for sp in (False, True)]
+    return [(case, _same(run_group(*case, False), run_group(*case, True))) for case in cases]
+
+
+def _same(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bool:
+    return all(
+        len(first[what]) == len(second[what]) and all(map(torch.equal, first[what], second[what])) for what in first
+    )
+
+
+def run_observed() -> list[bool]:
+    """Whether an observer sees the same."""
+    both = [
+        [run_group(("bf16", precision, "bf16"), S, 2, sp, beside, True) for beside in (False, True)]
+        for precision in ("bf16", "fp8")
+        for sp in (False, True)
+    ]
+    return [len(first["seen"]) >= 12 and _same(first, second) for first, second in both]
+
+
+class _Log(TorchDispatchMode):
+    """Products, and when collectives begin and are waited for."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        for name in ("all_gather", "reduce_scatter"):
+            monkeypatch.setattr(beside, name, partial(self._start, name, getattr(beside, name)))
+        monkeypatch.setattr(dist, "all_reduce", partial(self._start, "all_reduce", dist.all_reduce))
+
+    def _start(self, name: str, collective: Any, *args: Any, **options: Any) -> Any:
+        work = collective(*args, **options)
+        self.events.append(f"{name} begins")
+        return SimpleNamespace(wait=lambda: (self.events.append(f"{name} is waited for"), work.wait()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def run_order(sequence_parallel: bool) -> tuple[list[str], list[str]]:
+    """What two linears of one input do in forward and in backward, one after another."""
+    mesh = start_mesh()
+    region = Region(mesh.tp, sequence_parallel)
+    layers = [ColumnParallelLinear(f"{i}", draw(N, K, seed=i), region, mesh.device_mesh) for i in range(2)]
+    x = draw(1, S // (2 if sequence_parallel else 1), K, seed=1).requires_grad_()
+    with pytest.MonkeyPatch.context() as monkeypatch, _Log(monkeypatch) as log:
+        ys = linears_of_one_input(layers, x, KEY)
+        forward, log.events = log.events, []
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    return forward, log.events
+
+
+def run_sent(precision: str) -> tuple[int, int]:
+    """Bytes that the gathers of three linears of one input are handed, and bytes kept for backward beside weights."""
+    mesh = start_mesh()
+    region = Region(mesh.tp, True)
+    weights = [(draw(N, K, seed=i) / 16).bfloat16() for i in range(3)]
+    layers = [ColumnParallelLinear(f"{i}", w, region, mesh.device_mesh) for i, w in enumerate(weights)]
+    for layer in layers:
+        layer.precision = LinearPrecision.parse(precision)
+    x, saved = part(draw(B, S, K, seed=1), 1, mesh).bfloat16().requires_grad_(), {}
+    own = {local(layer.weight).untyped_storage().data_ptr() for layer in layers}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    tracker = Tracker()
+    tracker.name_axes(mesh)
+    with tracker, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ys = linears_of_one_input(layers, x, KEY)
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    sent = sum(n for what, n in tracker.counts.items() if what[0] == "bytes" and what[2] == "all-gather")
+    return sent, sum(saved.values())
+
+
+def run_gathered_operands() -> list[tuple[Any, bool]]:
+    """Operands for tensor cores, cast in parts and gathered, by how: whether they are the whole's, strides too."""
+    mesh, found = start_mesh(), []
+    for precision in ("fp8", "fp4", "mxfp8", "mxfp4"):
+        call = LinearCall(LinearPrecision.uniform(precision), KEY)
+        group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax)
+        for gemm, output, samples in product(("fprop", "wgrad"), ("codes", "operand"), (1, 2)):
+            x, form = draw(samples, S, K, seed=1).bfloat16(), call.form(gemm, "input")
+            (whole,) = operands.cast_operands(x.flatten(0, 1), [(form, output)])
+            (mine,) = operands.cast_operands(part(x, 1, mesh).flatten(0, 1), [(form, output)])
+            gathered = beside._gather(mine, group, samples)()
+            pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
+            same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+            found.append(((precision, gemm, output, samples), same))
+    return found
 
 
 def run_vocabulary(sequence_parallel: bool) -> dict[str, Tensor]:

@@ -27,7 +27,9 @@ CASES = {
     "dp2 x 2, optim_grads": (
         4, {"data_parallel_sharding_strategy": "optim_grads", "num_distributed_optimizer_instances": 2},
     ),
-    "tp2 x dp2, no_shard": (4, {**LAYOUTS["tp2"], "data_parallel_sharding_strategy": "no_shard"}),
+    "tp2 x dp2, no_shard, recompute": (
+        4, {**LAYOUTS["tp2"], "data_parallel_sharding_strategy": "no_shard", "recompute_granularity": "full"},
+    ),
     "tp2 x dp2, optim_grads_params, tied": (
         4,
         {

@@ -18,7 +18,9 @@ from torch import Tensor
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.sampling import MockDataset
+from megatron_snip.model import llama
 from megatron_snip.parallel.data import local_of
+from megatron_snip.parallel.tensor import ColumnParallelLinear
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -66,8 +68,18 @@ class Trouble:
             last.norm.register_forward_hook(lambda module, given, y: self._scaled(last, y))
 
     def _change_output(self, linear: Any, change: Callable[[Tensor], Tensor]) -> None:
-        plain = linear._local_linear
-        linear._local_linear = lambda *args: change(plain(*args))
+        """Of a linear that shares its input with others, as it leaves the function that runs them together."""
+        if isinstance(linear, ColumnParallelLinear):
+            plain = llama.linears_of_one_input
+
+            def changed(linears: Any, x: Tensor, key: Any) -> list[Tensor]:
+                ys = plain(linears, x, key)
+                return [change(y) if one is linear else y for one, y in zip(linears, ys, strict=True)]
+
+            llama.linears_of_one_input = changed
+            return
+        plain_one = linear._local_linear
+        linear._local_linear = lambda *args: change(plain_one(*args))
 
     def _planned(self, linear: Any, y: Tensor) -> Tensor:
         plan = self.coordinator.plan

@@ -124,13 +124,17 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """Write JSON, whole or not at all."""
+        write_atomic(path, self.to_json())
+
+    def to_json(self) -> str:
+        """What ``save`` writes."""
         linears = {
             shape.name: {**{name: getattr(shape, name) for name in _SHAPE}, "values": row}
             for shape, row in zip(self.shapes, self.values.tolist(), strict=True)
         }
         values = {field.name: getattr(self, field.name) for field in fields(self)[:3]}
         values = {"version": VERSION, **values, "columns": list(self.columns), "linears": linears}
-        write_atomic(path, json.dumps(values, indent=1) + "\n")
+        return json.dumps(values, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:

@@ -176,7 +176,11 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, whole or not at all; folders on the way are made."""
-        write_atomic(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        write_atomic(path, self.to_json())
+
+    def to_json(self) -> str:
+        """What ``save`` writes."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

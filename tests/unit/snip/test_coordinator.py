@@ -327,30 +327,6 @@ def test_a_solve_in_flight_keeps_its_options_when_a_resume_changes_them(make):
     assert precisions(again) == precisions(first)
 
 
-def test_a_full_disk_does_not_end_the_run(make, monkeypatch, caplog):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Statistics, "save", full)
-    monkeypatch.setattr(Plan, "save", full)
-    one = make()
-    seen = run(one, range(1, 5))
-    assert seen[4]["snip/plan_hash"] and precisions(one).count("fp4") == 2
-    assert caplog.text.count("No space left on device") == 2
-    assert one.reason is None
-    monkeypatch.undo()
-    one.close()
-    assert [len(list((one.run_dir / kind).iterdir())) for kind in ("stats", "plans")] == [1, 1], "written once it can"
-
-
-def test_a_disk_that_stays_full_is_the_end_at_last(make, monkeypatch):
-    monkeypatch.setattr(Statistics, "save", lambda *_: [][0])
-    monkeypatch.setattr(module, "FILES_KEPT", 2)
-    one = make()
-    run(one, range(1, 5))
-    assert "could not be written" in str(one.reason)
-
-
 def test_whatever_the_solver_raises_is_answered(make, monkeypatch):
     """Rank 0 must answer: the others wait for it in a broadcast."""
     one = with_plan_in_force(make())

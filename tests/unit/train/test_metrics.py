@@ -27,8 +27,8 @@ from megatron_snip.train.metrics import (
 )
 
 
-def writer(tmp_path, iteration: int = 0) -> MetricsWriter:
-    return MetricsWriter(Config().replace(run_dir=str(tmp_path)), "id", iteration)
+def writer(tmp_path, iteration: int = 0, **more) -> MetricsWriter:
+    return MetricsWriter(Config().replace(run_dir=str(tmp_path)), "id", iteration, **more)
 
 
 def strict(line: str) -> dict:
@@ -167,6 +167,23 @@ def test_no_row_is_lost_once_the_disk_is_back(tmp_path, room, caplog):
     expected = "".join(f'{{"iteration": {i}}}\n' for i in range(1, 7))
     assert (tmp_path / "metrics.jsonl").read_text() == expected
     assert "is written again" in caplog.text
+
+
+@pytest.mark.parametrize("room", [0, 7, 17, 40])
+def test_a_checkpoint_holds_the_rows_that_could_not_be_written(tmp_path, room, caplog):
+    """Else a run that is killed before it can try again, and goes on from there, would never have them."""
+    caplog.set_level("WARNING", "megatron_snip")
+    killed = writer(tmp_path)
+    killed._file = FullDisk(killed._file, room)
+    for i in range(1, 6):
+        killed.write({"iteration": i})
+    held = list(killed.unwritten)
+    caplog.clear()
+    again = writer(tmp_path, iteration=5, unwritten=held)
+    assert caplog.messages == [] and again.unwritten == []
+    again.write({"iteration": 6})
+    again.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(f'{{"iteration": {i}}}\n' for i in range(1, 7))
 
 
 def test_a_disk_that_stays_full_is_the_end_at_last(tmp_path, monkeypatch, caplog):

@@ -1,0 +1,50 @@
+"""Linears with collectives beside their GEMMs give the bits of one after another, and send and keep less."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.harness import run_ranks
+from tests.dist.layers import B, K, S, run_gathered_operands, run_groups, run_observed, run_order, run_sent
+
+
+def test_bits_are_those_of_one_after_another():
+    for cases in zip(*run_ranks(run_groups, 2, seconds=300.0)):
+        for case, same in cases:
+            assert same, case
+
+
+def test_operands_for_tensor_cores_are_gathered_as_the_whole_would_lie():
+    for cases in zip(*run_ranks(run_gathered_operands, 2)):
+        for case, same in cases:
+            assert same, case
+
+
+def test_an_observer_sees_the_same():
+    assert all(all(rank) for rank in run_ranks(run_observed, 2))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_collectives_run_beside_products(sequence_parallel):
+    """The gather beside dgrad and the sum beside wgrad."""
+    for forward, backward in run_ranks(run_order, 2, sequence_parallel):
+        assert forward == [*["all_gather begins", "all_gather is waited for"] * sequence_parallel, *["product"] * 2]
+        kind = "reduce_scatter" if sequence_parallel else "all_reduce"
+        assert backward == [
+            *["all_gather begins"] * sequence_parallel,
+            "product", "product", f"{kind} begins",
+            *["all_gather is waited for"] * sequence_parallel,
+            "product", "product", f"{kind} is waited for",
+        ]  # fmt: skip
+
+
+def test_what_is_gathered_and_kept():
+    """A process's own rows, as codes with a scale every 128 where the GEMM is quantised; Megatron-LM's are bf16."""
+    rows, scale = B * S // 2, 4 / 128
+    plain, fp8, fp4, mixed = ([run_ranks(run_sent, 2, p) for p in ("bf16", "fp8", "fp4", "bf16/fp8/fp8")])
+    for ranks, sent, kept in (
+        (plain, 2 * 2, 2), (fp8, 2 * (1 + scale), 1 + scale), (fp4, 2 * (1 + scale), 1 + scale),
+        (mixed, 2 + 1 + scale, 1 + scale),
+    ):  # fmt: skip
+        assert ranks == [(rows * K * sent, rows * K * kept)] * 2
+    assert fp8[0][0] < 0.6 * plain[0][0]
