@@ -33,6 +33,7 @@ LEVELS = [
     {"model", "data"},
     {"snip"},
     {"interop", "checkpoint"},
+    {"attach"},
     {"train"},
     {"tools", "pretrain_llama"},
 ]

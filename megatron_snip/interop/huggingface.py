@@ -7,17 +7,21 @@ half-split order, so conversion renames and nothing else.  Source: transformers,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
+from megatron_snip.model.llama import rotate
+from megatron_snip.snip.measure.block_probe import Attend
 
 _HEAD = "lm_head.weight"
 ARCHITECTURE = "LlamaForCausalLM"
@@ -171,3 +175,27 @@ def _reader(folder: Path) -> Any:
     except ImportError as error:
         raise UserError(f"{folder}: reading it needs {error.name}; pip install 'megatron_snip[hf]'") from None
     return HuggingFaceStorageReader(str(folder))
+
+
+def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Attend] | None:
+    """What each block's attention makes of q, k and v, for transformers' Llama; None for other models.
+
+    length: tokens of a sequence, asked for at each call.  Causal, without padding, positions from 0 on.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "llama" or not hasattr(model, "model"):
+        return None
+    assert config is not None
+    rotary = cast(Any, model).model.rotary_emb
+    grouped = config.num_key_value_heads != config.num_attention_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = (-1, length())
+        q, k, v = (x.unflatten(0, shape).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for x in (q, k, v))
+        cos, sin = rotary(q, torch.arange(shape[1], device=q.device)[None])
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos[0], sin[0]), rotate(k, cos[0], sin[0]), v, is_causal=True, enable_gqa=grouped
+        )
+        return y.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    return dict.fromkeys(range(config.num_hidden_layers), attend)

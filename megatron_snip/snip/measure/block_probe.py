@@ -46,10 +46,12 @@ class Failure:
 class BlockProbe:
     """Measures a block's linears; ``observer(name)`` is what a linear is given.
 
+    attend: None where no linear is of kind q, k or v.
+
     Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
     """
 
-    def __init__(self, probes: Mapping[str, LinearProbe], attend: Attend, tp: Axis, failure: Failure) -> None:
+    def __init__(self, probes: Mapping[str, LinearProbe], attend: Attend | None, tp: Axis, failure: Failure) -> None:
         self.probes, self.attend, self.tp, self.failure = dict(probes), attend, tp, failure
         self.formats = next(iter(self.probes.values())).formats
         # by the global row of a microbatch's first token: several may be in flight
@@ -103,15 +105,15 @@ class BlockProbe:
     def _token_sums(self, shown: Mapping[str, Shown | None]) -> Tensor:
         """[7 F, T] of all linears and formats, partial along tp."""
         known = {self.probes[name].shape.kind: one for name, one in shown.items() if one is not None}
-        behind = {kind: known[kind] for kind in ("q", "k", "v")}
-        plain, read = [one.output for one in behind.values()], known["o"]
+        behind = {kind: known[kind] for kind in ("q", "k", "v") if kind in known}
+        plain = [one.output for one in behind.values()]
         rows = []
         for probe in self.probes.values():
             kind = probe.shape.kind
             for fmt in self.formats:
                 if kind in behind:
                     place = list(behind).index(kind)
-                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], read))
+                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], known["o"]))
                 else:
                     rows.append(known[kind].token_sums[fmt])
         return torch.stack(rows)
@@ -121,7 +123,7 @@ class BlockProbe:
     ) -> Tensor:
         """[T] of one error [T,N] of q, k or v, whose outputs are ``plain``."""
         q_k_v = [output for output in plain if output is not None]
-        assert len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
+        assert self.attend is not None and len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
         if kind == "v":  # in which the attention is linear: no difference of nearly equal numbers
             change = self.attend(*_replaced(q_k_v, place, error))
         else:

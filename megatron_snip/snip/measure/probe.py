@@ -125,12 +125,16 @@ class Probe:
 
     def _agree(self, failure: Failure) -> None:
         """Raise ProbeFailed on every process if there is a failure on any; every process calls it."""
-        failed = torch.tensor([float(bool(failure.text))], device=self.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.mesh.world)
-        if not failed.item():
+        texts: list[str | None] = [failure.text]
+        if self.mesh.world_size > 1:
+            failed = torch.tensor([float(bool(failure.text))], device=self.device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.mesh.world)
+            if not failed.item():
+                return
+            texts = [None] * self.mesh.world_size
+            dist.all_gather_object(texts, failure.text, group=self.mesh.world)
+        if not any(texts):
             return
-        texts: list[str | None] = [None] * self.mesh.world_size
-        dist.all_gather_object(texts, failure.text, group=self.mesh.world)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
 
@@ -161,11 +165,14 @@ class Probe:
     def _observed(self, probes: Mapping[str, LinearProbe], failure: Failure) -> Iterator[None]:
         """Inside, every linear shows its operands to its probe."""
         failure.probes = list(probes.values())
-        for index, attend in self.attends.items():
-            mine = {name: probe for name, probe in probes.items() if probe.shape.block == index}
-            block = BlockProbe(mine, attend, self.mesh.tp, failure)
+        groups: dict[tuple[int, str], dict[str, LinearProbe]] = {}
+        for name, probe in probes.items():  # a linear of no known block is judged alone
+            block = probe.shape.block
+            groups.setdefault((block, "" if block in self.attends else name), {})[name] = probe
+        for (block, _), mine in groups.items():
+            together = BlockProbe(mine, self.attends.get(block), self.mesh.tp, failure)
             for name in mine:
-                self.linears[name].observer = block.observer(name)
+                self.linears[name].observer = together.observer(name)
         try:
             yield
         finally:
@@ -190,7 +197,8 @@ class Probe:
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
                 table[row] = probes[shape.name].sums.read(names)
-        dist.all_reduce(table, group=self.mesh.world)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(table, group=self.mesh.world)
         sums = dict(zip(names, table.T.cpu().numpy()))
         columns: dict[str, Floats] = {}
         for name, values in sums.items():

@@ -59,7 +59,7 @@ _FIELDS = {
 
 
 def _is_kind(value: Any) -> bool:
-    return value in KINDS
+    return value in (*KINDS, "")  # "": of a model whose linears have no known kinds
 
 
 _SHAPE = {"out_features": is_count, "in_features": is_count, "block": is_count, "kind": _is_kind, "reads": is_text}

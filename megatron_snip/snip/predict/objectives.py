@@ -159,6 +159,8 @@ def layer_id_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
     """[L] place of the linear's kind in FIRST_TO_LEAVE; within a kind later blocks rank higher.  Ignores the seed."""
     count = 1 + max(shape.block for shape in shapes)
+    if unknown := next((shape.name for shape in shapes if shape.kind not in FIRST_TO_LEAVE), None):
+        raise UserError(f"rule layer_type: {unknown} is no linear of a Llama's; choose random or layer_id")
     places = [FIRST_TO_LEAVE.index(shape.kind) + (shape.block + 1) / count for shape in shapes]
     return np.array(places) / len(FIRST_TO_LEAVE)
 

@@ -1,0 +1,71 @@
+"""SNIP as a callback of transformers' Trainer, the form of the authors' script.
+
+python examples/library/trainer_callback.py --data my.txt --output runs/trainer
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from megatron_snip.attach import Snip, attach
+
+
+class SnipCallback(TrainerCallback):
+    """Plans the model's linears anew every ``every`` steps, from step ``start`` on, by a batch of the training data."""
+
+    def __init__(self, target: float = 0.75, start: int = 10, every: int = 100, **options: Any) -> None:
+        self.target, self.start, self.every, self.options = target, start, every, options
+        self.snip: Snip | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Attach to the model, which Trainer has not wrapped."""
+        self.snip = attach(given["model"], **self.options)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Probe and plan, when it is time."""
+        assert self.snip is not None
+        if state.global_step < self.start or (state.global_step - self.start) % self.every:
+            return
+        model, batch = given["model"], next(iter(given["train_dataloader"]))
+        batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
+        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
+            self.snip.probe(lambda: model(**batch).loss)
+        self.snip.apply(self.snip.solve(self.target))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The weights have changed."""
+        assert self.snip is not None
+        self.snip.step()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a file of text")
+    parser.add_argument("--output", required=True, help="the Trainer's folder")
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    ids = torch.tensor(list(Path(args.data).read_bytes()))
+    rows = [ids[i : i + 128] for i in range(0, len(ids) - 128, 128)]
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
+    )
+    callback = SnipCallback(every=25)
+    options = TrainingArguments(
+        args.output, max_steps=args.steps, per_device_train_batch_size=4, learning_rate=1e-3, bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=10, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(LlamaForCausalLM(config), options, train_dataset=data, callbacks=[callback]).train()
+    assert callback.snip is not None and callback.snip.plan is not None
+    print(f"{callback.snip.plan.achieved:.1%} of the linears' FLOPs in FP4")
+
+
+if __name__ == "__main__":
+    main()

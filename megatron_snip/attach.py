@@ -1,0 +1,324 @@
+"""SNIP in a training loop of your own, for any torch model of ``nn.Linear``: one process, DDP or FSDP2.
+
+    snip = attach(model)                                   # nothing changes yet
+    for step, batch in enumerate(batches):
+        if step % 100 == 10:
+            snip.probe(lambda: model(**batch).loss)        # one more forward and backward, thrown away
+            snip.apply(snip.solve(target=0.75))            # 75% of the linears' FLOPs in FP4
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        snip.step()
+
+Linears, probe and solver are those of ``pretrain_llama.py``.  The loss is to be a mean over tokens.  In Hugging Face's
+Llama errors of q, k and v are judged behind the attention, which is taken to be causal over whole sequences without
+padding; other models' linears are judged at their own output.  The weight divergence is the trainer's alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UserError
+from megatron_snip.interop.huggingface import attention_of
+from megatron_snip.mesh import Axis, Mesh
+from megatron_snip.model.llama import linear_place
+from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant import (
+    Casts,
+    LinearCall,
+    LinearObserver,
+    LinearPrecision,
+    LinearShape,
+    RoundingKey,
+    check_linear,
+    name_stream,
+    run_linear,
+)
+from megatron_snip.quant.rounding import mix64
+from megatron_snip.snip.measure.block_probe import Attend
+from megatron_snip.snip.measure.probe import Pass, Probe
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.updates import AdamSettings, Updates
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request
+from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
+
+_PLAIN = LinearPrecision.uniform("bf16")
+#: Modules of this name turn hidden states into logits, and stay as they are unless they are asked for.
+_OUTPUT = "lm_head"
+
+
+def attach(
+    model: nn.Module,
+    linears: Sequence[str] | Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    options: str = "auto",
+    seed: int = 1234,
+    impl: str = "auto",
+) -> Snip:
+    """Make the linears of a model take precisions; until a plan is applied they compute what they did.
+
+    linears: patterns of names, such as "model.layers.*", or what says whether to take a linear; by default all but
+    the output layer.  options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.
+    impl: as --linear-impl.  Call it on every process alike, before or after DDP or FSDP2 wrap the model.
+    UserError if no linear is left, or an option is unknown or cannot run here.
+    """
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    taken = _taken(model, linears)
+    prefix = "model." if all(name.startswith("model.") for name in taken) else ""
+    named = {name.removeprefix(prefix): linear for name, linear in taken.items()}
+    return Snip(model, named, options=options, seed=seed, impl=impl)
+
+
+def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear], bool] | None) -> dict[str, nn.Linear]:
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if linears is None:
+        output = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        taken = {n: m for n, m in found.items() if m is not output and n.rpartition(".")[2] != _OUTPUT}
+    elif not isinstance(linears, Sequence):
+        taken = {name: module for name, module in found.items() if linears(name, module)}
+    else:
+        unmatched = [pattern for pattern in linears if not any(fnmatchcase(name, pattern) for name in found)]
+        if unmatched:
+            raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
+        taken = {name: m for name, m in found.items() if any(fnmatchcase(name, pattern) for pattern in linears)}
+    if not taken:
+        raise UserError(f"attach: no nn.Linear was taken; the model's are {_some(found)}")
+    return taken
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:3]) or "none"
+
+
+class Snip:
+    """A model's linears, and their probe and plans; ``attach`` makes it."""
+
+    def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear], *, options: str, seed: int, impl: str):
+        self.model, self.iteration = model, 1  # of the coming update
+        self.plan: Plan | None = None
+        self.statistics: Statistics | None = None
+        self.length = 0  # tokens of a sequence, as the linears last saw one
+        device = next(iter(linears.values())).weight.device
+        self._mesh = _mesh()
+        self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
+        self.impl, self._plain_seed = impl, seed
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        attends = attention_of(model, lambda: self.length) or {}
+        self.shapes = [_shape(name, linear, attends) for name, linear in linears.items()]
+        attends = {block: attends[block] for block in _whole_blocks(self.shapes) if block in attends}
+        self.shapes = [shape if shape.block in attends else _alone(shape) for shape in self.shapes]
+        words = auto_options(device) if options == "auto" else options
+        self._options = SnipConfig(snip_options=words)
+        choices = read_choices(self._options, self.shapes)
+        for option in choices.options:
+            check_linear(impl, option, device)
+        self.linears = {name: AttachedLinear(self, name, linear, keeps=not sharded) for name, linear in linears.items()}
+        nobody = cast(Any, None)  # nothing asks for updates
+        self._probe = Probe(
+            self.linears, attends, shapes=self.shapes, formats=choices.formats,
+            updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
+            region=Region(self._mesh.tp, sequence_parallel=False), tokens=0, device=device, wide=False,
+        )  # fmt: skip
+
+    def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
+        """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
+
+        Backward runs here.  Gradients, random numbers and weights are what they were afterwards.  Every process calls
+        it alike.  ProbeFailed, on every process, if a loss is not finite or memory does not suffice.
+        """
+        if not losses:
+            raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
+        if not torch.is_grad_enabled():
+            raise UserError("probe: gradients are off; call it outside torch.no_grad()")
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        before = [p.grad for p in parameters]
+
+        def zero_grad() -> None:
+            for p in parameters:
+                p.grad = None
+
+        zero_grad()
+        try:
+            with torch.random.fork_rng():
+                run = self._probe.run
+                found = run(
+                    lambda ahead=0: self._pass(losses[ahead]), zero_grad, self.iteration, len(losses), updates=False
+                )
+        finally:
+            for p, grad in zip(parameters, before, strict=True):
+                p.grad = grad
+            self._forget_rows()
+        self.statistics = found
+        return found
+
+    def _pass(self, loss_of: Callable[[], Tensor]) -> Pass:
+        """Forward and backward of one batch; the gradient is of the mean over all processes."""
+        self._forget_rows()
+        loss, size = loss_of(), self._mesh.dp.size
+        if loss.numel() != 1:
+            raise UserError(f"probe: the loss has shape {list(loss.shape)}; return one number, the mean over tokens")
+        (loss / size).sum().backward()
+        mean = loss.detach().double().sum() / size
+        if size > 1:
+            dist.all_reduce(mean)
+        seen = {name: linear.rows_seen for name, linear in self.linears.items()}
+        if idle := [name for name, rows in seen.items() if not rows]:
+            raise UserError(f"probe: the loss does not use {idle[0]}; leave it out by attach(model, linears=...)")
+        self._probe.tokens = size * max(seen.values())
+        return Pass(loss=float(mean), grad_norm=0.0, clip=1.0)
+
+    def solve(self, target: float = 0.75, **options: Any) -> Plan:
+        """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.
+
+        options: those of SnipConfig without ``snip_``, such as granularity="gemm" or fix="layers.0.*=fp8".  Every
+        process calls it alike.  UserError for options that cannot be met, on every process.
+        """
+        named = {f"snip_{name}": value for name, value in options.items()}
+        known = {field.name for field in dataclasses.fields(SnipConfig)}
+        if unknown := sorted(named.keys() - known):
+            raise UserError(f"solve: unknown option {unknown[0].removeprefix('snip_')!r}; see SnipConfig")
+        answer: list[Any] = [None, ""]
+        if self._mesh.rank == 0:
+            try:
+                answer[0] = self._solved(dataclasses.replace(self._options, snip_target=target, **named)).to_dict()
+            except UserError as error:
+                answer[1] = str(error)
+        if self._mesh.world_size > 1:
+            dist.broadcast_object_list(answer, src=0)
+        if answer[1]:
+            raise UserError(answer[1])
+        return Plan.from_dict(answer[0], "plan from rank 0")
+
+    def _solved(self, snip: SnipConfig) -> Plan:
+        choices = check_choices(snip, self.shapes)
+        inputs = ObjectiveInputs(self.shapes, choices.options, self.statistics, seed=self._plain_seed)
+        quality, held = quality_loss(snip.snip_objective, inputs)
+        current = self.plan.linears if self.plan else None
+        request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
+        return build_plan(
+            request.solve(), self.shapes, choices.options, iteration=self.iteration, objective=snip.snip_objective,
+            target=snip.snip_target, measure=measure_of(choices.free), gemm_times="nominal",
+        )  # fmt: skip
+
+    def apply(self, plan: Plan | str) -> None:
+        """Run every linear as a plan, or a plan's file, says; UserError if it is of other linears or cannot run."""
+        source = plan if isinstance(plan, str) else "plan"
+        plan = Plan.load(plan) if isinstance(plan, str) else plan
+        plan.check_names(self.linears, source)
+        for name, linear in self.linears.items():
+            check_linear(self.impl, plan.linears[name], linear.module.weight.device)
+        for name, linear in self.linears.items():
+            linear.precision = plan.linears[name]
+        self.plan = plan
+
+    def step(self) -> None:
+        """After every update of the weights: rounding draws anew."""
+        self.iteration += 1
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        for linear in self.linears.values():
+            linear.rows_seen = 0
+            if linear.casts is not None:
+                linear.casts.clear()
+
+    def detach(self) -> None:
+        """Give the model's linears back as they were; weights stay."""
+        for linear in self.linears.values():
+            linear.module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def unquantised(self) -> Iterator[None]:
+        """Inside, all linears compute as without SNIP, for a comparison."""
+        before = {name: linear.precision for name, linear in self.linears.items()}
+        try:
+            for linear in self.linears.values():
+                linear.precision = _PLAIN
+            yield
+        finally:
+            for name, linear in self.linears.items():
+                linear.precision = before[name]
+
+
+class AttachedLinear:
+    """What runs in place of an ``nn.Linear``'s forward.
+
+    keeps: whether the weight stays where it is between its uses, so that its casts may be kept.
+    """
+
+    split_dim = 0
+
+    def __init__(self, snip: Snip, name: str, module: nn.Linear, *, keeps: bool) -> None:
+        self.snip, self.name, self.module = snip, name, module
+        self.precision = _PLAIN
+        self.observer: LinearObserver | None = None
+        self.rows_seen = 0  # tokens since the last update, by which stochastic rounding draws
+        self.casts = Casts() if keeps else None
+        self._stream = name_stream(name)
+        module.forward = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        module, device = self.module, x.device.type
+        if self.observer is None and self.precision == _PLAIN:
+            return F.linear(x, module.weight, module.bias)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32")
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        self.snip.length = x.shape[-2] if x.ndim > 2 else len(rows)
+        key = RoundingKey(self.snip.seed, self.snip.iteration, self._stream, row0=self.rows_seen)
+        call = LinearCall(self.precision, key, observer=self.observer, weight_casts=self.casts)
+        if torch.is_grad_enabled():
+            self.rows_seen += len(rows)
+        y = run_linear(rows, module.weight, call, self.snip.impl)
+        y = y if module.bias is None else y + module.bias.to(dtype)
+        return y.reshape(*x.shape[:-1], module.out_features)
+
+
+def _mesh() -> Mesh:
+    """All processes as data parallel ones; one alone needs no process group."""
+    nobody = cast(Any, None)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        lone = Axis(1, 0, nobody)
+        return Mesh(nobody, lone, lone, lone, lone, lone, rank=0, world_size=1)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    lone, dp = Axis(1, 0, nobody), Axis(size, rank, cast(Any, dist.group.WORLD))
+    return Mesh(nobody, pp=lone, dp=dp, tp=lone, replicate=dp, shard=lone, rank=rank, world_size=size)
+
+
+def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> LinearShape:
+    """A linear as data; its block is the first number of its name."""
+    if attends and (place := linear_place(name)) is not None:
+        block, kind, reads = place
+        return LinearShape(name, linear.out_features, linear.in_features, block=block, kind=kind, reads=reads)
+    numbers = re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", name)
+    return LinearShape(name, linear.out_features, linear.in_features, block=int(numbers[0]) if numbers else 0)
+
+
+def _whole_blocks(shapes: Sequence[LinearShape]) -> list[int]:
+    """Blocks of which q, k, v and o are all there, so that they can be judged behind the attention."""
+    kinds: dict[int, set[str]] = {}
+    for shape in shapes:
+        kinds.setdefault(shape.block, set()).add(shape.kind)
+    return [block for block, there in kinds.items() if {"q", "k", "v", "o"} <= there]
+
+
+def _alone(shape: LinearShape) -> LinearShape:
+    """The linear as one that is judged at its own output."""
+    return dataclasses.replace(shape, kind="")

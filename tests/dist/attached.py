@@ -1,0 +1,89 @@
+"""What the tests of `megatron_snip.attach` run on every rank; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_snip.attach import Snip, attach
+from megatron_snip.interop.huggingface import hf_config, hf_name
+from tests.dist.runs import make
+
+SMALL = {"num_layers": 2, "hidden_size": 128, "num_query_groups": 2, "precision": "snip", "snip_apply_lag": 0}
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of two blocks over 300 words."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tokens_of(samples: int) -> torch.Tensor:
+    """Sequences of 128 tokens [samples, 128]."""
+    return torch.randint(300, (samples, 128), generator=torch.Generator().manual_seed(5))
+
+
+def beside_the_trainer(options: dict[str, Any]) -> dict[str, Any]:
+    """Statistics and plan of the trainer, and of a library's loop over transformers' Llama with its weights."""
+    config, parts = make({**SMALL, **options, "snip_start": 1})
+    batch = parts.train_loader.make(0)
+    parts.train_loader.close()
+    llama = LlamaForCausalLM(LlamaConfig(**hf_config(config.model, tied=False)))
+    llama.load_state_dict({hf_name(name): p.detach() for name, p in parts.optimizer.parameters.items()})
+    if config.training.bf16:
+        llama = llama.bfloat16()
+    coordinator = parts.coordinator
+    assert coordinator is not None
+    seen = []
+    run = coordinator.probe.run
+    coordinator.probe.run = lambda *args, **more: seen.append(run(*args, **more)) or seen[-1]
+    coordinator.before_step(1, parts.stepper.pass_runner(batch, 1), parts.optimizer.zero_grad)
+    snip = attach(llama, options="fp8,fp4")
+
+    def loss() -> torch.Tensor:
+        logits = llama(input_ids=batch.tokens.flatten(0, 1)).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+
+    stats = snip.probe(loss)
+    return {"trainer": (seen[0], coordinator.plan), "library": (stats, snip.solve(config.snip.snip_target))}
+
+
+def _plan_of(model: nn.Module, attached: Snip, samples: torch.Tensor) -> dict[str, Any]:
+    stats = attached.probe(lambda: model(input_ids=samples, labels=samples).loss)
+    plan = attached.solve(0.5)
+    attached.apply(plan)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(3):
+        loss = model(input_ids=samples, labels=samples).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        attached.step()
+        losses.append(float(loss.detach()))
+    return {"stats": stats, "plan": plan, "losses": losses}
+
+
+def over_processes(wrapped: str) -> dict[str, Any]:
+    """Statistics and plan by data parallel processes, each with its share of four sequences."""
+    model, samples = tiny_llama(), tokens_of(4)
+    if dist.is_initialized():
+        samples = samples.chunk(dist.get_world_size())[dist.get_rank()]
+    if wrapped == "fsdp2":
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        return _plan_of(model, attach(model, options="fp8,fp4"), samples)
+    if wrapped == "ddp":
+        both = nn.parallel.DistributedDataParallel(model)
+        return _plan_of(both, attach(both, options="fp8,fp4"), samples)
+    return _plan_of(model, attach(model, options="fp8,fp4"), samples)

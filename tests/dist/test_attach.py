@@ -1,0 +1,38 @@
+"""`megatron_snip.attach` beside the trainer, and over data parallel processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_snip.snip.predict.divergence import Predictions
+from tests.dist.attached import beside_the_trainer, over_processes
+from tests.dist.harness import run_ranks
+from tests.dist.test_layouts import distances_by_name, farther
+
+
+@pytest.mark.parametrize(("options", "bound"), [({}, 1e-4), ({"bf16": True}, 0.2)], ids=["float32", "bf16"])
+def test_its_plan_is_the_trainers(options, bound):
+    """On the same weights and batch; two implementations of one model agree to their rounding."""
+    (found,) = run_ranks(beside_the_trainer, 1, options)
+    (stats, plan), (ours, our_plan) = found["trainer"], found["library"]
+    assert len({str(p) for p in plan.linears.values()}) == 2, "a plan of one precision proves little"
+    if not options:
+        assert our_plan.linears == plan.linears and our_plan.achieved == plan.achieved
+    costs = [Predictions.of(stats).total_loss_divergence(one.linears) for one in (plan, our_plan)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.01), "linears that cost alike may change places"
+    assert ours.tokens == stats.tokens and ours.shapes == stats.shapes
+    distances = distances_by_name(ours, stats)
+    tokens = {name: d for name, d in distances.items() if " token/" in name or name == "loss"}
+    assert len(tokens) == 1 + 2 * len(stats.names) and not farther(tokens, bound)
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+def test_data_parallel_processes_plan_together(wrapped):
+    (alone,) = run_ranks(over_processes, 1, "")
+    ranks = run_ranks(over_processes, 2, wrapped)
+    for rank in ranks:
+        assert not farther(distances_by_name(rank["stats"], alone["stats"]), 1e-4)
+        assert rank["plan"].hash == alone["plan"].hash and rank["stats"].tokens == 512
+    means = [sum(each) / 2 for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert means == pytest.approx(alone["losses"], rel=2e-3), "training under the plan goes the same way"
+    assert means[-1] < means[0]

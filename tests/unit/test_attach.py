@@ -1,0 +1,220 @@
+"""Any model of nn.Linear under SNIP, in one process without a process group."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_snip.attach import attach
+from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, name_stream, quantized_linear
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predict.divergence import loss_divergence
+from tests.dist.attached import tiny_llama, tokens_of
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/library"
+
+
+class Mixed(nn.Module):
+    """Linears with and without bias, of tensors with two and three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=bias) for bias in (True, False))
+        self.lm_head = nn.Linear(64, 50)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.blocks[0](x).relu()
+        x = x + self.blocks[1](x.flatten(0, 1)).view_as(x)
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def mixed():
+    torch.manual_seed(3)
+    return Mixed()
+
+
+IDS = torch.randint(50, (2, 128), generator=torch.Generator().manual_seed(2))
+
+
+def loss_of(model):
+    return F.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+
+
+def test_nothing_changes_before_a_plan_and_after_detach(mixed):
+    before = mixed(IDS)
+    snip = attach(mixed)
+    assert list(snip.linears) == ["blocks.0", "blocks.1"] and [shape.block for shape in snip.shapes] == [0, 1]
+    assert torch.equal(mixed(IDS), before)
+    snip.apply(Plan.uniform(snip.linears, "fp4"))
+    planned = mixed(IDS)
+    assert not torch.equal(planned, before)
+    with snip.unquantised():
+        assert torch.equal(mixed(IDS), before)
+    assert torch.equal(mixed(IDS), planned)
+    snip.detach()
+    assert torch.equal(mixed(IDS), before) and "forward" not in vars(mixed.blocks[0])
+
+
+def test_a_linear_is_the_packages_own(mixed):
+    snip = attach(mixed, seed=7)
+    snip.apply(Plan.uniform(snip.linears, "fp8/fp4/fp4"))
+    x, g = torch.randn(2, 128, 64), torch.randn(2, 128, 64)
+    x.requires_grad_()
+    layer = mixed.blocks[0]
+    y = layer(x)
+    y.backward(g)
+    key = RoundingKey(snip.seed, 1, name_stream("blocks.0"))
+    rows, w = x.detach().flatten(0, 1).requires_grad_(), layer.weight.detach().requires_grad_()
+    expected = quantized_linear(rows, w, LinearPrecision.parse("fp8/fp4/fp4"), key=key)
+    expected.backward(g.flatten(0, 1))
+    assert torch.equal(y.detach(), (expected + layer.bias).view_as(y).detach())
+    assert torch.equal(x.grad.flatten(0, 1), rows.grad) and torch.equal(layer.weight.grad, w.grad)
+    assert torch.equal(layer.bias.grad, g.sum((0, 1)))
+
+
+def test_rounding_draws_anew(mixed):
+    """In every update, and for every microbatch in it."""
+    snip = attach(mixed)
+    snip.apply(Plan.uniform(snip.linears, "fp4"))
+
+    def gradient():
+        mixed.zero_grad()
+        loss_of(mixed).backward()
+        return mixed.blocks[0].weight.grad.clone()
+
+    first, second = gradient(), gradient()
+    snip.step()
+    third = gradient()
+    assert not torch.equal(first, second) and not torch.equal(first, third)
+    again = attach(mixed)
+    again.apply(snip.plan)
+    assert torch.equal(gradient(), first)
+
+
+def test_weights_that_change_are_cast_anew(mixed):
+    snip = attach(mixed)
+    snip.apply(Plan.uniform(snip.linears, "fp8"))
+    with torch.no_grad():
+        before = mixed(IDS)
+        mixed.blocks[0].weight.mul_(2.0)
+        assert not torch.equal(mixed(IDS), before)
+
+
+def test_a_probe_leaves_no_trace(mixed):
+    model = nn.Sequential(mixed, nn.Dropout(0.1))
+    snip = attach(model, ["*blocks*"])
+    loss_of(model).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: grad.clone() for name, grad in grads.items()}
+    state = torch.random.get_rng_state()
+    stats = snip.probe(lambda: loss_of(model), lambda: loss_of(model))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, p in model.named_parameters():
+        assert p.grad is grads[name] and torch.equal(p.grad, values[name])
+    assert stats.tokens == 256 and not stats.not_finite and snip.statistics is stats
+    plan = snip.solve(0.5)
+    assert plan.achieved == 0.5 and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_probe_measures_what_its_definition_says(mixed):
+    """T/2 sum_t (sum_n G dY)^2 with G of the mean loss, at the linear's own output."""
+    seen = {}
+
+    def keep(module, given, y):
+        seen["x"] = given[0].detach().flatten(0, -2)
+        y.register_hook(lambda grad: seen.update(g=grad.flatten(0, -2)))
+
+    layer = mixed.blocks[1]
+    with layer.register_forward_hook(keep):
+        loss_of(mixed).backward()
+    stats = attach(mixed).probe(lambda: loss_of(mixed))
+    x, w = seen["x"], layer.weight.detach()
+    qx, qw = (fake_quantize(t, "fp4", role=role, dim=1) for t, role in ((x, "input"), (w, "weight")))
+    error = ((qx @ qw.T - x @ w.T) * seen["g"]).sum(1)
+    expected = len(x) / 2 * float(error.double().square().sum())
+    found = loss_divergence(stats, [LinearPrecision.uniform("fp4")])[1, 0]
+    assert found == pytest.approx(expected, rel=1e-4) and found > 0
+    assert stats.loss == pytest.approx(float(loss_of(mixed).detach()), rel=1e-6)
+
+
+def test_recomputation_gives_the_same_statistics():
+    model, samples = tiny_llama(), tokens_of(2)
+    snip = attach(model, options="fp8,fp4")
+    plain = snip.probe(lambda: model(input_ids=samples, labels=samples).loss)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = snip.probe(lambda: model(input_ids=samples, labels=samples).loss)
+    assert {shape.kind for shape in snip.shapes} == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert (plain.values == again.values).all()
+
+
+def test_a_part_of_a_block_is_judged_at_its_own_output():
+    model, samples = tiny_llama(), tokens_of(1)
+    snip = attach(model, ["*.q_proj", "*.down_proj"])
+    assert {shape.kind for shape in snip.shapes} == {""}
+    assert not snip.probe(lambda: model(input_ids=samples, labels=samples).loss).not_finite
+    assert snip.solve(0.5, objective="layer_id").achieved >= 0.5
+
+
+def test_plans_travel_by_file(mixed, tmp_path):
+    snip = attach(mixed)
+    snip.probe(lambda: loss_of(mixed))
+    snip.solve(0.5).save(tmp_path / "plan.json")
+    snip.apply(str(tmp_path / "plan.json"))
+    assert snip.plan.achieved == 0.5
+    assert snip.solve(0.5, granularity="gemm", fix="blocks.0=fp8").linears["blocks.0"] == LinearPrecision.uniform("fp8")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda m: attach(m, ["*.q_proj"]), "'*.q_proj' matches no nn.Linear; names are such as blocks.0, blocks.1"),
+        (lambda m: attach(m, lambda name, linear: False), "no nn.Linear was taken; the model's are blocks.0, blocks.1"),
+        (lambda m: attach(m, options="fp8,fp5"), "fp5"),
+        (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
+        (lambda m: attach(m).probe(), "probe: no loss; give what runs the model"),
+        (lambda m: attach(m).probe(lambda: m(IDS)), "the loss has shape [2, 128, 50]; return one number"),
+        (lambda m: attach(m, ["*"]).probe(lambda: m.blocks[0](m.embed(IDS)).mean()), "does not use blocks.1"),
+        (lambda m: attach(m).solve(0.75), "this objective needs statistics; probe first"),
+        (lambda m: attach(m).solve(0.75, targets=1), "unknown option 'targets'"),
+        (lambda m: attach(m).solve(1.5, objective="random"), "--snip-target 1.5 is more than the options"),
+        (lambda m: attach(m).solve(0.5, objective="layer_type"), "blocks.0 is no linear of a Llama's"),
+        (lambda m: attach(m).apply(Plan.uniform(["blocks.0"], "fp4")), "blocks.1"),
+    ],
+)
+def test_mistakes(mistake, said, mixed):
+    with pytest.raises(ValueError) as info:
+        mistake(mixed)
+    assert said in str(info.value)
+
+
+def test_half_precision_is_refused(mixed):
+    snip = attach(mixed)
+    snip.apply(Plan.uniform(snip.linears, "fp4"))
+    with pytest.raises(ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16"):
+        mixed.half()(IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("llama_adamw.py", ["--steps", "14"], "step 10: loss "),
+        ("trainer_callback.py", ["--steps", "14", "--output"], "75.0% of the linears' FLOPs in FP4"),
+    ],
+)
+def test_examples(name, words, said, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    output = [str(tmp_path / "out")] if words[-1] == "--output" else []
+    monkeypatch.setattr(sys, "argv", [name, "--data", str(text), *words, *output])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert said in capsys.readouterr().out
