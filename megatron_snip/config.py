@@ -106,7 +106,11 @@ class TrainingConfig:
     manual_gc: bool = False  # Collect garbage at --manual-gc-interval alone, so that processes pause together.
     manual_gc_interval: int = 0  # Iterations between two collections under --manual-gc; 0: only at the start.
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it in float32.
-    recompute_granularity: Literal["none", "full"] = "none"  # full: recompute each block in backward.
+    recompute_granularity: Literal["none", "full", "selective"] = "none"  # What runs again in backward to save memory.
+    # full: each so many blocks as one (uniform, the default), or a stage's first blocks one by one (block).
+    recompute_method: Optional[Literal["uniform", "block"]] = None
+    recompute_num_layers: Optional[int] = None  # full: so many blocks; by default 1.
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of every block, core_attn and mlp.
     compile: bool = False  # Compile each block by torch.compile; its linears run as without it, bit for bit.
     preflight: bool = True  # Before iteration 1, run what --precision snip will need: each option and a probe.
     max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.

@@ -20,7 +20,7 @@ use-mcore-models swiglu disable-bias-linear use-rotary-position-embeddings no-po
 group-query-attention no-masked-softmax-fusion attention-softmax-in-fp32 no-bias-swiglu-fusion no-bias-gelu-fusion
 no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm use-flash-attn use-distributed-optimizer overlap-grad-reduce
 overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather tp-comm-overlap
-no-gradient-accumulation-fusion cross-entropy-loss-fusion calculate-per-token-loss recompute-activations
+no-gradient-accumulation-fusion cross-entropy-loss-fusion calculate-per-token-loss
 accumulate-allreduce-grads-in-fp32 decoupled-weight-decay use-cpu-initialization no-load-rng no-save-rng
 no-create-attention-mask-in-dataloader no-mmap-bin-files auto-detect-ckpt-format use-dist-ckpt
 use-persistent-ckpt-worker ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
@@ -44,8 +44,6 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dataloader-type": (("single",), "samples come in one order here; give single"),
     "context-parallel-size": (("1",), "there is no context parallelism yet; raise --tensor-model-parallel-size"),
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
-    "recompute-method": (("uniform",), "a block at a time is recomputed; give --recompute-granularity full alone"),
-    "recompute-num-layers": (("1",), "a block at a time is recomputed; give --recompute-granularity full alone"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
     **dict.fromkeys(
         (
@@ -78,6 +76,7 @@ _REFUSED: Mapping[str, str] = {
     "rampup-batch-size": "the batch size is constant here; leave it out",
     **dict.fromkeys(("decoupled-lr", "decoupled-min-lr"), _RATES),
     "fp16": "give --bf16",
+    "recompute-activations": "give --recompute-granularity selective",
     "grad-reduce-in-bf16": "gradients are reduced in float32 here; leave it out",
     "apply-layernorm-1p": "norms have plain weights that start at 1; leave it out",
     "qk-layernorm": "models here are Llama, without norms of q and k; leave it out",
@@ -97,7 +96,6 @@ _REFUSED: Mapping[str, str] = {
          "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
         "stages have equally many blocks here; leave it out",
     ),
-    "recompute-modules": "give --recompute-granularity full",
     **dict.fromkeys(
         ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"),
         "samples run over the ends of documents here, as Megatron-LM's do without it; leave it out",

@@ -12,17 +12,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
+from megatron_snip.model.recompute import NOTHING, Recompute, run_again
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -92,6 +91,7 @@ class Build:
     seed: int
     dtype: torch.dtype  # of the compute, not of the parameters
     device: torch.device
+    recompute: Recompute = NOTHING
 
     @cached_property
     def shapes(self) -> dict[str, LinearShape]:
@@ -157,7 +157,7 @@ class Attention(nn.Module):
     def __init__(self, build: Build, prefix: str) -> None:
         super().__init__()
         m = build.model
-        self.region, self.head_dim = build.region, m.head_dim
+        self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
         self.grouped = m.query_groups != m.num_attention_heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
@@ -166,7 +166,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
-        out: Tensor = self.o_proj(self.attend(q, k, v, cos, sin), key)
+        if self.recompute:
+            y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
+        else:
+            y = self.attend(q, k, v, cos, sin)
+        out: Tensor = self.o_proj(y, key)
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,6 +206,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(build)
         self.mlp = MLP(build, f"layers.{index}.mlp")
         self._compiled: Callable[..., Tensor] | None = None
+        self._recompute_mlp, self.region = build.recompute.of_part("mlp"), build.region
 
     def compile_run(self, backend: str = "inductor") -> None:
         """Compile the block by torch.compile; linears that read the same tensor stay one operator each."""
@@ -225,7 +230,9 @@ class Block(nn.Module):
 
     def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), key)
+        normed = self.post_attention_layernorm(x)
+        y = run_again(self.mlp, normed, key, region=self.region) if self._recompute_mlp else self.mlp(normed, key)
+        out: Tensor = x + y
         return out
 
 
@@ -268,10 +275,10 @@ class LlamaStage(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool, recompute: bool):
+    def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool):
         super().__init__()
         m = build.model
-        self.build, self.recompute, self.iteration = build, recompute, 0
+        self.build, self.iteration = build, 0
         self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
         self.embed_tokens: VocabParallelEmbedding | None = None
@@ -316,14 +323,15 @@ class LlamaStage(nn.Module):
         row0 = int(sample_index[0]) * self.build.model.seq_length
         key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0)
         x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
-        for block in self.layers.values():
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(
-                    block, x, self.cos, self.sin, key, use_reentrant=False,
-                    context_fn=lambda: (self.build.region.run_again_later(), nullcontext()),
-                )  # fmt: skip
-            else:
-                x = block(x, self.cos, self.sin, key)
+        blocks = list(self.layers.values())
+
+        def run(x: Tensor, members: range) -> Tensor:
+            for i in members:
+                x = blocks[i](x, self.cos, self.sin, key)
+            return x
+
+        for members, again in self.build.recompute.runs(len(blocks)):
+            x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -355,9 +363,7 @@ class LlamaStage(nn.Module):
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
 
 
-def build_stages(
-    build: Build, *, num_stages: int, tied: bool, recompute: bool, of: Callable[[int], bool]
-) -> dict[int, LlamaStage]:
+def build_stages(build: Build, *, num_stages: int, tied: bool, of: Callable[[int], bool]) -> dict[int, LlamaStage]:
     """The stages s with `of(s)` true, by their number; blocks are dealt out evenly in order."""
     each = build.model.num_layers // num_stages
     return {
@@ -367,7 +373,6 @@ def build_stages(
             first=s == 0,
             last=s == num_stages - 1,
             tied=tied,
-            recompute=recompute,
         )
         for s in range(num_stages)
         if of(s)

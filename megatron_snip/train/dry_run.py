@@ -322,7 +322,10 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
 def _changes(config: Config) -> list[tuple[str, Config]]:
     """Single changes that take memory off a process, as words of the command line and as options."""
     p, changes = config.parallel, []
-    if config.training.recompute_granularity == "none":
+    if config.training.recompute_granularity == "none" and not config.training.compile:
+        selective = config.replace(recompute_granularity="selective", recompute_modules=("core_attn", "mlp"))
+        changes.append(("--recompute-granularity selective --recompute-modules core_attn mlp", selective))
+    if config.training.recompute_granularity != "full":
         changes.append(("--recompute-granularity full", config.replace(recompute_granularity="full")))
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         changes.append(("--sequence-parallel", config.replace(sequence_parallel=True)))

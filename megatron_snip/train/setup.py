@@ -23,6 +23,7 @@ from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
+from megatron_snip.model.recompute import Recompute
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
@@ -155,12 +156,14 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
     dtype = torch.bfloat16 if t.bf16 else torch.float32
-    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device)
+    again = Recompute(
+        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
+    )
+    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device, again)
     stages = build_stages(
         build,
         num_stages=_stages_of(config),
         tied=not m.untie_embeddings_and_output_weights,
-        recompute=t.recompute_granularity == "full",
         of=lambda s: s % pp == mesh.pp.rank,
     )
     strategy = config.parallel.data_parallel_sharding_strategy

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_snip.config import TILE, Config, option_groups
+from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
+from megatron_snip.model.recompute import MODULES
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -20,7 +21,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-        "num_distributed_optimizer_instances",
+        "num_distributed_optimizer_instances", "recompute_num_layers",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
@@ -99,6 +100,7 @@ def validate(config: Config, world_size: int) -> None:
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
+    _validate_recompute(config)
     _validate_dry_run(config)
 
 
@@ -229,6 +231,25 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+
+
+def _validate_recompute(config: Config) -> None:
+    t = config.training
+    granularity, modules = t.recompute_granularity, t.recompute_modules
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(t, name) is not None and granularity != "full":
+            raise UserError(
+                f"--{name.replace('_', '-')} is given, and --recompute-granularity is {granularity}; "
+                "use full, or drop it"
+            )
+    if unknown := [name for name in modules if name not in MODULES]:
+        raise UserError(f"--recompute-modules {unknown[0]} is unknown; known: {', '.join(MODULES)}")
+    if modules != TrainingConfig().recompute_modules and granularity != "selective":
+        raise UserError(
+            f"--recompute-modules is given, and --recompute-granularity is {granularity}; use selective, or drop it"
+        )
+    if granularity == "selective" and t.compile:
+        raise UserError("--compile does not go with --recompute-granularity selective; use full, or drop one")
 
 
 def _validate_dry_run(config: Config) -> None:

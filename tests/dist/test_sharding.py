@@ -44,7 +44,13 @@ CASES = {
     "pp2 x dp2, optim_grads_params": (
         4, {**LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads_params"},
     ),
-    "tp2 x dp2 x 2, optim": (8, {**LAYOUTS["tp2"], "num_distributed_optimizer_instances": 2}),
+    "tp2 x dp2 x 2, optim, selective recompute": (
+        8,
+        {
+            **LAYOUTS["tp2"], "num_distributed_optimizer_instances": 2, "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp"),
+        },
+    ),
 }  # fmt: skip
 
 

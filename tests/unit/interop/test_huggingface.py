@@ -36,7 +36,7 @@ CASES = {
 
 def make_stage(m: ModelConfig, mesh, *, tied: bool) -> LlamaStage:
     build = Build(m, mesh, Region(mesh.tp, False), 1, torch.float32, torch.device("cpu"))
-    stage = LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied, recompute=False)
+    stage = LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied)
     stage.allocate()
     return stage
 

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from megatron_snip.config import ModelConfig
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages
+from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.parallel.tensor import Region, drop_weight_casts
 from megatron_snip.quant import LinearPrecision
 
@@ -33,9 +34,9 @@ def fresh() -> Iterator[None]:
 def make(lone_mesh):
     """Call it for a stage of two blocks, compiled or not."""
 
-    def stage(backend: str | None = None, *, recompute: bool = False, dtype=torch.bfloat16) -> LlamaStage:
-        build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"))
-        (made,) = build_stages(build, num_stages=1, tied=False, recompute=recompute, of=lambda s: True).values()
+    def stage(backend: str | None = None, *, recompute: Recompute = NOTHING, dtype=torch.bfloat16) -> LlamaStage:
+        build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"), recompute)
+        (made,) = build_stages(build, num_stages=1, tied=False, of=lambda s: True).values()
         made.allocate()
         draw_weights([made])
         for block in made.blocks().values() if backend is not None else ():
@@ -73,7 +74,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def test_one_graph_and_the_same_bits_whatever_the_plan(make):
-    eager, compiled, recomputed = make(), make("aot_eager"), make("aot_eager", recompute=True)
+    eager, compiled, recomputed = make(), make("aot_eager"), make("aot_eager", recompute=Recompute("full"))
     for iteration, plan in enumerate(PLANS, start=1):
         assert same(step(compiled, plan, iteration), step(eager, plan, iteration))
     assert same(step(recomputed, "fp4", 4), step(eager, "fp4", 4))

@@ -21,6 +21,7 @@ from megatron_snip.model.llama import (
     rotary_tables,
     rotate,
 )
+from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import KINDS, LinearPrecision, operands
 from megatron_snip.quant.dispatch import cast
@@ -36,10 +37,15 @@ def make(lone_mesh):
     """Call it for the stages of a model."""
 
     def stages(
-        m: ModelConfig = MODEL, *, num_stages: int = 1, tied: bool = False, recompute: bool = False, seed: int = 1
+        m: ModelConfig = MODEL,
+        *,
+        num_stages: int = 1,
+        tied: bool = False,
+        recompute: Recompute = NOTHING,
+        seed: int = 1,
     ) -> dict[int, LlamaStage]:
-        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"))
-        made = build_stages(build, num_stages=num_stages, tied=tied, recompute=recompute, of=lambda s: True)
+        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"), recompute)
+        made = build_stages(build, num_stages=num_stages, tied=tied, of=lambda s: True)
         for stage in made.values():
             stage.allocate()
         draw_weights(made.values())
@@ -114,7 +120,7 @@ def test_a_weight_depends_on_seed_and_place_alone():
 
 def test_stages_are_made_without_memory(lone_mesh):
     build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
-    (stage,) = build_stages(build, num_stages=1, tied=False, recompute=False, of=lambda s: True).values()
+    (stage,) = build_stages(build, num_stages=1, tied=False, of=lambda s: True).values()
     assert all(p.is_meta for p in stage.parameters())
 
 
@@ -181,12 +187,54 @@ def gradients(stage: LlamaStage, precision: str) -> tuple[float, dict[str, torch
     return loss.item(), {name: p.grad for name, p in stage.named_parameters()}
 
 
+RECOMPUTED = {
+    "blocks": Recompute("full"),
+    "three blocks as one": Recompute("full", "uniform", 3),
+    "the first three": Recompute("full", "block", 3),
+    "attention": Recompute("selective"),
+    "attention and mlp": Recompute("selective", modules=("core_attn", "mlp")),
+}
+
+
+@pytest.mark.parametrize("how", RECOMPUTED)
 @pytest.mark.parametrize("precision", ["bf16", "fp4"])
-def test_recomputation_changes_no_bit(precision, make):
-    (plain,), (recomputed,) = make().values(), make(recompute=True).values()
+def test_recomputation_changes_no_bit(precision, how, make):
+    (plain,), (recomputed,) = make().values(), make(recompute=RECOMPUTED[how]).values()
     loss, grads = gradients(plain, precision)
     other_loss, other = gradients(recomputed, precision)
     assert loss == other_loss and all(torch.equal(grads[name], other[name]) for name in grads)
+
+
+def test_what_runs_again():
+    """By Megatron-LM's meanings, of a stage of five blocks."""
+    one_by_one = [range(i, i + 1) for i in range(5)]
+    assert Recompute().runs(5) == Recompute("selective").runs(5) == [(block, False) for block in one_by_one]
+    assert Recompute("full").runs(5) == [(block, True) for block in one_by_one]
+    assert Recompute("full", "uniform", 2).runs(5) == [(range(2), True), (range(2, 4), True), (range(4, 5), True)]
+    assert Recompute("full", "block", 2).runs(5) == [(block, block.start < 2) for block in one_by_one]
+    assert Recompute("full", "block", 9).runs(5) == [(block, True) for block in one_by_one]
+
+
+def saved_bytes(stage: LlamaStage) -> int:
+    """What a forward keeps for backward beside parameters and tables."""
+    own = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers())}
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            found[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), keep(t))[1], lambda t: t):
+        stage.hidden(tokens(), SAMPLES)
+    return sum(found.values())
+
+
+def test_each_way_keeps_less_than_the_one_before(make):
+    ways = ["attention", "attention and mlp", "the first three", "blocks", "three blocks as one"]
+    kept = [saved_bytes(next(iter(make(recompute=how).values()))) for how in (NOTHING, *map(RECOMPUTED.get, ways))]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
 
 
 def test_stages_in_a_row_are_the_whole(make):
@@ -236,15 +284,16 @@ def test_random_bits_follow_the_global_sample(make):
     assert (both - elsewhere).abs().max() > 0.01 * both.abs().max()
 
 
+@pytest.mark.parametrize(("how", "again"), [(Recompute("full"), 4), (Recompute("selective", modules=("mlp",)), 2)])
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4", "bf16/fp8/bf16"])
-def test_recomputation_casts_for_wgrad_once(make, precision, monkeypatch):
+def test_recomputation_casts_for_wgrad_once(make, precision, how, again, monkeypatch):
     seen: list[tuple[str, int]] = []
 
     def count(x, forms, *rest, **more):
         seen.extend((form.role, form.dim) for form in forms)
         return cast(x, forms, *rest, **more)
 
-    def grads(recompute: bool) -> tuple[int, int, list[torch.Tensor]]:
+    def grads(recompute: Recompute) -> tuple[int, int, list[torch.Tensor]]:
         (stage,) = make(dataclasses.replace(MODEL, num_layers=1), recompute=recompute).values()
         for linear in stage.linears().values():
             linear.precision = LinearPrecision.parse(precision)
@@ -253,7 +302,7 @@ def test_recomputation_casts_for_wgrad_once(make, precision, monkeypatch):
         return seen.count(("input", 1)), seen.count(("input", 0)), [p.grad for p in stage.parameters()]
 
     monkeypatch.setattr(operands, "cast", count)
-    (fprop, wgrad, once), (fprop_again, wgrad_again, twice) = grads(False), grads(True)
-    assert fprop_again == 2 * fprop and wgrad_again == wgrad
+    (fprop, wgrad, once), (fprop_again, wgrad_again, twice) = grads(NOTHING), grads(how)
+    assert fprop_again == fprop * (4 + again) // 4 and wgrad_again == wgrad
     assert (fprop, wgrad) == ((0, 0) if precision.startswith("bf16") else (4, 4))
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

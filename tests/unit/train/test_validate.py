@@ -49,6 +49,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"mock_data": False, "data_path": ("a",)},
         {"mock_data": False, "train_data_path": ("a",), "valid_data_path": ("b",)},
         {"num_distributed_optimizer_instances": 3},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
         {"data_parallel_sharding_strategy": "no_shard"},
         {"eval_iters": 0},  # Megatron's way to say: no validation
     ],
@@ -124,6 +126,17 @@ CASES = [
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
     ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
     ({"global_batch_size": 6}, ["1 microbatches an iteration cannot fill 2 pipeline stages", "lower --micro-batch"]),
+    ({"recompute_method": "uniform"}, ["--recompute-method is given, and --recompute-granularity is none; use full"]),
+    (
+        {"recompute_num_layers": 2, "recompute_granularity": "selective"},
+        ["--recompute-num-layers is given", "is selective; use full"],
+    ),
+    (
+        {"recompute_modules": ("mlp", "layernorm"), "recompute_granularity": "selective"},
+        ["--recompute-modules layernorm is unknown; known: core_attn, mlp"],
+    ),
+    ({"recompute_modules": ("mlp",)}, ["--recompute-modules is given", "is none; use selective"]),
+    ({"recompute_granularity": "selective", "compile": True}, ["--compile does not go with --recompute-granularity"]),
     (
         {"num_distributed_optimizer_instances": 2},
         ["data parallel processes by --num-distributed-optimizer-instances: 3 is not a multiple of 2"],
