@@ -1,8 +1,9 @@
-"""Tokenise JSON lines into indexed datasets, ``{output_prefix}_{json_key}_document.{bin,idx}``.
+"""Tokenise text into indexed datasets, ``{output_prefix}_{json_key}_document.{bin,idx}``.
 
-Source: Megatron-LM's tools/preprocess_data.py, whose options, names and results are kept.  The work is cut
-into byte ranges of the inputs, which workers read themselves; results are written in the order of the input,
-so they do not depend on --workers.  Outputs get their names when all is written, so none is ever half a file.
+Inputs are JSON lines, plain or compressed (.gz, .zst), parquet, folders that Hugging Face's `save_to_disk` wrote,
+folders of all these, and .txt files, a document each.  Source: Megatron-LM's tools/preprocess_data.py, whose
+options, names and results are kept.  Results are written in the order of the input, so they do not depend on --workers.
+Outputs get their names when all is written, so none is ever half a file.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from megatron_snip.data.documents import Piece, files_of, pieces
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
-PIECE_BYTES = 1 << 19  # Input per task: some tenths of a second of work.
 PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
 
 
@@ -53,45 +55,13 @@ class Encoded:
     input_bytes: int
 
 
-Piece = tuple[str, int, int]  # File, first byte, byte after the last; a line belongs where it starts.
-
-
 @lru_cache(maxsize=1)
 def _tokenizer(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
     return build_tokenizer(tokenizer_type, model, vocab_size)
 
 
-def pieces(paths: Sequence[str]) -> Iterator[Piece]:
-    """The inputs cut into byte ranges, in order."""
-    for path in paths:
-        size = Path(path).stat().st_size
-        for start in range(0, size, PIECE_BYTES):
-            yield path, start, min(start + PIECE_BYTES, size)
-
-
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    path, start, stop = piece
-    with open(path, "rb") as stream:
-        if start:
-            # The line that began before `start` is the piece before's.
-            stream.seek(start - 1)
-            stream.readline()
-        position = stream.tell()
-        while position < stop and (line := stream.readline()):
-            yield position, line
-            position += len(line)
-
-
-def _line_number(path: str, position: int) -> int:
-    number, chunk = 1, 1 << 20
-    with open(path, "rb") as stream:
-        for start in range(0, position, chunk):
-            number += stream.read(min(chunk, position - start)).count(b"\n")
-    return number
-
-
-def _encode_line(tokenizer: Tokenizer, job: Job, line: bytes) -> dict[str, list[int]]:
-    record = parse_json(line)
+def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> dict[str, list[int]]:
+    record = parse_json(record) if isinstance(record, bytes) else record
     if not isinstance(record, dict):
         raise UserError(f"it is a {type(record).__name__}, not an object")
     result = {}
@@ -107,22 +77,20 @@ def _encode_line(tokenizer: Tokenizer, job: Job, line: bytes) -> dict[str, list[
 
 
 def encode_piece(job: Job, piece: Piece) -> Encoded:
-    """Tokenise one piece, without blank lines.  Raises UserError naming the file and line that is bad."""
+    """Tokenise one piece.  Raises UserError naming the file and line that is bad."""
     tokenizer = _tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
     ids: dict[str, list[bytes]] = {key: [] for key in job.keys}
     lengths = {key: array("q") for key in job.keys}
-    for position, line in _lines(piece):
-        if not line.strip():
-            continue
+    for where, record in piece.records(job.keys):
         try:
-            document = _encode_line(tokenizer, job, line)
+            document = _encode(tokenizer, job, record)
         except ValueError as error:  # bad JSON and bad UTF-8 are ValueErrors too
-            raise UserError(f"{piece[0]}:{_line_number(piece[0], position)} is unusable: {error}") from error
+            raise UserError(f"{where()} is unusable: {error}") from error
         for key, tokens in document.items():
             ids[key].append(np.array(tokens, dtype=dtype).tobytes())
             lengths[key].append(len(tokens))
-    return Encoded({key: b"".join(parts) for key, parts in ids.items()}, lengths, piece[2] - piece[1])
+    return Encoded({key: b"".join(parts) for key, parts in ids.items()}, lengths, piece.size)
 
 
 @contextmanager
@@ -130,12 +98,12 @@ def encoded_pieces(job: Job, paths: Sequence[str], workers: int) -> Iterator[Ite
     """All pieces' results in the order of the input."""
     work = partial(encode_piece, job)
     if workers == 1:
-        yield map(work, pieces(paths))
+        yield map(work, pieces(paths, job.keys))
         return
     # Unlike multiprocessing.Pool, this one notices a worker that was killed.
     pool = ProcessPoolExecutor(workers)
     try:
-        yield _in_order(pool, work, pieces(paths), PENDING_PER_WORKER * workers)
+        yield _in_order(pool, work, pieces(paths, job.keys), PENDING_PER_WORKER * workers)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -185,14 +153,16 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(description="Tokenise JSON lines into Megatron's indexed datasets.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--input", nargs="+", required=True, type=path_word, help="JSON lines files; * and ? are expanded"
+        "--input", nargs="+", required=True, type=path_word, help="files or folders; * and ? are expanded"
     )
     parser.add_argument(
         "--output-prefix", required=True, type=path_word, help="writes PREFIX_KEY_document.bin and .idx"
     )
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, a dataset each")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys, or columns, to tokenise, a dataset each"
+    )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenise")
     parser.add_argument(
@@ -215,10 +185,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _expand(inputs: Sequence[str]) -> list[str]:
     result: list[str] = []
     for name in inputs:
-        found = [name] if Path(name).is_file() else sorted(filter(lambda p: Path(p).is_file(), glob.glob(name)))
+        found = [name] if Path(name).exists() else sorted(glob.glob(name))
         if not found:
             raise UserError(f"--input {name} does not exist")
-        result.extend(found)
+        result += [path for one in found for path in files_of(one)]
     return result
 
 

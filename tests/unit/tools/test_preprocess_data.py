@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -11,11 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
+from megatron_snip.data import documents as documents_of
 from megatron_snip.data.indexed import IndexedDataset
 from tools import preprocess_data
-from tools.preprocess_data import main, pieces
+from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[3]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -71,8 +76,8 @@ def test_pieces_lose_and_repeat_nothing(tmp_path, monkeypatch, size):
     inputs = [write(tmp_path / "a.jsonl", docs[:20]), write(tmp_path / "b.jsonl", docs[20:])]
     text = (tmp_path / "b.jsonl").read_text()
     (tmp_path / "b.jsonl").write_text("\n \r\n" + text.rstrip("\n"))  # blank lines; no newline at the end
-    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", size)
-    assert len(list(pieces(inputs))) >= 1500 // size
+    monkeypatch.setattr(documents_of, "PIECE_BYTES", size)
+    assert len(list(documents_of.pieces(inputs, ["text"]))) >= 1500 // size
     out = str(tmp_path / "out")
     assert main(["--input", *inputs, "--output-prefix", out, *NULL]) == 0
     assert read(f"{out}_text_document") == docs
@@ -91,7 +96,7 @@ def test_workers_change_nothing_and_the_command_runs(tmp_path):
     """The bare command, with several processes."""
     docs = documents(3000)
     source = write(tmp_path / "a.jsonl", docs * 4)
-    assert Path(source).stat().st_size > 2 * preprocess_data.PIECE_BYTES
+    assert Path(source).stat().st_size > 2 * documents_of.PIECE_BYTES
     results = []
     for workers in (1, 2):
         command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", source, *NULL]
@@ -106,10 +111,10 @@ def test_workers_change_nothing_and_the_command_runs(tmp_path):
 
 
 def test_results_of_many_pieces_stay_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 300)
+    monkeypatch.setattr(documents_of, "PIECE_BYTES", 300)
     docs = documents(200)
     source = write(tmp_path / "a.jsonl", docs)
-    assert len(list(pieces([source]))) > 4 * 2 * preprocess_data.PENDING_PER_WORKER
+    assert len(list(documents_of.pieces([source], ["text"]))) > 4 * 2 * preprocess_data.PENDING_PER_WORKER
     out = str(tmp_path / "out")
     assert main(["--input", source, "--output-prefix", out, "--workers", "2", *NULL]) == 0
     assert read(f"{out}_text_document") == docs
@@ -132,7 +137,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, case, workers):
     line, message = BAD_LINES[case]
-    monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 100)
+    monkeypatch.setattr(documents_of, "PIECE_BYTES", 100)
     source = write(tmp_path / "a.jsonl", documents(20))
     with open(source, "ab") as stream:
         stream.write(b"\n" + line + b"\n")
@@ -159,7 +164,7 @@ def test_other_errors_leave_nothing(tmp_path, capsys, options, message):
 
 
 def test_a_killed_worker_is_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "_encode_line", lambda *_: os._exit(9))
+    monkeypatch.setattr(preprocess_data, "_encode", lambda *_: os._exit(9))
     source = write(tmp_path / "a.jsonl", documents(3))
     assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "2", *NULL]) == 1
     assert "a worker was killed" in capsys.readouterr().err and files(tmp_path) == []
@@ -170,3 +175,23 @@ def test_counts_are_positive(tmp_path, capsys, option):
     with pytest.raises(SystemExit):
         main(["--input", "a", "--output-prefix", "o", *NULL, option, "0"])
     assert f"{option} is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_other_kinds_of_input_give_the_same_dataset(tmp_path, workers):
+    docs = documents(300)
+    plain = Path(write(tmp_path / "a.jsonl", docs))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(plain.read_bytes()))
+    texts = [json.loads(line)["text"] for line in plain.read_text().splitlines()]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    for source in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+        out = str(tmp_path / f"out_{source}")
+        assert main(["--input", str(tmp_path / source), "--output-prefix", out, "--workers", workers, *NULL]) == 0
+        assert read(f"{out}_text_document") == docs, source
+
+
+def test_a_bad_row_is_named(tmp_path, capsys):
+    pq.write_table(pa.table({"text": ["1 2", None]}), tmp_path / "a.parquet")
+    assert main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "o"), *NULL]) == 1
+    assert f'{tmp_path / "a.parquet"} row 1 is unusable: it has no key "text"' in capsys.readouterr().err

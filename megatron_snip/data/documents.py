@@ -1,0 +1,262 @@
+"""Documents of text to tokenise, from many kinds of files, cut into pieces for worker processes.
+
+    *.gz, *.zst   JSON lines, compressed      read by one process, sent to the workers in whole lines
+    *.parquet, *.arrow   a document a row     the same, in rows
+    *.txt         one document, its text under every key
+    any other     a JSON object a line        cut into byte ranges, which the workers read themselves
+    a folder      files of these kinds, in the order of their names, or what Hugging Face's `save_to_disk` wrote
+
+Order is kept: pieces, and documents in them, come as they lie.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from megatron_snip.errors import UserError
+
+PIECE_BYTES = 1 << 19  # input per piece: some tenths of a second of work
+LONGEST_LINE = 1 << 30
+_ROWS = 1000
+#: What of a folder is taken, where it does not tell itself.
+_KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet", ".arrow", ".txt")
+
+#: Where a document lies, told when it is asked for, and a JSON object or the bytes of one.
+Record = tuple[Callable[[], str], "bytes | dict[str, Any]"]
+
+
+class Piece(Protocol):
+    """A stretch of input, small enough to be sent to another process."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of input, as they lie on disk."""
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """The documents, without blank lines."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The lines of a file that start between two bytes."""
+
+    path: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return self.stop - self.start
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """One a line."""
+        with open(self.path, "rb") as stream:
+            if self.start:
+                # the line that began before is the piece before's
+                stream.seek(self.start - 1)
+                stream.readline()
+            position = stream.tell()
+            while position < self.stop and (line := stream.readline()):
+                if line.strip():
+                    yield partial(self._place, position), line
+                position += len(line)
+
+    def _place(self, position: int) -> str:
+        number, chunk = 1, 1 << 20
+        with open(self.path, "rb") as stream:
+            for start in range(0, position, chunk):
+                number += stream.read(min(chunk, position - start)).count(b"\n")
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines, from a line on that is counted from 1."""
+
+    path: str
+    first: int
+    data: bytes
+    size: int
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """One a line."""
+        for number, line in enumerate(self.data.split(b"\n"), self.first):
+            if line.strip():
+                yield partial(f"{self.path}:{{}}".format, number), line
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a table, from a row on that is counted from 0."""
+
+    path: str
+    first: int
+    rows: list[dict[str, Any]]
+    size: int
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """One a row."""
+        for number, row in enumerate(self.rows, self.first):
+            yield partial("{} row {}".format, self.path, number), row
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file that is one document."""
+
+    path: str
+    size: int
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """The one."""
+        try:
+            text = Path(self.path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} is no text in UTF-8 ({error})") from None
+        yield partial(str, self.path), dict.fromkeys(keys, text)
+
+
+def files_of(name: str) -> list[str]:
+    """The files of an input, itself or those of a folder.  UserError for a folder that has none, and for a pipe."""
+    folder = Path(name)
+    if folder.is_file():
+        return [name]
+    if not folder.is_dir():
+        raise UserError(f"{name} is neither a file nor a folder")
+    if (state := folder / "state.json").is_file():  # Hugging Face's save_to_disk
+        try:
+            return [str(folder / one["filename"]) for one in json.loads(state.read_bytes())["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{state} does not tell the dataset's files ({error!r}); save the dataset again") from None
+    if (splits := folder / "dataset_dict.json").is_file():
+        raise UserError(f"{splits} names several splits; give one of their folders, such as {folder / 'train'}")
+    found = sorted(str(path) for path in folder.rglob("*") if path.is_file() and path.name.endswith(_KINDS))
+    if not found:
+        raise UserError(f"{folder} holds none of {', '.join(_KINDS)}; give files")
+    return found
+
+
+def pieces(paths: Sequence[str], keys: Sequence[str]) -> Iterator[Piece]:
+    """The inputs in pieces, in order.  UserError for a file that cannot be read as what it is."""
+    for path in paths:
+        size = Path(path).stat().st_size
+        if path.endswith((".gz", ".zst")):
+            yield from _compressed(path)
+        elif path.endswith((".parquet", ".arrow")):
+            yield from _tables(path, keys, size)
+        elif path.endswith(".txt"):
+            yield Text(path, size)
+        else:
+            for start in range(0, size, PIECE_BYTES):
+                yield Range(path, start, min(start + PIECE_BYTES, size))
+
+
+def _compressed(path: str) -> Iterator[Piece]:
+    """Whole lines of about ``PIECE_BYTES``."""
+    number, rest, before = 1, b"", 0
+    with open(path, "rb") as raw:
+        stream = _decompressed(path, raw)
+        while True:
+            try:
+                block = stream.read(PIECE_BYTES)
+            except (OSError, EOFError, zlib.error, _zstd_error()) as error:
+                raise UserError(f"{path} cannot be decompressed ({error}); is it whole?") from None
+            lines, newline, more = block.rpartition(b"\n")
+            if not newline and block and len(rest) < LONGEST_LINE:
+                rest += block
+                continue
+            if len(rest) >= LONGEST_LINE:
+                raise UserError(f"{path}:{number} has more than {LONGEST_LINE} bytes; is it JSON lines?")
+            data = rest + lines
+            if data:
+                yield Lines(path, number, data, raw.tell() - before)
+                before = raw.tell()
+            number, rest = number + data.count(b"\n") + 1, more
+            if not block:
+                return
+
+
+def _decompressed(path: str, raw: IO[bytes]) -> Any:
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    # datasets are compressed with windows of up to 2 GiB, which the library refuses unless it is told
+    return _needed("zstandard", path).ZstdDecompressor(max_window_size=1 << 31).stream_reader(
+        raw, read_across_frames=True
+    )  # fmt: skip
+
+
+def _zstd_error() -> type[Exception]:
+    try:
+        error: type[Exception] = importlib.import_module("zstandard").ZstdError
+    except ImportError:
+        return zlib.error
+    return error
+
+
+def _needed(module: str, path: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(
+            f"{path} needs {package}: pip install 'megatron_snip[data]', or pip install {package}"
+        ) from None
+
+
+def _tables(path: str, keys: Sequence[str], size: int) -> Iterator[Piece]:
+    """Rows of about ``PIECE_BYTES`` of text; those of a table count alike, since nobody knows where they lie."""
+    arrow = _needed("pyarrow", path)
+    try:
+        batches, total = _batches(path, keys)
+        first = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS):
+                rows = batch.slice(start, _ROWS).to_pylist()
+                for part in _by_bytes(rows):
+                    yield Rows(path, first, part, size * len(part) // max(total, 1))
+                    first += len(part)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); is it whole?") from None
+
+
+def _batches(path: str, keys: Sequence[str]) -> tuple[Iterator[Any], int]:
+    """Record batches with the columns of these keys, and how many rows there are."""
+    if path.endswith(".parquet"):
+        file = _needed("pyarrow.parquet", path).ParquetFile(path)
+        there = [key for key in keys if key in file.schema_arrow.names]
+        return file.iter_batches(batch_size=_ROWS, columns=there), file.metadata.num_rows
+    arrow = _needed("pyarrow", path)
+    memory = arrow.memory_map(path)
+    try:
+        reader = arrow.ipc.open_stream(memory)  # as Hugging Face writes it
+        total = sum(batch.num_rows for batch in reader)
+        source: Any = arrow.ipc.open_stream(arrow.memory_map(path))
+    except arrow.ArrowInvalid:
+        file = arrow.ipc.open_file(memory)
+        total = sum(file.get_batch(i).num_rows for i in range(file.num_record_batches))
+        source = (file.get_batch(i) for i in range(file.num_record_batches))
+    there = [key for key in keys if key in source.schema.names] if hasattr(source, "schema") else list(keys)
+    return (batch.select(there) for batch in source), total
+
+
+def _by_bytes(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rows in order, as many together as make a piece."""
+    part: list[dict[str, Any]] = []
+    held = 0
+    for row in rows:
+        part.append(row)
+        held += sum(len(value) for value in row.values() if isinstance(value, str))
+        if held >= PIECE_BYTES:
+            yield part
+            part, held = [], 0
+    if part:
+        yield part
