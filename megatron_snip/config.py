@@ -153,6 +153,7 @@ class LoggingConfig:
     log_all_ranks: bool = False  # Each process writes its metrics; those beside rank 0 to metrics/ in the run folder.
     eval_interval: Optional[int] = None  # Iterations between two validations; by default none.
     eval_iters: int = 10  # Batches of one validation.
+    tensorboard_dir: Optional[str] = None  # Folder of TensorBoard's events (needs the tensorboard extra).
     wandb_project: Optional[str] = None  # Log to this wandb project (needs the wandb extra).
     wandb_exp_name: Optional[str] = None  # Name of the wandb run; by default the run folder's.
     wandb_save_dir: Optional[str] = None  # Folder in which wandb makes its `wandb`; by default the run folder.

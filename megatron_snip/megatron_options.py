@@ -49,7 +49,7 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
         (
             "attention-backend", "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
-            "tiktoken-pattern", "tensorboard-dir", "tensorboard-queue-size", "tensorboard-log-interval",
+            "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",
         ),
         ((_ANY,), ""),

@@ -221,7 +221,7 @@ class Trainer:
             return False
         LOGGER.warning(f"iteration {step.iteration}: {step.text}")
         if self.writer is not None:
-            self.writer.alert("the loss broke", step.text)
+            self.writer.alert("the loss broke", step.text, step.iteration)
         if step.kind != "none":
             self.nan_in_a_row = 0
         if step.checkpoint is None:
@@ -279,10 +279,11 @@ class Trainer:
 
     def _log(self, row: dict[str, Any], result: StepResult) -> None:
         if self.writer is not None:
-            tables = {}
-            if "snip/achieved" in row and self.parts.coordinator and self.parts.coordinator.plan:
-                tables = self.writer.wandb_plan(self.parts.coordinator.plan, self.parts.coordinator.predictions)
-            self.writer.write(row, tables)
+            coordinator = self.parts.coordinator
+            if "snip/achieved" in row and coordinator is not None:
+                self.writer.write(row, coordinator.plan, coordinator.predictions)
+            else:
+                self.writer.write(row)
         if self._is_last_rank() and self._due(self.config.logging.log_interval):
             now = time.perf_counter()
             seconds = (now - self.logged) / (self.iteration - self.logged_iteration)

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, Megatron's progress line, wandb.
+"""What a run tells: metrics.jsonl, Megatron's progress line, and through it whoever watches.
 
 metrics.jsonl has one JSON object an iteration, with the keys that Megatron users chart.  A resumed run cuts
 it back to the checkpoint's iteration, so no iteration stands in it twice.  With --log-all-ranks the processes
@@ -7,8 +7,6 @@ beside rank 0 write rows of their own to metrics/rank_0001.jsonl and so on: what
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -16,25 +14,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_snip.config import Config
-from megatron_snip.errors import UserError
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files import parse_json
-from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.trackers import start_trackers
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Rows that are kept while they cannot be written; one more iteration in a row ends the run.
 ROWS_KEPT = 1000
-#: Skipped iterations in a row that people are told of through wandb.
+#: Skipped iterations in a row that people are told of.
 SKIPPED_IN_A_ROW = 3
-#: Of a plan's table in wandb: divergences in nats and relative to the squared update.
-PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
 
 
 @dataclass(frozen=True)
@@ -98,15 +94,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _read_lines(path)]
 
 
-def plan_rows(plan: Plan, predictions: Predictions | None = None) -> list[list[Any]]:
-    """A row per linear, in PLAN_COLUMNS; divergences are None where they are not known."""
-    rows: list[list[Any]] = []
-    for name, p in plan.linears.items():
-        known = [predictions.loss_divergence(name, p), predictions.weight_divergence(name, p)] if predictions else []
-        rows.append([name, *(getattr(p, gemm) for gemm in GEMMS), *(known or [None, None])])
-    return rows
-
-
 def metrics_file(run_dir: Path, rank: int = 0) -> Path:
     """Where a process writes its rows."""
     return run_dir / f"metrics/rank_{rank:04d}.jsonl" if rank else run_dir / "metrics.jsonl"
@@ -134,7 +121,7 @@ def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) ->
 
 
 class MetricsWriter:
-    """A process's metrics file and, on rank 0, wandb.
+    """A process's metrics file and, on rank 0, where people watch.
 
     A row that cannot be written, as on a full disk, is kept and written before the next one; see `FailedWrites`.
     """
@@ -154,8 +141,8 @@ class MetricsWriter:
                 last = number
         if last is not None and last < iteration:
             LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
-        self._wandb = start_wandb(config, run_id) if config.logging.wandb_project and rank == 0 else None
-        self._failed_wandb = FailedWrites("wandb", ROWS_KEPT)
+        trackers = start_trackers(config, run_id, iteration) if rank == 0 else []
+        self._trackers = [(tracker, FailedWrites(tracker.name, ROWS_KEPT)) for tracker in trackers]
         self._skipped = self._skipped_in_a_row = 0  # in all, as rows tell it
 
     def go_back(self, iteration: int) -> int | None:
@@ -167,19 +154,20 @@ class MetricsWriter:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         return last
 
-    def alert(self, title: str, text: str) -> None:
-        """Tell people through wandb, where it is on."""
-        if (run := self._wandb) is not None:
-            self._failed_wandb.attempt(lambda: run.alert(title=title, text=text))
+    def alert(self, title: str, text: str, iteration: int = 0) -> None:
+        """Tell people."""
+        for tracker, failed in self._trackers:
+            failed.attempt(partial(tracker.alert, title, text, iteration))
 
-    def write(self, row: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> None:
+    def write(self, row: Mapping[str, Any], plan: Plan | None = None, predictions: Predictions | None = None) -> None:
         """One iteration's metrics; the line is handed to the system at once.
 
-        tables: what only wandb shows, made by `wandb_plan`.
+        plan: the one that begins to hold, for those who show more than numbers.
         """
         self._add(_json_line(row))
-        if (run := self._wandb) is not None:
-            self._failed_wandb.attempt(lambda: run.log({**row, **(tables or {})}))
+        for tracker, failed in self._trackers:
+            failed.attempt(partial(tracker.log, row, plan, predictions))
+        if self._trackers:
             self._alert_of(row)
 
     def _add(self, line: str) -> None:
@@ -191,39 +179,25 @@ class MetricsWriter:
     def _alert_of(self, row: Mapping[str, Any]) -> None:
         """What people should hear of at once: a solve that failed, a streak of skipped iterations."""
         if why := row.get("snip/solve_error"):
-            self.alert("no new plan", f"iteration {row['iteration']}: the plan in force stays: {why}")
+            text = f"iteration {row['iteration']}: the plan in force stays: {why}"
+            self.alert("no new plan", text, row["iteration"])
         skipped = row.get("skipped", self._skipped)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped > self._skipped else 0
         self._skipped = skipped
         if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
             text = f"loss or gradient was not finite in {SKIPPED_IN_A_ROW} iterations in a row"
-            self.alert("iterations are skipped", f"iteration {row['iteration']}: {text}")
+            self.alert("iterations are skipped", f"iteration {row['iteration']}: {text}", row["iteration"])
 
     @property
     def reason(self) -> str | None:
         """Why the run must end: too many writes in a row failed.  None while it may go on."""
-        return self.failed.reason or self._failed_wandb.reason
+        return next((one.reason for one in (self.failed, *(f for _, f in self._trackers)) if one.reason), None)
 
     def _write_left(self) -> None:
         """All bytes that the file does not have yet, in order; what a failing write took is not written again."""
         assert self._file is not None
         while self._left:
             del self._left[: self._file.write(self._left) or 0]
-
-    def wandb_plan(self, plan: Plan, predictions: Predictions | None = None) -> dict[str, Any]:
-        """A plan as a wandb Table, with what it is predicted to cost, and as a picture; nothing without wandb."""
-        if self._wandb is None:
-            return {}
-        try:
-            wandb, image = importlib.import_module("wandb"), importlib.import_module("PIL.Image")
-            # matplotlib takes a second that runs without wandb need not wait for
-            from megatron_snip.train.report_pictures import plan_png
-
-            table = wandb.Table(columns=list(PLAN_COLUMNS), data=plan_rows(plan, predictions))
-            return {"snip/plan": table, "snip/plan_heatmap": wandb.Image(image.open(plan_png(plan)))}
-        except Exception as error:  # a picture less must not end the run
-            LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in wandb: {error}")
-            return {}
 
     def close(self) -> None:
         """End the file and the wandb run; never raises."""
@@ -235,37 +209,8 @@ class MetricsWriter:
         else:
             self.failed.attempt(lambda: os.fsync(file.fileno()))
         file.close()
-        if self._wandb is not None:
-            self._failed_wandb.attempt(self._wandb.finish)
-
-
-def check_wandb(config: Config) -> None:
-    """UserError if --wandb-project is given and wandb is not installed."""
-    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb-project needs wandb: pip install 'megatron_snip[wandb]', or drop the option")
-
-
-def start_wandb(config: Config, run_id: str) -> Any:
-    """A wandb run whose x axis is the iteration.
-
-    The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
-    """
-    wandb = importlib.import_module("wandb")
-    log = config.logging
-    folder = Path(log.wandb_save_dir or log.run_dir)  # wandb makes its own folder, wandb/, in it
-    folder.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        project=log.wandb_project,
-        name=log.wandb_exp_name or Path(log.run_dir).name,
-        id=run_id,
-        resume="allow",
-        mode=log.wandb_mode,
-        dir=str(folder),
-        config=config.to_dict(),
-    )
-    run.define_metric("iteration")
-    run.define_metric("*", step_metric="iteration")
-    return run
+        for tracker, failed in self._trackers:
+            failed.attempt(tracker.finish)
 
 
 def progress_line(

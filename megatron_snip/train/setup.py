@@ -42,11 +42,11 @@ from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
-from megatron_snip.train.metrics import check_wandb
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.same_data import Identity
 from megatron_snip.train.step import Stepper
+from megatron_snip.train.trackers import check_trackers
 from megatron_snip.train.validate import validate
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -77,7 +77,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)
     check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
-    check_wandb(config)
+    check_trackers(config)
     plan = None
     if p.precision == "plan":
         plan = Plan.load(str(p.precision_plan))

@@ -39,6 +39,7 @@ WORDS = {
     "mock_data": True, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "t.model",
     "run_dir": "runs/x", "log_interval": "3", "log_throughput": True, "log_all_ranks": True,
     "eval_interval": "5", "eval_iters": "2",
+    "tensorboard_dir": "board",
     "wandb_project": "p", "wandb_exp_name": "-name", "wandb_save_dir": "w", "wandb_mode": "online", "save": "s",
     "load": "l", "save_interval": "8", "async_save": True, "keep_last": 2, "keep_every": 8, "ckpt_step": 5,
     "pretrained_checkpoint": "p",

@@ -69,7 +69,7 @@ def test_with_these_changes_it_runs(caplog):
     assert line.startswith(
         "options of Megatron-LM that change nothing here: --use-mcore-models, --group-query-attention"
     )
-    assert "--position-embedding-type rope" in line and "--tensorboard-dir logs" in line
+    assert "--position-embedding-type rope" in line and config.logging.tensorboard_dir == "logs"
 
 
 @pytest.mark.parametrize(

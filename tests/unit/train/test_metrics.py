@@ -6,19 +6,14 @@ import json
 import math
 import re
 import statistics
-import sys
 
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import metrics
 from megatron_snip.train.metrics import (
     MetricsWriter,
     RunningMean,
-    check_wandb,
     cut_back_ranks,
     metrics_file,
     progress_line,
@@ -227,43 +222,6 @@ def test_megatrons_validation_line():
     assert "PPL: 4.851652E+08" in validation_line(1, 1e4), "capped, as Megatron's"
 
 
-def test_wandb_is_asked_for_before_the_run(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    check_wandb(Config())
-    with pytest.raises(ValueError, match=r"--wandb-project needs wandb: pip install 'megatron_snip\[wandb\]'"):
-        check_wandb(Config().replace(wandb_project="p"))
-
-
-def test_rows_of_a_plan():
-    names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
-    plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))
-    predictions = Predictions({names[0]: {"fp4": 0.5}}, {names[0]: {"bf16": 0.0, "fp4": 2.0}})  # of fprop and of wgrad
-    assert metrics.plan_rows(plan, predictions) == [
-        [names[0], "fp4", "fp8", "bf16", 0.5, 0.0],
-        [names[1], "fp8", "fp8", "fp8", None, None],
-    ]
-    assert [row[-2:] for row in metrics.plan_rows(plan)] == [[None, None]] * 2
-    assert len(metrics.PLAN_COLUMNS) == 6
-
-
-def test_a_plan_that_wandb_cannot_show_does_not_end_the_run(monkeypatch, tmp_path, caplog):
-    one = writer(tmp_path)
-    one._wandb = object()
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with caplog.at_level("WARNING", logger="megatron_snip"):
-        assert one.wandb_plan(Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)) == {}
-    assert "iteration 3: the plan is not shown in wandb" in caplog.text
-    one._wandb = None
-    one.close()
-
-
-def test_without_a_project_wandb_is_not_touched(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    one = writer(tmp_path)
-    assert one.wandb_plan(Plan.uniform(["layers.0.mlp.up_proj"], "fp4")) == {}
-    one.close()
-
-
 def test_a_running_mean_with_its_standard_error():
     values, seen = [1.0, 4.0, -2.0, 0.5], RunningMean()
     assert seen.following("a", values[0]).summary() == {"mean": 1.0, "count": 1}, "one value tells no error"
@@ -275,34 +233,3 @@ def test_a_running_mean_with_its_standard_error():
     assert seen.following("b", 3.0).summary() == {"mean": 3.0, "count": 1}, "another plan begins anew"
     assert seen.following("b", math.nan).following("b", 3.0) == RunningMean("b", 1, 3.0)
     assert RunningMean(**json.loads(json.dumps(vars(seen)))).following("a", 9.0) == seen.following("a", 9.0)
-
-
-def test_people_are_told_of_what_goes_wrong(tmp_path, monkeypatch):
-    """Through wandb's alerts: a solve that failed, the third skipped iteration in a row."""
-    told, logged = [], []
-
-    class Run:
-        def log(self, row):
-            logged.append(row["iteration"])
-
-        def alert(self, title, text):
-            told.append((title, text))
-            raise ConnectionError("no network")
-
-        def finish(self):
-            pass
-
-    monkeypatch.setattr(metrics, "start_wandb", lambda config, run_id: Run())
-    one = MetricsWriter(Config().replace(run_dir=str(tmp_path), wandb_project="p"), "id", 0)
-    for i, skipped in enumerate([0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], 1):
-        one.write({"iteration": i, "skipped": skipped, **({"snip/solve_error": "it took too long"} if i == 2 else {})})
-    one.alert("the loss broke", "iteration 14")
-    one.close()
-    streak = "loss or gradient was not finite in 3 iterations in a row"
-    assert told == [
-        ("no new plan", "iteration 2: the plan in force stays: it took too long"),
-        ("iterations are skipped", f"iteration 7: {streak}"),
-        ("iterations are skipped", f"iteration 13: {streak}"),
-        ("the loss broke", "iteration 14"),
-    ]
-    assert logged == list(range(1, 14)) and one.reason is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import pytest
@@ -105,9 +106,7 @@ def test_a_vocabulary_that_tensor_parallel_cannot_split(config):
 
 
 def test_wandb_that_is_not_installed(config, monkeypatch):
-    from megatron_snip.train import metrics
-
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "--wandb-project needs wandb" in refused(config.replace(wandb_project="p"))
 
 

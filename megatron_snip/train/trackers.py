@@ -1,0 +1,156 @@
+"""Where people watch a run beside its own file, under the same names: wandb and TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.quant import GEMMS
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.predict.divergence import Predictions
+
+LOGGER = logging.getLogger("megatron_snip")
+#: Of a plan's table: divergences in nats and relative to the squared update.
+PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
+
+
+class Tracker(Protocol):
+    """One such place.  Its methods may raise whatever they like; the caller goes on."""
+
+    name: str
+
+    def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
+        """One iteration's metrics, and the plan that begins to hold."""
+
+    def alert(self, title: str, text: str, iteration: int) -> None:
+        """Tell people at once."""
+
+    def finish(self) -> None:
+        """The run ends."""
+
+
+def check_trackers(config: Config) -> None:
+    """UserError if an option needs a package that is not installed."""
+    log = config.logging
+    for option, value, package in (
+        ("--wandb-project", log.wandb_project, "wandb"), ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
+    ):  # fmt: skip
+        if value and importlib.util.find_spec(package) is None:
+            raise UserError(f"{option} needs {package}: pip install 'megatron_snip[{package}]', or drop the option")
+
+
+def start_trackers(config: Config, run_id: str, iteration: int) -> list[Tracker]:
+    """Those that the options ask for, of a run that goes on after an iteration."""
+    trackers: list[Tracker] = []
+    if config.logging.wandb_project:
+        trackers.append(Wandb(config, run_id))
+    if config.logging.tensorboard_dir:
+        trackers.append(TensorBoard(config.logging.tensorboard_dir, iteration))
+    return trackers
+
+
+def plan_rows(plan: Plan, predictions: Predictions | None) -> list[list[Any]]:
+    """A row of `PLAN_COLUMNS` for each linear; None for what is not known."""
+    rows = []
+    for name, p in plan.linears.items():
+        known = [predictions.loss_divergence(name, p), predictions.weight_divergence(name, p)] if predictions else []
+        rows.append([name, *(getattr(p, gemm) for gemm in GEMMS), *(known or [None, None])])
+    return rows
+
+
+class Wandb:
+    """A wandb run whose x axis is the iteration.
+
+    The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: Config, run_id: str) -> None:
+        wandb = importlib.import_module("wandb")
+        log = config.logging
+        folder = Path(log.wandb_save_dir or log.run_dir)  # wandb makes its own folder, wandb/, in it
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=log.wandb_project,
+            name=log.wandb_exp_name or Path(log.run_dir).name,
+            id=run_id,
+            resume="allow",
+            mode=log.wandb_mode,
+            dir=str(folder),
+            config=config.to_dict(),
+        )
+        self.run.define_metric("iteration")
+        self.run.define_metric("*", step_metric="iteration")
+
+    def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
+        """The row, and of a plan a table and a picture."""
+        self.run.log({**row, **(self._shown(plan, predictions) if plan else {})})
+
+    def _shown(self, plan: Plan, predictions: Predictions | None) -> dict[str, Any]:
+        try:
+            wandb, image = importlib.import_module("wandb"), importlib.import_module("PIL.Image")
+            table = wandb.Table(columns=list(PLAN_COLUMNS), data=plan_rows(plan, predictions))
+            return {"snip/plan": table, "snip/plan_heatmap": wandb.Image(image.open(_picture(plan)))}
+        except Exception as error:  # a picture less must not cost the row
+            LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in wandb: {error}")
+            return {}
+
+    def alert(self, title: str, text: str, iteration: int) -> None:
+        """wandb's own alert."""
+        self.run.alert(title=title, text=text)
+
+    def finish(self) -> None:
+        """End the wandb run."""
+        self.run.finish()
+
+
+class TensorBoard:
+    """Events in a folder; those of later iterations, of a run that went back, are hidden."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: str, iteration: int) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self.writer = writer(folder, purge_step=iteration + 1, flush_secs=10)
+
+    def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
+        """Every number of the row, and of a plan a table and a picture."""
+        step = row["iteration"]
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "iteration" and math.isfinite(value):
+                self.writer.add_scalar(name, value, step)
+        if plan is not None:
+            self._show(plan, predictions, step)
+
+    def _show(self, plan: Plan, predictions: Predictions | None, step: int) -> None:
+        lines = [PLAN_COLUMNS, ("---",) * len(PLAN_COLUMNS), *plan_rows(plan, predictions)]
+        self.writer.add_text("snip/plan", "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines), step)
+        try:
+            image, numpy = importlib.import_module("PIL.Image"), importlib.import_module("numpy")
+            pixels = numpy.asarray(image.open(_picture(plan)).convert("RGB"))
+            self.writer.add_image("snip/plan_heatmap", pixels, step, dataformats="HWC")
+        except Exception as error:
+            LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in TensorBoard: {error}")
+
+    def alert(self, title: str, text: str, iteration: int) -> None:
+        """A line among the texts."""
+        self.writer.add_text("alerts", f"**{title}**: {text}", iteration)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+def _picture(plan: Plan) -> Any:
+    # matplotlib takes a second that runs without it need not wait for
+    from megatron_snip.train.report_pictures import plan_png
+
+    return plan_png(plan)
