@@ -25,6 +25,7 @@ def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
     assert (tmp_path / "gpu.md").read_text().count("\n## ") == 7
 
 
+@pytest.mark.slow
 def test_a_layout_of_several_runs(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu_cluster.py"), "--rehearse", "--gpus", "2"]
     command += ["--layout", "tp 2", "--output", str(tmp_path)]

@@ -46,12 +46,30 @@ def commands(text: str) -> list[str]:
 README = commands((ROOT / "README.md").read_text())
 
 
+#: Runs each script of the command line as it would run with --help, in one process, since each imports torch.
+HELPS = """
+import contextlib, io, json, os, runpy, sys
+found, path = {}, list(sys.path)
+for script in sys.argv[1:]:
+    said, sys.argv, sys.path[:] = io.StringIO(), [script, "--help"], [os.path.dirname(script), *path[1:]]
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, (script, end.code)
+    found[script] = said.getvalue()
+print(json.dumps(found))
+"""
+
+
 @functools.cache
-def help_of(script: str) -> str:
-    """What a Python script says to --help."""
-    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def helps() -> dict[str, str]:
+    """What the README's Python scripts say to --help."""
+    scripts = {words[1] for words in (split_environment(command)[1] for command in README) if words[0] == "python"}
+    command = [sys.executable, "-c", HELPS, *sorted(scripts)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
@@ -88,7 +106,7 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
     elif words[0] == "sbatch":
         assert all((ROOT / word).is_file() for word in words[1:] if not word.startswith("--"))
     elif words[0] == "python":
-        text = help_of(words[1])
+        text = helps()[words[1]]
         missing = [word for word in words[2:] if word.startswith("--") and word not in text]
         assert not missing, f"{words[1]} --help does not tell {missing}"
     else:

@@ -126,7 +126,7 @@ def farther(distances: dict[str, float], bound: float) -> dict[str, float]:
     return {name: d for name, d in distances.items() if not d < bound}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@ALL
 def test_one_checkpoint_gives_one_plan(layout, checkpoint, plan_alone):
     over_all_stages = {"snip_stage_constraint": "none"}  # as one stage is planned
     results = run(layout, over_all_stages, plan_from, checkpoint, CHECKPOINT_ITERATIONS)
@@ -148,7 +148,9 @@ def statistics_alone(checkpoint):
     return run_ranks(statistics, 1, {}, checkpoint, CHECKPOINT_ITERATIONS, FEW_ROWS)[0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2 x pp2 interleaved", "tp2 x dp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2 x dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "tp2 x pp2 interleaved"))]
+)
 def test_statistics_of_some_rows_agree_under_recompute(layout, checkpoint, statistics_alone):
     recompute = {"recompute_granularity": "full"}
     for got in run(layout, recompute, statistics, checkpoint, CHECKPOINT_ITERATIONS, FEW_ROWS):
@@ -168,7 +170,7 @@ def broad(tmp_path_factory):
     return folder, run_ranks(plan_from, 1, BROAD, folder, 1)[0]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_sums_of_a_million_elements_agree(layout, broad):
     folder, alone = broad
     for result in run(layout, BROAD, plan_from, folder, 1):
