@@ -28,6 +28,7 @@ DOCUMENTS = [
         "CHANGELOG.md",
         "docs/architecture.md",
         "docs/from_megatron.md",
+        "docs/guide.md",
         "docs/numerics.md",
         "docs/reliability.md",
         "docs/evidence.md",
@@ -43,7 +44,7 @@ def commands(text: str) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-README = commands((ROOT / "README.md").read_text())
+README = [command for name in ("README.md", "docs/guide.md") for command in commands((ROOT / name).read_text())]
 
 
 #: Runs each script of the command line as it would run with --help, in one process, since each imports torch.
