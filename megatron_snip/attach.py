@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -74,7 +75,8 @@ def attach(
 
     linears: patterns of names, such as "model.layers.*", or what says whether to take a linear; by default all but
     the output layer.  options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.
-    impl: as --linear-impl.  Call it on every process alike, before or after DDP or FSDP2 wrap the model.
+    impl: as --linear-impl.  Call it on every process alike, where the model lies on its device and torch.distributed is
+    started: after FSDP2's ``fully_shard``, before or after DDP.  A copy of the model has its linears as they were.
     UserError if no linear is left, or an option is unknown or cannot run here.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -117,7 +119,7 @@ class Snip:
         self._mesh = _mesh()
         self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
         self.impl, self._plain_seed = impl, seed
-        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self.sharded = bool(_fsdp(model))
         attends = attention_of(model, lambda: self.length) or {}
         self.shapes = [_shape(name, linear, attends) for name, linear in linears.items()]
         attends = {block: attends[block] for block in _whole_blocks(self.shapes) if block in attends}
@@ -127,26 +129,33 @@ class Snip:
         choices = read_choices(self._options, self.shapes)
         for option in choices.options:
             check_linear(impl, option, device)
-        self.linears = {name: AttachedLinear(self, name, linear, keeps=not sharded) for name, linear in linears.items()}
+        self.linears = {
+            name: AttachedLinear(self, name, linear, keeps=not self.sharded) for name, linear in linears.items()
+        }
         nobody = cast(Any, None)  # nothing asks for updates
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
             updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
             region=Region(self._mesh.tp, sequence_parallel=False), tokens=0, device=device, wide=False,
+            own_attends=False,
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
         """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
 
-        Backward runs here.  Gradients, random numbers and weights are what they were afterwards.  Every process calls
-        it alike.  ProbeFailed, on every process, if a loss is not finite or memory does not suffice.
+        Backward runs here.  Gradients, random numbers and weights are what they were afterwards; under FSDP2 call it
+        between updates, where none are accumulated.  Every process calls it alike.  ProbeFailed, on every process, if
+        a loss is not finite, backward does not come to a linear, or memory does not suffice.
         """
         if not losses:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
+        self._check_wrapped()
+        for module in _fsdp(self.model):
+            module.reshard()  # after a forward without backward, parameters would be the gathered ones
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        before = [p.grad for p in parameters]
+        before = [(p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]  # DDP's are views
 
         def zero_grad() -> None:
             for p in parameters:
@@ -160,8 +169,10 @@ class Snip:
                     lambda ahead=0: self._pass(losses[ahead]), zero_grad, self.iteration, len(losses), updates=False
                 )
         finally:
-            for p, grad in zip(parameters, before, strict=True):
+            for p, (grad, values) in zip(parameters, before, strict=True):
                 p.grad = grad
+                if grad is not None and values is not None:
+                    grad.detach().copy_(values)
             self._forget_rows()
         self.statistics = found
         return found
@@ -172,15 +183,21 @@ class Snip:
         loss, size = loss_of(), self._mesh.dp.size
         if loss.numel() != 1:
             raise UserError(f"probe: the loss has shape {list(loss.shape)}; return one number, the mean over tokens")
+        seen = self._most_rows()
         (loss / size).sum().backward()
         mean = loss.detach().double().sum() / size
         if size > 1:
             dist.all_reduce(mean)
-        seen = {name: linear.rows_seen for name, linear in self.linears.items()}
-        if idle := [name for name, rows in seen.items() if not rows]:
-            raise UserError(f"probe: the loss does not use {idle[0]}; leave it out by attach(model, linears=...)")
-        self._probe.tokens = size * max(seen.values())
+        # recomputation counts rows once more, or, where torch calls it reentrant, for the first time
+        self._probe.tokens = size * (seen or self._most_rows())
         return Pass(loss=float(mean), grad_norm=0.0, clip=1.0)
+
+    def _most_rows(self) -> int:
+        return max(linear.rows_seen for linear in self.linears.values())
+
+    def _check_wrapped(self) -> None:
+        if not self.sharded and _fsdp(self.model):
+            raise UserError("the model was sharded by FSDP2 after attach; call attach after fully_shard")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
         """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.
@@ -217,6 +234,7 @@ class Snip:
 
     def apply(self, plan: Plan | str) -> None:
         """Run every linear as a plan, or a plan's file, says; UserError if it is of other linears or cannot run."""
+        self._check_wrapped()
         source = plan if isinstance(plan, str) else "plan"
         plan = Plan.load(plan) if isinstance(plan, str) else plan
         plan.check_names(self.linears, source)
@@ -272,6 +290,10 @@ class AttachedLinear:
         self._stream = name_stream(name)
         module.forward = self  # type: ignore[method-assign,assignment]
 
+    def __reduce__(self) -> Any:
+        """A copied or pickled model's linear computes as it did before ``attach``."""
+        return _plain_forward, (self.module,)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         module, device = self.module, x.device.type
@@ -289,6 +311,14 @@ class AttachedLinear:
         y = run_linear(rows, module.weight, call, self.snip.impl)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)
+
+
+def _plain_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return MethodType(nn.Linear.forward, module)
+
+
+def _fsdp(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _mesh() -> Mesh:

@@ -16,23 +16,25 @@ from megatron_snip.attach import Snip, attach
 
 
 class SnipCallback(TrainerCallback):
-    """Plans the model's linears anew every ``every`` steps, from step ``start`` on, by a batch of the training data."""
+    """Plans the model's linears every ``every`` steps, from step ``start`` on, by one batch of the training data."""
 
     def __init__(self, target: float = 0.75, start: int = 10, every: int = 100, **options: Any) -> None:
         self.target, self.start, self.every, self.options = target, start, every, options
         self.snip: Snip | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Attach to the model, which Trainer has not wrapped."""
+        """Attach to the model, and take a batch for the probes; training's own iterator is left alone."""
         self.snip = attach(given["model"], **self.options)
+        with torch.random.fork_rng():
+            batch = next(iter(given["train_dataloader"]))
+        self.batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Probe and plan, when it is time."""
         assert self.snip is not None
         if state.global_step < self.start or (state.global_step - self.start) % self.every:
             return
-        model, batch = given["model"], next(iter(given["train_dataloader"]))
-        batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
+        model, batch = given["model"], self.batch
         with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
             self.snip.probe(lambda: model(**batch).loss)
         self.snip.apply(self.snip.solve(self.target))

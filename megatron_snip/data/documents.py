@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,8 @@ def _compressed(path: str) -> Iterator[Piece]:
     number, rest, before = 1, b"", 0
     with open(path, "rb") as raw:
         stream = _decompressed(path, raw)
+        if not os.fstat(raw.fileno()).st_size:
+            raise UserError(f"{path} is empty, which no compressed file is; is it whole?")
         while True:
             try:
                 block = stream.read(PIECE_BYTES)
@@ -188,10 +191,41 @@ def _compressed(path: str) -> Iterator[Piece]:
 def _decompressed(path: str, raw: IO[bytes]) -> Any:
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
-    # datasets are compressed with windows of up to 2 GiB, which the library refuses unless it is told
-    return _needed("zstandard", path).ZstdDecompressor(max_window_size=1 << 31).stream_reader(
-        raw, read_across_frames=True
-    )  # fmt: skip
+    return _Zstd(_needed("zstandard", path), raw)
+
+
+class _Zstd:
+    """Reads all frames of a file; EOFError if the last one is cut, which zstandard's own reader takes for the end."""
+
+    def __init__(self, zstandard: Any, raw: IO[bytes]) -> None:
+        # datasets are compressed with windows of up to 2 GiB, which the library refuses unless it is told
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._raw, self._frame = raw, self._decompressor.decompressobj()
+        self._begun, self._left, self._out = False, b"", memoryview(b"")
+
+    def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes; none at the end."""
+        if not self._out:
+            self._out = memoryview(self._more(size))
+        part, self._out = self._out[:size], self._out[size:]
+        return bytes(part)
+
+    def _more(self, size: int) -> bytes:
+        """What the next compressed bytes, ``size`` of them or more, decompress to; nothing at the end."""
+        while True:
+            data = self._left or self._raw.read(size)
+            self._left = b""
+            if not data:
+                if self._begun:
+                    raise EOFError("the file ends within a frame")
+                return b""
+            out: bytes = self._frame.decompress(data)
+            self._begun = True
+            if self._frame.eof:
+                self._left, self._frame = self._frame.unused_data, self._decompressor.decompressobj()
+                self._begun = False
+            if out:
+                return out
 
 
 def _zstd_error() -> type[Exception]:
@@ -241,10 +275,10 @@ def _batches(path: str, keys: Sequence[str]) -> tuple[Iterator[Any], int]:
         total = sum(batch.num_rows for batch in reader)
         source: Any = arrow.ipc.open_stream(arrow.memory_map(path))
     except arrow.ArrowInvalid:
-        file = arrow.ipc.open_file(memory)
-        total = sum(file.get_batch(i).num_rows for i in range(file.num_record_batches))
-        source = (file.get_batch(i) for i in range(file.num_record_batches))
-    there = [key for key in keys if key in source.schema.names] if hasattr(source, "schema") else list(keys)
+        reader = arrow.ipc.open_file(memory)
+        total = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+        source = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    there = [key for key in keys if key in reader.schema.names]
     return (batch.select(there) for batch in source), total
 
 

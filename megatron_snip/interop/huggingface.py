@@ -178,7 +178,7 @@ def _reader(folder: Path) -> Any:
 
 
 def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Attend] | None:
-    """What each block's attention makes of q, k and v, for transformers' Llama; None for other models.
+    """What each block's attention makes of q, k and v, for transformers' Llama without biases and dropout; else None.
 
     length: tokens of a sequence, asked for at each call.  Causal, without padding, positions from 0 on.
     """
@@ -186,6 +186,8 @@ def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Atten
     if getattr(config, "model_type", None) != "llama" or not hasattr(model, "model"):
         return None
     assert config is not None
+    if config.attention_bias or config.attention_dropout:
+        return None
     rotary = cast(Any, model).model.rotary_emb
     grouped = config.num_key_value_heads != config.num_attention_heads
 

@@ -55,8 +55,13 @@ class Group:
         ]
 
     def may_cast_parts(self, wanted: Sequence[Wanted], rows: int) -> bool:
-        """Whether casting ``rows`` of each sequence apart gives the bits of casting all of them at once."""
-        return not self.gathers or all(form is not None and _ends_with(form, rows) for form, _ in wanted)
+        """Whether casting ``rows`` of each sequence apart gives the bits of casting all at once, and sends less.
+
+        Codes in two formats are more than the rows themselves.
+        """
+        if not self.gathers:
+            return True
+        return len(set(wanted)) == 1 and all(form is not None and _ends_with(form, rows) for form, _ in wanted)
 
 
 def _ends_with(form: Form, rows: int) -> bool:
@@ -107,7 +112,7 @@ class _Linears(torch.autograd.Function):
         if total is not None:
             sum_of = start_sum(total, samples, group.axis, scatter=group.gathers)
             total = None
-        operands, x = _wgrad_inputs({key: wait() for key, wait in waits.items()}, group)
+        operands, x = _wgrad_inputs({key: waits.pop(key)() for key in list(waits)}, group)
         grads_w = [step.wgrad(operand, x) for step, operand in zip(steps, operands[::-1], strict=True)]
         return sum_of() if sum_of is not None else None, None, None, *grads_w[::-1]
 

@@ -153,8 +153,8 @@ class Coordinator:
             plan = Plan.from_dict(state["plan"], "checkpoint")
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
             self._set(plan)
-        if self.mesh.rank == 0 and state.get("unwritten"):
-            self._unwritten |= state["unwritten"]
+        self._unwritten = dict(state.get("unwritten", {})) if self.mesh.rank == 0 else {}
+        if self._unwritten:
             self._failed.attempt(self._write_all)
         self.history = list(state["history"])
         if state.get("predictions"):  # checkpoints of before have none

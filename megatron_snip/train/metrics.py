@@ -134,25 +134,37 @@ class MetricsWriter:
         self._left = bytearray()  # bytes that the file does not have yet
         self.unwritten: list[str] = []  # lines of which some may not be there yet, for a checkpoint
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
-        last = self.go_back(iteration)
-        for line in unwritten:  # of a checkpoint
-            if (number := json.loads(line)["iteration"]) > (-1 if last is None else last):
-                self._add(line)
-                last = number
+        last = cut_back(self.path, iteration)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        last = self._add_missing(unwritten, last, iteration)
         if last is not None and last < iteration:
             LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
         trackers = start_trackers(config, run_id, iteration) if rank == 0 else []
         self._trackers = [(tracker, FailedWrites(tracker.name, ROWS_KEPT)) for tracker in trackers]
         self._skipped = self._skipped_in_a_row = 0  # in all, as rows tell it
 
-    def go_back(self, iteration: int) -> int | None:
-        """Write on after this iteration; rows of later ones are dropped.  Returns the last that has a row."""
-        if self._file is not None:
-            self.failed.attempt(self._write_left)
-            self._file.close()
-        last = cut_back(self.path, iteration)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+    def _add_missing(self, lines: Sequence[str], last: int | None, iteration: int) -> int | None:
+        """Write those lines up to an iteration that come after the file's ``last`` row; returns its last row then."""
+        for line in lines:
+            number = json.loads(line)["iteration"]
+            if (-1 if last is None else last) < number <= iteration:
+                self._add(line)
+                last = number
         return last
+
+    def go_back(self, iteration: int) -> None:
+        """Write on after this iteration; rows of later ones are dropped, on a full disk too."""
+        assert self._file is not None
+        lines, self._left, self.unwritten = self.unwritten, bytearray(), []
+        end, last = 0, None
+        for line, row in _read_lines(self.path):
+            if row["iteration"] > iteration:
+                break
+            end, last = end + len(line), row["iteration"]
+        self._file.truncate(end)
+        self._add_missing(lines, last, iteration)
+        for tracker, failed in self._trackers:
+            failed.attempt(partial(tracker.go_back, iteration))
 
     def alert(self, title: str, text: str, iteration: int = 0) -> None:
         """Tell people."""

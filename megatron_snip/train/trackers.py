@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +33,9 @@ class Tracker(Protocol):
 
     def alert(self, title: str, text: str, iteration: int) -> None:
         """Tell people at once."""
+
+    def go_back(self, iteration: int) -> None:
+        """What was logged of later iterations does not count."""
 
     def finish(self) -> None:
         """The run ends."""
@@ -107,46 +112,71 @@ class Wandb:
         """wandb's own alert."""
         self.run.alert(title=title, text=text)
 
+    def go_back(self, iteration: int) -> None:
+        """wandb keeps both; the x axis is the iteration."""
+
     def finish(self) -> None:
         """End the wandb run."""
         self.run.finish()
 
 
 class TensorBoard:
-    """Events in a folder; those of later iterations, of a run that went back, are hidden."""
+    """Events in a folder; those of later iterations, of a run that went back, are hidden.
+
+    tensorboard's writer ends for good at the first write that fails: another one then takes its place.
+    """
 
     name = "TensorBoard"
 
     def __init__(self, folder: str, iteration: int) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self.writer = writer(folder, purge_step=iteration + 1, flush_secs=10)
+        self._make = partial(importlib.import_module("torch.utils.tensorboard").SummaryWriter, folder, flush_secs=10)
+        self.writer: Any = self._make(purge_step=iteration + 1)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        if self.writer is None:
+            self.writer = self._make()
+        try:
+            yield self.writer
+        except Exception:
+            self.writer = None
+            raise
 
     def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
         """Every number of the row, and of a plan a table and a picture."""
         step = row["iteration"]
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and name != "iteration" and math.isfinite(value):
-                self.writer.add_scalar(name, value, step)
-        if plan is not None:
-            self._show(plan, predictions, step)
+        with self._writing() as writer:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name != "iteration" and math.isfinite(value):
+                    writer.add_scalar(name, value, step)
+            if plan is not None:
+                self._show(writer, plan, predictions, step)
 
-    def _show(self, plan: Plan, predictions: Predictions | None, step: int) -> None:
+    def _show(self, writer: Any, plan: Plan, predictions: Predictions | None, step: int) -> None:
         lines = [PLAN_COLUMNS, ("---",) * len(PLAN_COLUMNS), *plan_rows(plan, predictions)]
-        self.writer.add_text("snip/plan", "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines), step)
+        writer.add_text("snip/plan", "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines), step)
         try:
             image, numpy = importlib.import_module("PIL.Image"), importlib.import_module("numpy")
             pixels = numpy.asarray(image.open(_picture(plan)).convert("RGB"))
-            self.writer.add_image("snip/plan_heatmap", pixels, step, dataformats="HWC")
         except Exception as error:
             LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in TensorBoard: {error}")
+            return
+        writer.add_image("snip/plan_heatmap", pixels, step, dataformats="HWC")
 
     def alert(self, title: str, text: str, iteration: int) -> None:
         """A line among the texts."""
-        self.writer.add_text("alerts", f"**{title}**: {text}", iteration)
+        with self._writing() as writer:
+            writer.add_text("alerts", f"**{title}**: {text}", iteration)
+
+    def go_back(self, iteration: int) -> None:
+        """A new file, which hides what later iterations left."""
+        self.finish()
+        self.writer = self._make(purge_step=iteration + 1)
 
     def finish(self) -> None:
         """Write what is left."""
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _picture(plan: Plan) -> Any:

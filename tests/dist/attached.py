@@ -12,18 +12,19 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_snip.attach import Snip, attach
+from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import hf_config, hf_name
 from tests.dist.runs import make
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "num_query_groups": 2, "precision": "snip", "snip_apply_lag": 0}
 
 
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
     """A Llama of two blocks over 300 words."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32,
+        num_key_value_heads=2, head_dim=32, **options,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -87,3 +88,30 @@ def over_processes(wrapped: str) -> dict[str, Any]:
         both = nn.parallel.DistributedDataParallel(model)
         return _plan_of(both, attach(both, options="fp8,fp4"), samples)
     return _plan_of(model, attach(model, options="fp8,fp4"), samples)
+
+
+def after_a_validation(late: bool) -> dict[str, Any]:
+    """Under FSDP2: gradients of a step with a probe before it, and without one, each after a forward alone.
+
+    late: attach before the model is sharded, and tell what that says.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    for probed in (False, True):
+        model, samples = tiny_llama(), tokens_of(2)
+        early = attach(model, options="fp8,fp4") if late else None
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        if early is not None:
+            try:
+                early.probe(lambda model=model: model(input_ids=samples, labels=samples).loss)
+            except UserError as error:
+                return {"error": str(error)}
+        snip = attach(model, options="fp8,fp4")
+        with torch.no_grad():
+            model(input_ids=samples)
+        if probed:
+            snip.probe(lambda model=model: model(input_ids=samples, labels=samples).loss)
+        model(input_ids=samples, labels=samples).loss.backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    return {"plain": found[0], "probed": found[1]}

@@ -203,8 +203,8 @@ def run_sent(precision: str) -> tuple[int, int]:
     region = Region(mesh.tp, True)
     weights = [(draw(N, K, seed=i) / 16).bfloat16() for i in range(3)]
     layers = [ColumnParallelLinear(f"{i}", w, region, mesh.device_mesh) for i, w in enumerate(weights)]
-    for layer in layers:
-        layer.precision = LinearPrecision.parse(precision)
+    for layer, one in zip(layers, precision.split(",") * (3 if "," not in precision else 1), strict=True):
+        layer.precision = LinearPrecision.parse(one)
     x, saved = part(draw(B, S, K, seed=1), 1, mesh).bfloat16().requires_grad_(), {}
     own = {local(layer.weight).untyped_storage().data_ptr() for layer in layers}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.snip.predict.divergence import Predictions
-from tests.dist.attached import beside_the_trainer, over_processes
+from tests.dist.attached import after_a_validation, beside_the_trainer, over_processes
 from tests.dist.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
 
@@ -36,3 +36,14 @@ def test_data_parallel_processes_plan_together(wrapped):
     means = [sum(each) / 2 for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert means == pytest.approx(alone["losses"], rel=2e-3), "training under the plan goes the same way"
     assert means[-1] < means[0]
+
+
+def test_a_probe_after_a_validation_leaves_no_gradient():
+    """FSDP2 keeps the last unit gathered after a forward alone."""
+    for rank in run_ranks(after_a_validation, 2, False):
+        assert all(grad.equal(rank["probed"][name]) for name, grad in rank["plain"].items())
+
+
+def test_attach_comes_after_fully_shard():
+    for rank in run_ranks(after_a_validation, 2, True):
+        assert rank["error"] == "the model was sharded by FSDP2 after attach; call attach after fully_shard"

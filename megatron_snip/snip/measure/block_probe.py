@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,13 +47,15 @@ class Failure:
 class BlockProbe:
     """Measures a block's linears; ``observer(name)`` is what a linear is given.
 
-    attend: None where no linear is of kind q, k or v.
+    attend: None where no linear is of kind q, k or v.  own: whether it is the model's own, with the same bits.
 
     Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
     """
 
-    def __init__(self, probes: Mapping[str, LinearProbe], attend: Attend | None, tp: Axis, failure: Failure) -> None:
-        self.probes, self.attend, self.tp, self.failure = dict(probes), attend, tp, failure
+    def __init__(
+        self, probes: Mapping[str, LinearProbe], attend: Attend | None, tp: Axis, failure: Failure, *, own: bool = True
+    ) -> None:
+        self.probes, self.attend, self.tp, self.failure, self.own = dict(probes), attend, tp, failure, own
         self.formats = next(iter(self.probes.values())).formats
         # by the global row of a microbatch's first token: several may be in flight
         self._shown: dict[int, dict[str, Shown | None]] = {}
@@ -107,6 +110,9 @@ class BlockProbe:
         known = {self.probes[name].shape.kind: one for name, one in shown.items() if one is not None}
         behind = {kind: known[kind] for kind in ("q", "k", "v") if kind in known}
         plain = [one.output for one in behind.values()]
+        if behind and not self.own:  # another's rounding is no error of q and k
+            assert self.attend is not None
+            known["o"] = dataclasses.replace(known["o"], read=self.attend(*cast(list[Tensor], plain)))
         rows = []
         for probe in self.probes.values():
             kind = probe.shape.kind

@@ -70,12 +70,14 @@ class Probe:
         tokens: int,
         device: torch.device,
         wide: bool,
+        own_attends: bool = True,
     ) -> None:
         self.linears, self.attends, self.updates = linears, attends, updates
         self.shapes = tuple(shapes)  # of the whole model
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.wide = wide  # with Region.wide, where the compute is float32
+        self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
 
     def run(
         self,
@@ -107,11 +109,18 @@ class Probe:
                 result = run_pass(ahead)
             if not math.isfinite(result.loss):
                 failure.note(f"the loss is {result.loss}")
+            self._note_idle(probes, failure)
             self._agree(failure)
             if updates:
                 self._sum_weight_errors(probes.values())
                 self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
             return self._reduce(probes, result.loss, iteration)
+
+    def _note_idle(self, probes: Mapping[str, LinearProbe], failure: Failure) -> None:
+        """A linear that backward did not come to has nothing to show."""
+        for name, probe in probes.items():
+            if self.formats and not failure.text and not any(sum_.startswith("token/") for sum_ in probe.sums.names):
+                failure.note(f"no gradient came to {name}; leave it out")
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
         """What ``work``, which makes no collective, returns, if it went well on all processes."""
@@ -170,7 +179,7 @@ class Probe:
             block = probe.shape.block
             groups.setdefault((block, "" if block in self.attends else name), {})[name] = probe
         for (block, _), mine in groups.items():
-            together = BlockProbe(mine, self.attends.get(block), self.mesh.tp, failure)
+            together = BlockProbe(mine, self.attends.get(block), self.mesh.tp, failure, own=self.own_attends)
             for name in mine:
                 self.linears[name].observer = together.observer(name)
         try:

@@ -105,7 +105,8 @@ def test_places_are_told(tmp_path, monkeypatch):
 def test_columns_that_nobody_asks_for_are_not_read(tmp_path):
     parquet(tmp_path / "a.parquet")
     arrow(tmp_path / "a.arrow")
-    for name in ("a.parquet", "a.arrow"):
+    arrow(tmp_path / "file.arrow", stream=False)
+    for name in ("a.parquet", "a.arrow", "file.arrow"):
         (piece, *_) = pieces([str(tmp_path / name)], ["text", "body"])
         assert {*next(record for _, record in piece.records(["text"]))} == {"text"}
 
@@ -125,6 +126,10 @@ DAMAGED = {
     "half.jsonl.gz": (lambda: gzip.compress(LINES)[:-30], "cannot be decompressed .*; is it whole"),
     "no.jsonl.gz": (lambda: LINES, "cannot be decompressed"),
     "flipped.jsonl.gz": (lambda: gzip.compress(LINES)[:20] + b"\xff\xff" + gzip.compress(LINES)[22:], "decompressed"),
+    "half.jsonl.zst": (lambda: zstd(LINES)[:-3], "half.jsonl.zst cannot be decompressed .*within a frame"),
+    "a block.jsonl.zst": (lambda: zstandard.ZstdCompressor().compress(LINES)[:9], "within a frame"),
+    "empty.jsonl.zst": (lambda: b"", "empty.jsonl.zst is empty, which no compressed file is"),
+    "empty.jsonl.gz": (lambda: b"", "empty.jsonl.gz is empty"),
     "no.jsonl.zst": (lambda: LINES, "cannot be decompressed"),
     "no.parquet": (lambda: LINES, "no.parquet cannot be read"),
     "no.arrow": (lambda: LINES, "no.arrow cannot be read"),

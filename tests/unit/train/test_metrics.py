@@ -181,6 +181,27 @@ def test_a_checkpoint_holds_the_rows_that_could_not_be_written(tmp_path, room, c
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(f'{{"iteration": {i}}}\n' for i in range(1, 7))
 
 
+@pytest.mark.parametrize("room", [0, 7, 40, 70])
+def test_going_back_on_a_full_disk(tmp_path, room, caplog):
+    """The guard's way: rows of before are all there in the end, once, and none of what was given up."""
+    caplog.set_level("WARNING", "megatron_snip")
+    one = writer(tmp_path)
+    one._file = disk = FullDisk(one._file, room)
+    for i in range(1, 6):
+        one.write({"iteration": i})
+    one.go_back(3)
+    one.write({"iteration": 4, "again": 1})
+    held = list(one.unwritten)
+    disk.room = 10**6
+    one.write({"iteration": 5, "again": 1})
+    one.close()
+    expected = [{"iteration": i} for i in (1, 2, 3)] + [{"iteration": i, "again": 1} for i in (4, 5)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == expected
+    again = writer(tmp_path, iteration=3, unwritten=held)
+    again.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == expected[:3], "rows of after the checkpoint are not its"
+
+
 def test_a_disk_that_stays_full_is_the_end_at_last(tmp_path, monkeypatch, caplog):
     caplog.set_level("WARNING", "megatron_snip")
     monkeypatch.setattr(metrics, "ROWS_KEPT", 3)

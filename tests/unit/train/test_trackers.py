@@ -77,6 +77,9 @@ def test_people_are_told_of_what_goes_wrong(tmp_path, monkeypatch):
         def log(self, row, plan, predictions):
             logged.append(row["iteration"])
 
+        def go_back(self, iteration):
+            pass
+
         def alert(self, title, text, iteration):
             told.append((title, text))
             raise ConnectionError("no network")
@@ -150,3 +153,20 @@ def test_events_of_before_a_run_went_back_are_hidden(tmp_path):
     found = events(tmp_path)
     assert [(one.step, one.value) for one in found.Scalars("lm loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert b"**the loss broke**: iteration 3" in found.Tensors("alerts/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_write_that_fails_costs_tensorboard_a_row(tmp_path, monkeypatch):
+    """tensorboard's own writer would fail at every write from then on."""
+    config = Config().replace(run_dir=str(tmp_path / "run"), tensorboard_dir=str(tmp_path / "board"))
+    one = MetricsWriter(config, "id", 0)
+    ((board, failed),) = one._trackers
+    for i in range(1, 7):
+        if i == 3:
+            monkeypatch.setattr(board.writer, "add_scalar", lambda *_: [][0])
+        one.write({"iteration": i, "lm loss": float(i)})
+    one.go_back(4)
+    one.write({"iteration": 5, "lm loss": 50.0})
+    one.close()
+    assert failed.in_a_row == 0 and one.reason is None
+    found = [(event.step, event.value) for event in events(tmp_path / "board").Scalars("lm loss")]
+    assert found == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 50.0)]
