@@ -131,6 +131,19 @@ def draw_faults(random_: random.Random, kinds: Sequence[str], last: int) -> list
     return sorted(found, key=lambda fault: fault.iteration)
 
 
+#: How a run ends that could not save for too long: what befalls its processes then is not told any more.
+ENDED = r"^error.* failed on rank \d+ \(.*\), \d+ in a row; free space"
+
+
+def told(said: str, expected: str, *, ends: bool) -> str:
+    """The line that the run owes, "" if there is none.
+
+    ends: the fault ends the run, which may have been ending by one before, and then says that.
+    """
+    patterns = [expected, *([ENDED] if ends else [])] if expected else []
+    return next((line for pattern in patterns for line in said.splitlines() if re.search(pattern, line)), "")
+
+
 def one_fault(round_: Round, fault: Fault, outcome: Outcome) -> None:
     """Wait for the place, let the fault fall, and see the run past it."""
     round_.run_until(fault)
@@ -146,9 +159,9 @@ def one_fault(round_: Round, fault: Fault, outcome: Outcome) -> None:
         outcome.lost = max(0, outcome.whole - min(map(int, loaded)))
     elif "starting from new weights" in said:
         outcome.resumed, outcome.lost = 0, outcome.whole
-    line = next((line for line in said.splitlines() if expected and re.search(expected, line)), "")
     # a run that was leaving already, and began again, has nothing to say of what befell its processes
     kind = FAULTS[fault.kind]
+    line = told(said, expected, ends=kind.ends)
     owed = kind.damages or kind.ends or outcome.resumed is None
     outcome.said, outcome.silent = line.strip()[:300], bool(expected and owed and not line)
     outcome.seconds = time.monotonic() - begin

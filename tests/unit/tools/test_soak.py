@@ -41,3 +41,18 @@ def test_the_report_counts_what_was_lost_and_what_was_silent():
         assert not bad.good
     assert not Report(1, {}, [good], ["round 1: iteration 7"]).good
     assert soak.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b", "c"]
+
+
+def test_a_run_that_was_ending_already_tells_why():
+    """Seen once in 200 faults: a process was stopped just as the third save on a full disk had failed."""
+    stopped = "error [rank 3]: rank 2 (process 7 on vm) is stopped; its last checkpoint is iteration 6, continue it"
+    full = (
+        "error: the save in the background to x/checkpoints failed on rank 0 ([Errno 27] File too large), 3 in a row; "
+        "free space or give another --save, and continue with --load x/checkpoints"
+    )
+    warned = full.replace("error:", "2026-11-22 14:00:56 [rank 0]").replace(", 3 in a row; free space", "; training")
+    expected = r"error.*\(process 7 on .*its last checkpoint is"
+    assert soak.told(f"a\n{full}\n{stopped}", expected, ends=True) == stopped
+    assert soak.told(f"a\n{warned}\n{full}", expected, ends=True) == full
+    assert soak.told(f"a\n{full}", "passed over", ends=False) == soak.told(warned, expected, ends=True) == ""
+    assert soak.told("error: something else", expected, ends=True) == soak.told(full, "", ends=True) == ""
