@@ -163,7 +163,8 @@ class Snip:
 
         zero_grad()
         try:
-            with torch.random.fork_rng():
+            device = self._probe.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else of every GPU of the node
                 run = self._probe.run
                 found = run(
                     lambda ahead=0: self._pass(losses[ahead]), zero_grad, self.iteration, len(losses), updates=False
@@ -210,13 +211,16 @@ class Snip:
         if unknown := sorted(named.keys() - known):
             raise UserError(f"solve: unknown option {unknown[0].removeprefix('snip_')!r}; see SnipConfig")
         answer: list[Any] = [None, ""]
+        failed: Exception | None = None
         if self._mesh.rank == 0:
             try:
                 answer[0] = self._solved(dataclasses.replace(self._options, snip_target=target, **named)).to_dict()
-            except UserError as error:
-                answer[1] = str(error)
+            except Exception as error:  # whatever it is, the others wait for an answer
+                failed, answer[1] = error, str(error) or repr(error)
         if self._mesh.world_size > 1:
             dist.broadcast_object_list(answer, src=0)
+        if failed is not None:
+            raise failed
         if answer[1]:
             raise UserError(answer[1])
         return Plan.from_dict(answer[0], "plan from rank 0")

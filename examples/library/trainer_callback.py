@@ -25,7 +25,7 @@ class SnipCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model, and take a batch for the probes; training's own iterator is left alone."""
         self.snip = attach(given["model"], **self.options)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):
             batch = next(iter(given["train_dataloader"]))
         self.batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
 

@@ -5,7 +5,8 @@
                sum the input's gradient  beside  wgrad of each linear
 
 Under sequence parallelism backward keeps this process's rows alone, in wgrad's form.  Rows are cast before they are
-gathered where that gives the bits of casting the whole: nothing rounds stochastically, and blocks end where rows do.
+gathered where all linears want one form and that gives the bits of casting the whole: nothing rounds stochastically,
+and blocks end where rows do.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
 Shapes: B sequences, S tokens, s of them of this process, T = B S tokens, K input and N output channels.
 """

@@ -90,6 +90,18 @@ def over_processes(wrapped: str) -> dict[str, Any]:
     return _plan_of(model, attach(model, options="fp8,fp4"), samples)
 
 
+def failing_solve() -> str:
+    """What a solve that goes wrong on rank 0 says."""
+    snip = attach(tiny_llama())
+    if dist.get_rank() == 0:
+        snip._solved = lambda config: [][0]
+    try:
+        snip.solve(0.5)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def after_a_validation(late: bool) -> dict[str, Any]:
     """Under FSDP2: gradients of a step with a probe before it, and without one, each after a forward alone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.snip.predict.divergence import Predictions
-from tests.dist.attached import after_a_validation, beside_the_trainer, over_processes
+from tests.dist.attached import after_a_validation, beside_the_trainer, failing_solve, over_processes
 from tests.dist.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
 
@@ -47,3 +47,8 @@ def test_a_probe_after_a_validation_leaves_no_gradient():
 def test_attach_comes_after_fully_shard():
     for rank in run_ranks(after_a_validation, 2, True):
         assert rank["error"] == "the model was sharded by FSDP2 after attach; call attach after fully_shard"
+
+
+def test_a_solve_that_fails_leaves_nobody_waiting():
+    said = "list index out of range"
+    assert run_ranks(failing_solve, 2, seconds=60.0) == [f"IndexError: {said}", f"UserError: {said}"]
