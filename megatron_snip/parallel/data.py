@@ -1,8 +1,8 @@
 """Data parallelism by FSDP2, and the gradient's norm and clipping over the whole mesh.
 
 What is sharded over data parallel processes has Megatron-LM's names: `no_shard`, `optim` (the optimiser's state),
-`optim_grads`, `optim_grads_params`.  FSDP2 shards them all, over one process under `no_shard`; a strategy says how long it
-keeps weights and gradients whole.
+`optim_grads`, `optim_grads_params`.  FSDP2 shards them all, over one process under `no_shard`; a strategy says how
+long it keeps weights and gradients whole.
 
 The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
 Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
