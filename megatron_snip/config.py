@@ -70,6 +70,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1  # Processes that share each linear.
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
+    context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
     sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
     # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves
     # memory, and the last two send more.
@@ -263,8 +264,9 @@ class Config:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one copy of the model."""
-        return self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        """Processes that together run a sample."""
+        p = self.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
     @property
     def save_dir(self) -> Path:
@@ -272,19 +274,23 @@ class Config:
         return Path(self.checkpoint.save or Path(self.logging.run_dir) / "checkpoints")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` processes; UserError if they do not divide."""
+        """How many of `world_size` processes have samples of their own; UserError if they do not divide."""
         if world_size % self.model_parallel_size:
+            p, context = self.parallel, self.parallel.context_parallel_size
+            too, size = (" x context", f" x {context}") if context > 1 else ("", "")
             raise UserError(
-                f"world size {world_size} is not a multiple of tensor x pipeline parallel = "
-                f"{self.parallel.tensor_model_parallel_size} x {self.parallel.pipeline_model_parallel_size}; "
+                f"world size {world_size} is not a multiple of tensor x pipeline{too} parallel = "
+                f"{p.tensor_model_parallel_size} x {p.pipeline_model_parallel_size}{size}; "
                 f"start {self.model_parallel_size} processes (torchrun --nproc_per_node), or a multiple"
             )
         return world_size // self.model_parallel_size
 
     def replicas(self, dp_size: int) -> int:
-        """Data parallel processes that hold the same part of weights and of the optimiser's state."""
+        """Data and context parallel processes that hold the same part of weights and of the optimiser's state."""
         p = self.parallel
-        return dp_size if p.data_parallel_sharding_strategy == "no_shard" else p.num_distributed_optimizer_instances
+        if p.data_parallel_sharding_strategy == "no_shard":
+            return dp_size * p.context_parallel_size
+        return p.num_distributed_optimizer_instances
 
     def num_microbatches(self, dp_size: int) -> int:
         """Microbatches that one process runs in an iteration."""

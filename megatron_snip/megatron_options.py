@@ -42,12 +42,12 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "lr-warmup-init": (("0",), "warm-up begins at 0 here; leave it out"),
     "lr-wsd-decay-style": (("linear",), "WSD decays linearly here; give linear"),
     "dataloader-type": (("single",), "samples come in one order here; give single"),
-    "context-parallel-size": (("1",), "there is no context parallelism yet; raise --tensor-model-parallel-size"),
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
     **dict.fromkeys(
         (
-            "attention-backend", "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
+            "attention-backend", "cp-comm-type",
+            "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
             "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",

@@ -4,7 +4,8 @@ Parameters are named as Hugging Face names them, with the global layer index wha
 plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
 them memory once they are sharded, and `model.initial` or a checkpoint their values.
 Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
-the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.
+the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.  Under context parallelism
+S is what a process has of a sequence, a cp-th of it, but for what attention reads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
+from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -158,7 +160,7 @@ class Attention(nn.Module):
         super().__init__()
         m = build.model
         self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
-        self.grouped = m.query_groups != m.num_attention_heads
+        self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
@@ -166,6 +168,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
+        if self.cp.size > 1:  # in one collective
+            k, v = gather_sequences(torch.cat([k, v], dim=-1), self.cp).chunk(2, dim=-1)
         if self.recompute:
             y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
         else:
@@ -174,11 +178,14 @@ class Attention(nn.Module):
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """q [B, S, A D], k and v [B, S, G D] of whole sequences -> [B, S, A D]."""
+        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
-        )
+        k = rotate(k, cos, sin)
+        ys = [
+            causal_attention(rotate(part, cos[piece], sin[piece]), k, v, piece.start)
+            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+        ]
+        y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
         return y.transpose(1, 2).flatten(2)
 
 
@@ -306,9 +313,15 @@ class LlamaStage(nn.Module):
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What block ``index`` makes of q [T, A D], k and v [T, G D] of whole sequences: [T, A D]."""
-        q, k, v = (x.unflatten(0, (-1, self.build.model.seq_length)) for x in (q, k, v))
+        """What block ``index`` makes of q [T, A D], k and v [cp T, G D] of whole sequences: [T, A D]."""
+        length, cp = self.build.model.seq_length, self.build.mesh.cp.size
+        q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
         return self.blocks()[index].self_attn.attend(q, k, v, self.cos, self.sin).flatten(0, 1)
+
+    def whole_sequences(self, x: Tensor) -> Tensor:
+        """This process's part of sequences [T, C] -> the whole of them [cp T, C]; a collective over cp."""
+        cp = self.build.mesh.cp
+        return gather_sequences(x.unflatten(0, (-1, self.build.model.seq_length // cp.size)), cp).flatten(0, 1)
 
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The quantisable linears of this stage by name, in order."""
@@ -321,7 +334,8 @@ class LlamaStage(nn.Module):
         sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
         """
         row0 = int(sample_index[0]) * self.build.model.seq_length
-        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0)
+        rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
+        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
         x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
 

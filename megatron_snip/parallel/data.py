@@ -4,7 +4,7 @@ What is sharded over data parallel processes has Megatron-LM's names: `no_shard`
 `optim_grads`, `optim_grads_params`.  FSDP2 shards them all, over one process under `no_shard`; a strategy says how
 long it keeps weights and gradients whole.
 
-The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
+The loss is divided by the global batch's tokens, so gradients are summed over dp and cp, never averaged.
 Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
 tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_model_grads.
 """
@@ -25,12 +25,12 @@ from megatron_snip.mesh import Mesh
 
 
 def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
-    """Shard a stage's FP32 parameters over dp with FSDP2; compute sees them in `dtype`.
+    """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute sees them in `dtype`.
 
     Each unit's are gathered, and their gradients reduced, in one collective; what is in none of them with the stage.
-    Gradients are reduced in float32.  With one process on dp nothing is wrapped.
+    Gradients are reduced in float32.  With one process on dp and cp nothing is wrapped.
     """
-    if mesh.dp.size == 1:
+    if mesh.dp_cp.size == 1:
         return
     axes = ("shard",) if mesh.replicate.size == 1 else ("replicate", "shard")
     device_mesh: DeviceMesh = mesh.device_mesh[axes]

@@ -177,7 +177,7 @@ class Rerun:
             return -math.inf, 0, 0
         worst = max(range(len(losses)), key=lambda m: (not math.isfinite(losses[m]), losses[m]))
         samples = batch.sample_index[worst]
-        return losses[worst] * len(losses) * self.stepper.mesh.dp.size, int(samples.min()), int(samples.max())
+        return losses[worst] * len(losses) * self.stepper.mesh.dp_cp.size, int(samples.min()), int(samples.max())
 
     def _tell_equal(self, found: Sequence[Found], iteration: int, losses: str) -> None:
         worst = max((one.worst for one in found), key=lambda w: (math.isnan(w[0]) or w[0] == math.inf, w[0]))

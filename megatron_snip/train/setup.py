@@ -159,7 +159,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     again = Recompute(
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
-    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device, again)
+    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp), t.seed, dtype, device, again)
     stages = build_stages(
         build,
         num_stages=_stages_of(config),
@@ -171,7 +171,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         stage.loss_tokens = t.global_batch_size * m.seq_length
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
-            if mesh.dp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
+            if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
                 linear.weight_casts = None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
@@ -186,7 +186,8 @@ def build_pipeline(
 ) -> Pipeline:
     """The pipeline over this process's stages; by default for an iteration's microbatches."""
     m, t = config.model, config.training
-    s = m.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    own = m.seq_length // mesh.cp.size
+    s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     return Pipeline(
         dict(stages),
         num_stages=_stages_of(config),
@@ -194,7 +195,7 @@ def build_pipeline(
         sharding=config.parallel.data_parallel_sharding_strategy,
         microbatches=microbatches or config.num_microbatches(mesh.dp.size),
         activation=(t.micro_batch_size, s, m.hidden_size),
-        tokens=(t.micro_batch_size, m.seq_length),
+        tokens=(t.micro_batch_size, own),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
         device=device,
     )
@@ -223,6 +224,7 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
             micro_batch_size=t.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
+            cp=mesh.cp,
             prefetch=prefetch,
         )
 
@@ -264,6 +266,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
         wide=not t.bf16,
+        gather=next(iter(parts.stages.values())).whole_sequences if parts.mesh.cp.size > 1 else None,
     )
     return Coordinator(
         config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
@@ -279,6 +282,7 @@ def mesh_of(config: Config, runtime: Runtime) -> Mesh:
         pp=p.pipeline_model_parallel_size,
         dp=dp,
         tp=p.tensor_model_parallel_size,
+        cp=p.context_parallel_size,
         replicate=config.replicas(dp),
         timeout_minutes=p.distributed_timeout_minutes,
     )
@@ -317,7 +321,7 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
 def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
     """One line a format: who multiplies its GEMMs, by kind of linear where that differs."""
     told: dict[str, dict[str, set[str]]] = {}
-    tokens = config.training.micro_batch_size * config.model.seq_length
+    tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size

@@ -21,6 +21,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "context_parallel_size",
         "num_distributed_optimizer_instances", "recompute_num_layers",
         "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
@@ -73,7 +74,7 @@ def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
     _in_range(config)
     m, p, t = config.model, config.parallel, config.training
-    tp = p.tensor_model_parallel_size
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     dp = config.data_parallel_size(world_size)
     change_tp = "change it or --tensor-model-parallel-size"
     _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
@@ -85,13 +86,17 @@ def validate(config: Config, world_size: int) -> None:
     for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
         _divides(width, tp, f"{name} by tensor parallel", change_tp)
     _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
+    if cp > 1:
+        _divides(m.seq_length, 2 * cp * TILE, f"--seq-length in two pieces of whole {TILE}-token tiles for each of "
+                 f"{cp} context parallel processes", "change it or --context-parallel-size")  # fmt: skip
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
         raise UserError(
             f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
             "shorten the sequence or raise the limit"
         )
     if p.sequence_parallel:
-        _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
+        _divides(m.seq_length // cp, tp, "tokens of a sequence by tensor parallel", "change --seq-length or drop "
+                 "--sequence-parallel")  # fmt: skip
     _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
