@@ -23,6 +23,7 @@ from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
     Region,
@@ -113,11 +114,16 @@ class Build:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
 
+    weight: nn.Parameter
+
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.epsilon = build.model.norm_epsilon
-        weight = build.empty(build.model.hidden_size)
-        self.weight = make_parameter(weight, None, build.region.axis, build.mesh.device_mesh)
+        parameter = make_parameter(
+            build.empty(build.model.hidden_size), None, build.region.axis, build.mesh.device_mesh
+        )
+        tags = Tags("norm", None, "sequence_parallel", weight_decay=False)
+        add_parameter(self, "weight", parameter, tags)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
@@ -239,10 +245,13 @@ class Block(nn.Module):
 class OutputLayer(nn.Module):
     """The weight [V, H] that turns the residual stream into logits; its rows are split over tp."""
 
+    weight: nn.Parameter
+
     def __init__(self, build: Build, shape: tuple[int, int]) -> None:
         super().__init__()
-        self.region, weight = build.region, build.empty(*shape)
-        self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
+        self.region = build.region
+        parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
+        add_parameter(self, "weight", parameter, Tags("output", 0))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""

@@ -22,6 +22,7 @@ from megatron_snip.model.llama import (
     rotate,
 )
 from megatron_snip.model.recompute import NOTHING, Recompute
+from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import KINDS, LinearPrecision, operands
 from megatron_snip.quant.dispatch import cast
@@ -94,6 +95,23 @@ def test_parameters_are_named_as_hugging_faces_whatever_the_cut(make):
         assert not cut.keys() & dict(stage.named_parameters()).keys()
         cut.update(stage.named_parameters())
     assert cut.keys() == names.keys() and all(torch.equal(cut[name], p) for name, p in names.items())
+
+
+def test_tags(make):
+    (stage,) = make().values()
+    tags = tags_of(stage)
+    assert list(tags) == list(dict(stage.named_parameters()))
+    assert {tag.kind for tag in tags.values()} == {"linear", "norm", "embedding", "output"}
+    assert tags["embed_tokens.weight"] == Tags("embedding", 0) and tags["lm_head.weight"] == Tags("output", 0)
+    for name, tag in tags.items():
+        norm = name.rsplit(".", 2)[-2].endswith("norm")
+        assert norm == tag.replicated == (not tag.weight_decay) == (tag.kind == "norm"), name
+        assert tag.is_summed(True) == norm and not tag.is_summed(False)
+    rows = [name for name, tag in tags.items() if tag.split_dim == 1]
+    assert rows == [f"layers.{i}.{name}_proj.weight" for i in range(4) for name in ("self_attn.o", "mlp.down")]
+    stage.norm.extra = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(AssertionError, match=r"norm.extra has no tags; make it by add_parameter"):
+        tags_of(stage)
 
 
 def test_initial_weights(make):
