@@ -35,7 +35,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import Axis, Mesh
-from megatron_snip.model.llama import linear_place
+from megatron_snip.model.spec import linear_place
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
     Casts,

@@ -22,8 +22,9 @@ TILE = 128  # tokens and channels of a quantisation tile; shapes are checked aga
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the Llama."""
+    """The kind of model and its shape."""
 
+    model_name: str = "llama"  # Kind of model: llama, or qwen3, which norms each head's queries and keys.
     num_layers: int = 0  # Transformer blocks (required).
     hidden_size: int = 0  # Width of the residual stream (required).
     ffn_hidden_size: int = 0  # Width of the SwiGLU (required).

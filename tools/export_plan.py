@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.formats import get_format
-from megatron_snip.model.llama import linear_place
+from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan

@@ -30,7 +30,7 @@ from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
-from megatron_snip.model.llama import ROW_PARALLEL, linear_shapes
+from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes
 
@@ -64,8 +64,9 @@ def shards(config: Config) -> list[Shard]:
             raise UserError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
     tp = config.parallel.tensor_model_parallel_size
     counts: dict[tuple[int, int, int, int], int] = {}
-    for shape in linear_shapes(config.model):
-        n, k, by_row = shape.out_features, shape.in_features, shape.kind in ROW_PARALLEL
+    spec = spec_of(config.model)
+    for shape in spec.linear_shapes(config.model):
+        n, k, by_row = shape.out_features, shape.in_features, spec.linear_of(shape.name).module.split_dim == 1
         if (k if by_row else n) % tp:
             raise UserError(f"--tensor-model-parallel-size {tp} does not divide {shape.name} {n}x{k}; change it")
         key = (n, k, n, k // tp) if by_row else (n, k, n // tp, k)

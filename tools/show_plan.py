@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from megatron_snip.arguments import parse
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line, path_word
-from megatron_snip.model.llama import linear_place
+from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import by_stage, saving

@@ -19,7 +19,7 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
 from megatron_snip.model.initial import standard_deviation
-from megatron_snip.parallel.data import is_replicated_over_tp
+from megatron_snip.parallel.tags import tags_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megatron_snip.train.setup import Parts, build, check
 
@@ -72,12 +72,13 @@ def draw_measured_weights(config: Config, parts: Parts) -> None:
     """The initial weights of the models that docs/evidence.md and docs/numerics.md tell of: torch's normal deviates, a
     generator for each parameter, as training drew them until 2026-11-22.  Figures of other models are other figures.
     """
+    tags = tags_of(*parts.stages.values())
     for name, parameter in parts.optimizer.parameters.items():
-        if is_replicated_over_tp(name):
+        if tags[name].kind == "norm":
             parameter.fill_(1.0)
             continue
         generator = torch.Generator().manual_seed(runtime.seed_of(config.training.seed, name.removesuffix(".weight")))
-        std = standard_deviation(name, config.model)
+        std = standard_deviation(tags[name], config.model)
         parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
-from megatron_snip.model.llama import rotate
+from megatron_snip.model.rotary import rotate
 from megatron_snip.snip.measure.block_probe import Attend
 
 _HEAD = "lm_head.weight"

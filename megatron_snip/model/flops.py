@@ -7,7 +7,7 @@ precision a linear runs in, and recomputation is not counted.
 from __future__ import annotations
 
 from megatron_snip.config import ModelConfig
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes, spec_of
 
 
 def linear_flops_per_token(m: ModelConfig) -> int:
@@ -18,13 +18,13 @@ def linear_flops_per_token(m: ModelConfig) -> int:
 def parameters(m: ModelConfig, *, tied: bool) -> int:
     """Parameters of the whole model, padding of the vocabulary included."""
     linears = sum(shape.out_features * shape.in_features for shape in linear_shapes(m))
-    norms = (2 * m.num_layers + 1) * m.hidden_size
+    norms = m.num_layers * spec_of(m).more_parameters(m) + m.hidden_size
     return linears + norms + m.padded_vocab_size * m.hidden_size * (1 if tied else 2)
 
 
 def iteration_flops(m: ModelConfig, sequences: int) -> float:
     """FLOPs of one iteration over this many sequences, forward and backward; causal attention counted half."""
-    attention = 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2 * m.num_layers
+    attention = m.num_layers * spec_of(m).attention_flops(m)
     head = 2 * m.padded_vocab_size * m.hidden_size
     per_token = linear_flops_per_token(m) + attention + head
     return 3.0 * per_token * m.seq_length * sequences

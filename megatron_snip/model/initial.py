@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_snip.config import TILE, ModelConfig
-from megatron_snip.model.llama import ROW_PARALLEL, LlamaStage, linear_place
-from megatron_snip.parallel.data import first_element, is_replicated_over_tp, local_of
+from megatron_snip.model.llama import LlamaStage
+from megatron_snip.parallel.data import first_element, local_of
+from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.runtime import seed_of
 
 
@@ -24,20 +25,20 @@ from megatron_snip.runtime import seed_of
 def draw_weights(stages: Iterable[LlamaStage]) -> None:
     """Set every parameter of the stages to its initial value, wherever its parts lie."""
     for stage in stages:
+        tags = tags_of(stage)
         for name, parameter in stage.named_parameters():
             part = local_of(parameter)
-            if is_replicated_over_tp(name):
+            if tags[name].kind == "norm":
                 part.fill_(1.0)
                 continue
             values = torch.empty(part.shape)
             fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))
-            part.copy_(values.mul_(standard_deviation(name, stage.build.model)))
+            part.copy_(values.mul_(standard_deviation(tags[name], stage.build.model)))
 
 
-def standard_deviation(parameter: str, m: ModelConfig) -> float:
+def standard_deviation(tags: Tags, m: ModelConfig) -> float:
     """Of a matrix; Megatron's scaled initialisation keeps the variance of the residual stream with depth."""
-    place = linear_place(parameter.removesuffix(".weight"))
-    leaves = place is not None and place[1] in ROW_PARALLEL
+    leaves = tags.kind == "linear" and tags.split_dim == 1  # what is row-parallel writes to the residual stream
     return m.init_method_std / math.sqrt(2 * m.num_layers) if leaves else m.init_method_std
 
 

@@ -10,11 +10,8 @@ S is what a process has of a sequence, a cp-th of it, but for what attention rea
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +20,11 @@ from torch import Tensor, nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
+from megatron_snip.model.rotary import rotary_tables, rotate
+from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
 from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
     Region,
@@ -34,53 +34,11 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, LinearShape, RoundingKey, wide_linear
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, wide_linear
 from megatron_snip.quant.linear_op import pack_key
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-#: Linears of these kinds leave the tensor parallel region: tp cuts their input channels, the others' output channels.
-ROW_PARALLEL = ("o", "down")
-
-
-#: Module of a linear in its block -> (kind, what it reads).
-_PLACES = {
-    **{f"self_attn.{kind}_proj": (kind, "attention norm") for kind in "qkv"},
-    "self_attn.o_proj": ("o", "attention"),
-    **{f"mlp.{kind}_proj": (kind, "mlp norm") for kind in ("gate", "up")},
-    "mlp.down_proj": ("down", "activation"),
-}
-
-
-def linear_names(num_layers: int) -> list[str]:
-    """Names of all quantisable linears, in order."""
-    return [f"layers.{block}.{module}" for block in range(num_layers) for module in _PLACES]
-
-
-def linear_place(name: str) -> tuple[int, str, str] | None:
-    """(block, kind, what it reads) of a quantisable linear by its name; None for other names.
-
-    A block has at most four digits, so that no file can ask for a picture of 10^9 blocks; --num-layers keeps to it.
-    """
-    layers, block, module = [*name.split(".", 2), "", ""][:3]
-    if layers != "layers" or not re.fullmatch(r"[0-9]{1,4}", block) or module not in _PLACES:
-        return None
-    kind, reads = _PLACES[module]
-    return int(block), kind, f"{block}: {reads}"
-
-
-def linear_shapes(m: ModelConfig) -> list[LinearShape]:
-    """Every quantisable linear of the whole model, in order, all on stage 0."""
-    q, kv = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
-    h, f = m.hidden_size, m.ffn_hidden_size
-    sizes = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q), "gate": (f, h), "up": (f, h), "down": (h, f)}
-    shapes = []
-    for name in linear_names(m.num_layers):
-        place = linear_place(name)
-        assert place is not None
-        block, kind, reads = place
-        shapes.append(LinearShape(name, *sizes[kind], block=block, kind=kind, reads=reads))
-    return shapes
 
 
 @dataclass(frozen=True)
@@ -95,10 +53,10 @@ class Build:
     device: torch.device
     recompute: Recompute = NOTHING
 
-    @cached_property
-    def shapes(self) -> dict[str, LinearShape]:
-        """The quantisable linears of the whole model by name."""
-        return {shape.name: shape for shape in linear_shapes(self.model)}
+    @property
+    def spec(self) -> ModelSpec:
+        """The kind of model."""
+        return spec_of(self.model)
 
     def empty(self, *shape: int) -> Tensor:
         """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
@@ -106,51 +64,28 @@ class Build:
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name."""
-        shape = self.shapes[name]
-        weight = self.empty(shape.out_features, shape.in_features)
-        module = RowParallelLinear if shape.kind in ROW_PARALLEL else ColumnParallelLinear
-        return module(name, weight, self.region, self.mesh.device_mesh)
+        linear = self.spec.linear_of(name)
+        return linear.module(name, self.empty(*linear.size(self.model)), self.region, self.mesh.device_mesh)
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
 
-    def __init__(self, build: Build) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, build: Build, *, of_heads: bool = False) -> None:
+        """of_heads: over the channels of each head of this process, not over the residual stream's."""
         super().__init__()
         self.epsilon = build.model.norm_epsilon
-        weight = build.empty(build.model.hidden_size)
-        self.weight = make_parameter(weight, None, build.region.axis, build.mesh.device_mesh)
+        channels = build.model.head_dim if of_heads else build.model.hidden_size
+        parameter = make_parameter(build.empty(channels), None, build.region.axis, build.mesh.device_mesh)
+        tags = Tags("norm", None, "always" if of_heads else "sequence_parallel", weight_decay=False)
+        add_parameter(self, "weight", parameter, tags)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
+        """x [..., H], or [..., D] of heads -> the same shape."""
         weight = local(self.weight)
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.epsilon)
-
-
-def rotary_frequencies(m: ModelConfig) -> Tensor:
-    """Angle per position of each channel pair, [D/2] float32, with Llama 3's scaling if asked."""
-    freq = 1.0 / m.rotary_base ** (torch.arange(0, m.head_dim, 2, dtype=torch.float32) / m.head_dim)
-    if not m.use_rope_scaling:
-        return freq
-    original = m.rope_original_max_position_embeddings
-    turns = original * freq / (2 * math.pi)  # turns that a channel makes over the original length
-    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretch fully, 1: leave alone
-    return keep * freq + (1 - keep) * freq / m.rope_scaling_factor
-
-
-def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and channel, [S, D] each."""
-    angles = torch.outer(torch.arange(m.seq_length, dtype=torch.float32), rotary_frequencies(m))
-    angles = torch.cat([angles, angles], dim=-1).to(device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [S, D]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos + turned * sin
 
 
 class Attention(nn.Module):
@@ -180,6 +115,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        q, k = self.queries_and_keys(q, k)
         k = rotate(k, cos, sin)
         ys = [
             causal_attention(rotate(part, cos[piece], sin[piece]), k, v, piece.start)
@@ -187,6 +123,10 @@ class Attention(nn.Module):
         ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
         return y.transpose(1, 2).flatten(2)
+
+    def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
+        return q, k
 
 
 class MLP(nn.Module):
@@ -206,10 +146,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One Transformer block: attention and SwiGLU, each behind a norm and around a residual."""
 
-    def __init__(self, build: Build, index: int) -> None:
+    def __init__(self, build: Build, index: int, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(build)
-        self.self_attn = Attention(build, f"layers.{index}.self_attn")
+        self.self_attn = attention(build, f"layers.{index}.self_attn")
         self.post_attention_layernorm = RMSNorm(build)
         self.mlp = MLP(build, f"layers.{index}.mlp")
         self._compiled: Callable[..., Tensor] | None = None
@@ -246,10 +186,13 @@ class Block(nn.Module):
 class OutputLayer(nn.Module):
     """The weight [V, H] that turns the residual stream into logits; its rows are split over tp."""
 
+    weight: nn.Parameter
+
     def __init__(self, build: Build, shape: tuple[int, int]) -> None:
         super().__init__()
-        self.region, weight = build.region, build.empty(*shape)
-        self.weight = make_parameter(weight, 0, build.region.axis, build.mesh.device_mesh)
+        self.region = build.region
+        parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
+        add_parameter(self, "weight", parameter, Tags("output", 0))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
@@ -294,7 +237,7 @@ class LlamaStage(nn.Module):
         if first:
             weight = build.empty(*vocab)
             self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
-        self.layers = nn.ModuleDict({str(i): Block(build, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): build.spec.block(build, i) for i in layers})
         if last:
             self.norm = RMSNorm(build)
             if not tied:
@@ -391,3 +334,38 @@ def build_stages(build: Build, *, num_stages: int, tied: bool, of: Callable[[int
         for s in range(num_stages)
         if of(s)
     }
+
+
+def _queries(m: ModelConfig) -> tuple[int, int]:
+    return m.num_attention_heads * m.head_dim, m.hidden_size
+
+
+def _keys(m: ModelConfig) -> tuple[int, int]:
+    return m.query_groups * m.head_dim, m.hidden_size
+
+
+def _wide(m: ModelConfig) -> tuple[int, int]:
+    return m.ffn_hidden_size, m.hidden_size
+
+
+LLAMA = register(
+    ModelSpec(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        block=Block,
+        linears={
+            "self_attn.q_proj": BlockLinear("q", "attention norm", ColumnParallelLinear, _queries),
+            "self_attn.k_proj": BlockLinear("k", "attention norm", ColumnParallelLinear, _keys),
+            "self_attn.v_proj": BlockLinear("v", "attention norm", ColumnParallelLinear, _keys),
+            "self_attn.o_proj": BlockLinear("o", "attention", RowParallelLinear, lambda m: _queries(m)[::-1]),
+            "mlp.gate_proj": BlockLinear("gate", "mlp norm", ColumnParallelLinear, _wide),
+            "mlp.up_proj": BlockLinear("up", "mlp norm", ColumnParallelLinear, _wide),
+            "mlp.down_proj": BlockLinear("down", "activation", RowParallelLinear, lambda m: _wide(m)[::-1]),
+        },
+        more_parameters=lambda m: 2 * m.hidden_size,
+        # causal: half of all pairs of tokens, by queries and keys and by values
+        attention_flops=lambda m: 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2,
+        names={part: f"model.{part}" for part in ("embed_tokens", "layers", "norm")} | {"lm_head": "lm_head"},
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    )
+)

@@ -5,8 +5,8 @@ What is sharded over data parallel processes has Megatron-LM's names: `no_shard`
 long it keeps weights and gradients whole.
 
 The loss is divided by the global batch's tokens, so gradients are summed over dp and cp, never averaged.
-Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
-tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_model_grads.
+Parameters that are whole on every tp process may have gradients of its tokens or heads alone, which are summed over
+tp as their tags say.  Source: Megatron-LM's finalize_model_grads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.tags import Tags, tags_of
 
 
 def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
@@ -77,11 +78,6 @@ def first_element(parameter: Tensor, mesh: Mesh) -> tuple[int, int]:
     return first[0], first[1]
 
 
-def is_replicated_over_tp(name: str) -> bool:
-    """Whether every tp process holds the whole parameter of this name: the norms, and nothing else."""
-    return name.endswith("norm.weight")
-
-
 def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(name, local part of the gradient) of every parameter that has one."""
     for module in modules:
@@ -90,10 +86,16 @@ def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]
                 yield name, local_of(parameter.grad)
 
 
+def _tagged_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[Tags, Tensor]]:
+    for module in modules:
+        tags = tags_of(module)
+        yield from ((tags[name], grad) for name, grad in local_gradients([module]))
+
+
 @torch.no_grad()
-def sum_norm_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Sum the norms' gradients over tp in one collective; called under sequence parallelism by all of tp."""
-    grads = [grad for name, grad in local_gradients(modules) if is_replicated_over_tp(name)]
+def sum_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh, *, sequence_parallel: bool) -> None:
+    """Sum, in one collective, the gradients of which each tp process has a part; called by all of tp."""
+    grads = [grad for tags, grad in _tagged_gradients(modules) if tags.is_summed(sequence_parallel)]
     if mesh.tp.size == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -109,8 +111,8 @@ def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     """
     grads = [
         grad
-        for name, grad in local_gradients(modules)
-        if grad.numel() and mesh.replicate.is_first and (mesh.tp.is_first or not is_replicated_over_tp(name))
+        for tags, grad in _tagged_gradients(modules)
+        if grad.numel() and mesh.replicate.is_first and (mesh.tp.is_first or not tags.replicated)
     ]
     if not grads:
         return 0.0

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.beside import Group, all_gather, linears_beside, reduce_scatter
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import (
     Casts,
     LinearCall,
@@ -162,6 +163,7 @@ class _ParallelLinear(nn.Module):
     it after every change of the weights; None casts at every use, where FSDP frees the weight in between.
     """
 
+    weight: nn.Parameter  # [N, K], this process's part
     split_dim: int
     sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
     wide_dtype: torch.dtype  # of the output in a wide region
@@ -170,7 +172,8 @@ class _ParallelLinear(nn.Module):
         super().__init__()
         self.name, self.region = name, region
         self.out_features, self.in_features = weight.shape
-        self.weight = make_parameter(weight, self.split_dim, region.axis, device_mesh)
+        parameter = make_parameter(weight, self.split_dim, region.axis, device_mesh)
+        add_parameter(self, "weight", parameter, Tags("linear", self.split_dim))
         self.keeps_input = True
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
@@ -307,10 +310,13 @@ def drop_weight_casts(modules: Iterable[nn.Module]) -> None:
 class VocabParallelEmbedding(nn.Module):
     """The embedding table [V, H], its rows split over tp."""
 
+    weight: nn.Parameter
+
     def __init__(self, weight: Tensor, region: Region, device_mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.region, self.dtype = region, dtype
-        self.weight = make_parameter(weight, 0, region.axis, device_mesh)
+        parameter = make_parameter(weight, 0, region.axis, device_mesh)
+        add_parameter(self, "weight", parameter, Tags("embedding", 0))
         self._rows = weight.shape[0] // region.axis.size
 
     def forward(self, tokens: Tensor) -> Tensor:

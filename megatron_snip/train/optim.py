@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_snip.config import TrainingConfig
 from megatron_snip.errors import UserError
-from megatron_snip.parallel.data import is_replicated_over_tp, local_of
+from megatron_snip.parallel.data import local_of
+from megatron_snip.parallel.tags import tags_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -71,13 +72,15 @@ class Optimizer:
     def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations make none
+        modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
         # shares memory with the parameter, so that an update in place is the parameter's
         self._local = {
             name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
         }
-        decayed = [p for name, p in self._local.items() if not is_replicated_over_tp(name)]
-        others = [p for name, p in self._local.items() if is_replicated_over_tp(name)]
+        tags = tags_of(*modules)
+        decayed = [p for name, p in self._local.items() if tags[name].weight_decay]
+        others = [p for name, p in self._local.items() if not tags[name].weight_decay]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
-from megatron_snip.model.llama import linear_place
+from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, KINDS
 from megatron_snip.snip.plan import Plan
 

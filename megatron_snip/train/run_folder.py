@@ -30,7 +30,8 @@ from megatron_snip.snip.jsonfile import write_atomic
 LOGGER = logging.getLogger("megatron_snip")
 #: Model options that decide which weights there are and what they mean, whatever the sequence.
 SHAPE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "model_name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels",
     "untie_embeddings_and_output_weights", "norm_epsilon",
 )  # fmt: skip
 #: Model options that matter only while the model is made; a vocabulary of another size fails by its shape.
@@ -180,12 +181,12 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
 
     `finetune` takes its weights alone, so it may change positions and data.
     """
-    now, then = config.to_dict(), state["config"]
+    now, then, default = config.to_dict(), state["config"], Config().to_dict()
     fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
     if not finetune:
         fixed += [("training", "global_batch_size"), ("training", "seed"), ("data", "split")]
     for group, name in fixed:
-        old, new = then.get(group, {}).get(name), now[group][name]
+        old, new = then.get(group, {}).get(name, default[group][name]), now[group][name]
         if old != new:
             option = name.replace("_", "-")
             instead = "" if finetune else ", or start a new run from these weights with --finetune"

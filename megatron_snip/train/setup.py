@@ -22,8 +22,9 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
-from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
+from megatron_snip.model.llama import Build, LlamaStage, build_stages
 from megatron_snip.model.recompute import Recompute
+from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
@@ -60,6 +61,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     """
     validate(config, world_size)
     m, p = config.model, config.precision
+    spec_of(m)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, m.vocab_size)
     if m.vocab_size is None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
@@ -81,7 +83,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     plan = None
     if p.precision == "plan":
         plan = Plan.load(str(p.precision_plan))
-        plan.check_names(linear_names(m.num_layers), str(p.precision_plan))
+        plan.check_names(spec_of(m).linear_names(m.num_layers), str(p.precision_plan))
         plan.check_achieved(snip_shapes(config), str(p.precision_plan))
     elif p.precision == "snip":
         if config.snip.snip_options == "auto":

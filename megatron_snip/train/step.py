@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.llama import LlamaStage
-from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_norm_gradients_over_tp
+from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_gradients_over_tp
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import LinearPrecision
@@ -61,8 +61,7 @@ class Stepper:
             # The update follows, or other precisions do.  FSDP has freed what it gathered, and whether its next buffer
             # has this one's address differs between processes, which must cast, and reduce over tp, alike.
             drop_weight_casts(stages)
-        if self.config.parallel.sequence_parallel:
-            sum_norm_gradients_over_tp(stages, self.mesh)
+        sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
         self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
         loss, square, stops = self._sum(*self.local, float(stop))
         # float32, so that the order in which the processes' squares were added does not show

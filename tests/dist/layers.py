@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.parallel import beside
-from megatron_snip.parallel.data import sum_norm_gradients_over_tp
+from megatron_snip.parallel.data import sum_gradients_over_tp
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -258,16 +259,19 @@ def run_vocabulary(sequence_parallel: bool) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def run_norm_gradients() -> dict[str, Tensor]:
-    """Gradients of two norms and one linear, as each rank's own share of the tokens gave them, then summed."""
+def run_partial_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
+    """Gradients of two norms, one over heads and one over tokens, and of a linear, drawn by rank, then summed."""
     mesh = start_mesh()
     module = torch.nn.Module()
-    module.input_layernorm, module.norm, module.up_proj = (torch.nn.Module() for _ in range(3))
-    for seed, (child, dim) in enumerate([("input_layernorm", None), ("norm", None), ("up_proj", 0)]):
-        weight = make_parameter(torch.ones(4, 2) if dim == 0 else torch.ones(6), dim, mesh.tp, mesh.device_mesh)
-        getattr(module, child).weight = weight
+    tags = {"q_norm": Tags("norm", None, "always"), "norm": Tags("norm", None, "sequence_parallel"),
+            "up_proj": Tags("linear", 0), "none": Tags("norm")}  # fmt: skip
+    for seed, (child, tag) in enumerate(tags.items()):
+        module.add_module(child, torch.nn.Module())
+        full = torch.ones(6) if tag.replicated else torch.ones(4, 2)
+        weight = make_parameter(full, tag.split_dim, mesh.tp, mesh.device_mesh)
+        add_parameter(module.get_submodule(child), "weight", weight, tag)
         gradient = draw(*local(weight).shape, seed=10 * seed + mesh.tp.rank)
         weight.grad = weight.detach().clone()
         local(weight.grad).copy_(gradient)
-    sum_norm_gradients_over_tp([module], mesh)
+    sum_gradients_over_tp([module], mesh, sequence_parallel=sequence_parallel)
     return {name: local(p.grad).clone() for name, p in module.named_parameters()}

@@ -16,6 +16,7 @@ from megatron_snip.checkpoint.storage import CheckedWriter, load_tensors
 from megatron_snip.config import Config
 from megatron_snip.mesh import build_mesh
 from megatron_snip.parallel.data import local_of
+from megatron_snip.parallel.tags import tags_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.footprint import Layout, footprint
@@ -80,8 +81,9 @@ def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int
     config, parts = make(options)
     if nudge is not None:
         draw = torch.Generator().manual_seed(nudge)
+        tags = tags_of(*parts.stages.values())
         for name, parameter in parts.optimizer.parameters.items():
-            if name.endswith("norm.weight"):
+            if tags[name].kind == "norm":
                 up = torch.randint(2, parameter.shape, generator=draw).bool()
                 parameter.detach().copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf)))
     size = config.training.global_batch_size

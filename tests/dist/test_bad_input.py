@@ -15,7 +15,7 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
-from megatron_snip.model.llama import linear_names
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.setup import check
 from tests.dist.faults import PROGRAM, program
@@ -95,13 +95,13 @@ def inputs(data, trained, tmp_path):
             for _ in range(40):
                 builder.add_document([*range(48), 64, 1])
     (here / "unrecorded.ids.json").unlink()
-    Plan.uniform(linear_names(2), "fp4").save(here / "deeper.json")
-    Plan.uniform(linear_names(1), "fp4").save(here / "good.json")
+    Plan.uniform(LLAMA.linear_names(2), "fp4").save(here / "deeper.json")
+    Plan.uniform(LLAMA.linear_names(1), "fp4").save(here / "good.json")
     plan = json.loads((here / "good.json").read_text())
     (here / "damaged.json").write_text(json.dumps({**plan, "achieved": "much"}))
     (here / "fp5.json").write_text(json.dumps(plan).replace('"wgrad": "fp4"', '"wgrad": "fp5"', 1))
     (here / "no_target.json").write_text(json.dumps({name: v for name, v in plan.items() if name != "target"}))
-    Plan.uniform(linear_names(1)[1:], "fp4").save(here / "one_less.json")
+    Plan.uniform(LLAMA.linear_names(1)[1:], "fp4").save(here / "one_less.json")
     (here / "edited.json").write_text(json.dumps(plan).replace('"fprop": "fp4"', '"fprop": "fp8"', 1))
     vocabulary = {"</s>": 0} | {f"w{i}": i for i in range(1, 100)}
     tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"}}
@@ -230,7 +230,7 @@ def test_one_line_and_nothing_touched(case, inputs, trained, tmp_path):
     assert (contents(tmp_path), contents(trained)) == before
 
 
-PLAN = Plan.uniform(linear_names(1), "fp4")
+PLAN = Plan.uniform(LLAMA.linear_names(1), "fp4")
 PLAN_EDITS = {name: (values, said) for kind in (edits, wrong_linears) for name, values, said in kind(PLAN)}
 PLAN_EDITS["another share"] = {**PLAN.to_dict(), "achieved": 0.75}, "field achieved is 0.75, but in a model of these"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.harness import run_ranks
-from tests.dist.layers import KINDS, PRECISIONS, B, K, S, V, draw, run_all, run_norm_gradients, run_vocabulary
+from tests.dist.layers import KINDS, PRECISIONS, B, K, S, V, draw, run_all, run_partial_gradients, run_vocabulary
 
 TP = 2
 
@@ -106,11 +106,14 @@ def test_vocabulary_is_torchs(world, sequence_parallel):
         assert_close(rank["loss"], losses.detach())
 
 
-def test_norm_gradients_are_summed_over_tp():
-    ranks = run_ranks(run_norm_gradients, TP)
-    for seed, name in enumerate(["input_layernorm.weight", "norm.weight"]):
-        expected = sum(draw(6, seed=10 * seed + rank) for rank in range(TP))
-        for rank in ranks:
-            assert torch.equal(rank[name], expected)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_are_summed_over_tp_as_tags_say(sequence_parallel):
+    """A norm of heads always, of tokens under sequence parallelism, others never."""
+    ranks = run_ranks(run_partial_gradients, TP, sequence_parallel)
+    for seed, (name, summed) in enumerate([("q_norm", True), ("norm", sequence_parallel)]):
+        each = [draw(6, seed=10 * seed + rank) for rank in range(TP)]
+        for rank, gradient in zip(ranks, each, strict=True):
+            assert torch.equal(rank[f"{name}.weight"], sum(each) if summed else gradient)
     for rank in range(TP):
         assert torch.equal(ranks[rank]["up_proj.weight"], draw(2, 2, seed=20 + rank)), "a split weight is left alone"
+        assert torch.equal(ranks[rank]["none.weight"], draw(6, seed=30 + rank))

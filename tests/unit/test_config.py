@@ -14,6 +14,7 @@ from megatron_snip.config import Config, option_groups
 
 #: Words of the command line -> value; every option stands here once (checked below).
 WORDS = {
+    "model_name": "qwen3",
     "num_layers": "4", "hidden_size": "256", "ffn_hidden_size": "512", "num_attention_heads": "8",
     "num_query_groups": "2", "kv_channels": "64", "seq_length": "128", "max_position_embeddings": "256",
     "rotary_base": "5e5", "use_rope_scaling": True, "rope_scaling_factor": "32", "rope_low_freq_factor": "1.5",

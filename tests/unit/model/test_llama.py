@@ -11,17 +11,15 @@ import torch
 from megatron_snip.config import ModelConfig
 from megatron_snip.model.initial import draw_weights, fill_normal
 from megatron_snip.model.llama import (
+    LLAMA,
     Build,
     LlamaStage,
     RMSNorm,
     build_stages,
-    linear_names,
-    linear_shapes,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
 )
 from megatron_snip.model.recompute import NOTHING, Recompute
+from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
+from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import KINDS, LinearPrecision, operands
 from megatron_snip.quant.dispatch import cast
@@ -62,13 +60,13 @@ SAMPLES = torch.tensor([0, 1])
 
 
 def test_names_and_shapes():
-    assert linear_names(1) == [
+    assert LLAMA.linear_names(1) == [
         *(f"layers.0.self_attn.{name}_proj" for name in "qkvo"),
         *(f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
     ]
     m = dataclasses.replace(MODEL, kv_channels=48)
-    shapes = linear_shapes(m)
-    assert [shape.name for shape in shapes] == linear_names(4)
+    shapes = LLAMA.linear_shapes(m)
+    assert [shape.name for shape in shapes] == LLAMA.linear_names(4)
     assert [(shape.out_features, shape.in_features) for shape in shapes[:7]] == [
         (192, 128), (96, 128), (96, 128), (128, 192), (256, 128), (256, 128), (128, 256),
     ]  # fmt: skip
@@ -87,13 +85,30 @@ def test_parameters_are_named_as_hugging_faces_whatever_the_cut(make):
     (whole,) = make().values()
     names = dict(whole.named_parameters())
     assert len(names) == 4 * 9 + 3 and {"embed_tokens.weight", "norm.weight", "lm_head.weight"} < names.keys()
-    assert all(f"{name}.weight" in names for name in linear_names(4))
+    assert all(f"{name}.weight" in names for name in LLAMA.linear_names(4))
     cut: dict[str, torch.Tensor] = {}
     for s, stage in make(num_stages=4).items():
-        assert list(stage.linears()) == [name for name in linear_names(4) if name.startswith(f"layers.{s}.")]
+        assert list(stage.linears()) == [name for name in LLAMA.linear_names(4) if name.startswith(f"layers.{s}.")]
         assert not cut.keys() & dict(stage.named_parameters()).keys()
         cut.update(stage.named_parameters())
     assert cut.keys() == names.keys() and all(torch.equal(cut[name], p) for name, p in names.items())
+
+
+def test_tags(make):
+    (stage,) = make().values()
+    tags = tags_of(stage)
+    assert list(tags) == list(dict(stage.named_parameters()))
+    assert {tag.kind for tag in tags.values()} == {"linear", "norm", "embedding", "output"}
+    assert tags["embed_tokens.weight"] == Tags("embedding", 0) and tags["lm_head.weight"] == Tags("output", 0)
+    for name, tag in tags.items():
+        norm = name.rsplit(".", 2)[-2].endswith("norm")
+        assert norm == tag.replicated == (not tag.weight_decay) == (tag.kind == "norm"), name
+        assert tag.is_summed(True) == norm and not tag.is_summed(False)
+    rows = [name for name, tag in tags.items() if tag.split_dim == 1]
+    assert rows == [f"layers.{i}.{name}_proj.weight" for i in range(4) for name in ("self_attn.o", "mlp.down")]
+    stage.norm.extra = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(AssertionError, match=r"norm.extra has no tags; make it by add_parameter"):
+        tags_of(stage)
 
 
 def test_initial_weights(make):

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_snip.model.llama import linear_names
-from megatron_snip.parallel.data import (
-    gradient_square_sum,
-    is_replicated_over_tp,
-    local_gradients,
-    sum_norm_gradients_over_tp,
-)
+from megatron_snip.parallel.data import gradient_square_sum, local_gradients, sum_gradients_over_tp
+from megatron_snip.parallel.tags import Tags, add_parameter
 
 
 class Axis:
@@ -32,16 +27,11 @@ class Mesh:
 @pytest.fixture
 def module():
     one = nn.ModuleDict({"input_layernorm": nn.RMSNorm(3), "up_proj": nn.Linear(3, 2, bias=False)})
+    add_parameter(one["input_layernorm"], "weight", one["input_layernorm"].weight, Tags("norm"))
+    add_parameter(one["up_proj"], "weight", one["up_proj"].weight, Tags("linear", 0))
     one["input_layernorm"].weight.grad = torch.tensor([1.0, 2.0, 2.0])
     one["up_proj"].weight.grad = torch.full((2, 3), 2.0)
     return one
-
-
-def test_norms_are_the_only_replicated_parameters():
-    linears = [f"{name}.weight" for name in linear_names(2)]
-    norms = ["layers.0.input_layernorm.weight", "layers.1.post_attention_layernorm.weight", "norm.weight"]
-    others = ["embed_tokens.weight", "lm_head.weight"]
-    assert [name for name in linears + others + norms if is_replicated_over_tp(name)] == norms
 
 
 def test_replicated_gradients_count_once(module):
@@ -65,5 +55,5 @@ def test_what_is_not_finite_stays_so(bad, module):
 
 def test_one_process_sums_nothing(module, lone_mesh):
     before = {name: grad.clone() for name, grad in local_gradients([module])}
-    sum_norm_gradients_over_tp([module], lone_mesh)
+    sum_gradients_over_tp([module], lone_mesh, sequence_parallel=True)
     assert all(torch.equal(before[name], grad) for name, grad in local_gradients([module]))

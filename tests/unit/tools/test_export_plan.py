@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from megatron_snip.config import ModelConfig
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from tools.export_plan import MEGATRON, TARGETS, TITAN, main

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan

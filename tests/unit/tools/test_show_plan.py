@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_snip.config import Config
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.plan_file import Plan, SolverRecord
 from tests.unit.tools.conftest import TINY

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_snip.config import TrainingConfig
 from megatron_snip.parallel.data import clip_coefficient
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.train import optim
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl, learning_rate
 
@@ -19,7 +20,7 @@ SCHEDULE = {"lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 10, "train_iters": 110}
 
 
 class Small(nn.Module):
-    """Two weights and a norm, named as in a Llama stage."""
+    """Two weights and a norm, with the tags that a stage's have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +28,9 @@ class Small(nn.Module):
         self.up_proj = nn.Linear(5, 7, bias=False)
         self.input_layernorm = nn.RMSNorm(5)
         self.down_proj = nn.Linear(7, 3, bias=False)
+        add_parameter(self.up_proj, "weight", self.up_proj.weight, Tags("linear", 0))
+        add_parameter(self.input_layernorm, "weight", self.input_layernorm.weight, Tags("norm", weight_decay=False))
+        add_parameter(self.down_proj, "weight", self.down_proj.weight, Tags("linear", 1))
 
     def forward(self, x):
         return self.down_proj(torch.tanh(self.up_proj(self.input_layernorm(x))))

@@ -10,7 +10,7 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.model.llama import linear_names
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision, linear_implementations
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import setup
@@ -113,10 +113,10 @@ def test_wandb_that_is_not_installed(config, monkeypatch):
 def test_plans_of_another_model_and_damaged_ones(config, tmp_path):
     path = tmp_path / "plan.json"
     planned = config.replace(precision="plan", precision_plan=str(path))
-    names = linear_names(1)
+    names = LLAMA.linear_names(1)
     Plan.uniform(names, "fp4").save(path)
     assert check(planned, 1)[1] == Plan.load(path)
-    Plan.uniform(linear_names(2), "fp4").save(path)
+    Plan.uniform(LLAMA.linear_names(2), "fp4").save(path)
     assert "names no such linear: layers.1.mlp.down_proj" in refused(planned)
     Plan.uniform(names[1:], "fp4").save(path)
     assert "leaves out linears: layers.0.self_attn.q_proj" in refused(planned)
@@ -135,13 +135,13 @@ def parts_of(config: Config) -> setup.Parts:
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp4", "fp8/fp4/bf16"])
 def test_a_precision_is_every_linears(precision, config, lone_mesh):
     parts = parts_of(config.replace(precision=precision))
-    assert parts.linears.keys() == set(linear_names(1)) and parts.coordinator is None
+    assert parts.linears.keys() == set(LLAMA.linear_names(1)) and parts.coordinator is None
     assert {linear.precision for linear in parts.linears.values()} == {LinearPrecision.parse(precision)}
     assert {linear.impl for linear in parts.linears.values()} <= set(linear_implementations())
 
 
 def test_a_plan_is_its_linears_and_snip_begins_with_its_warm_up(config, lone_mesh, tmp_path):
-    names = linear_names(1)
+    names = LLAMA.linear_names(1)
     linears = {name: LinearPrecision.parse(["fp4", "fp8/fp4/bf16"][i % 2]) for i, name in enumerate(names)}
     plan = Plan.by_hand(linears, setup.snip_shapes(config))
     plan.save(tmp_path / "plan.json")

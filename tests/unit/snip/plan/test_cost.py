@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.cost import (
     NOMINAL,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip.config import Config, SnipConfig
-from megatron_snip.model.llama import linear_shapes
+from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
 from megatron_snip.snip.plan.cost import GemmTimes
