@@ -211,7 +211,7 @@ class _ParallelLinear(nn.Module):
 
     def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
         """Everything about a call; `key` is the microbatch's."""
-        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.rows)
+        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, rows=key.rows)
         return LinearCall(
             self._precision, own, self._input_col0, self._output_col0,
             self.observer, input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,

@@ -9,12 +9,15 @@ whatever the layout, reads one of eight draws of 16 bits from the words of
 
 Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
 et al., OOPSLA 2014).
+
+Seed and stream stay the same for a whole run.  What moves on, iteration and row0, a GPU's kernels read from device
+memory (``Clock``), so that a CUDA graph that was captured once draws anew in each iteration.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -66,6 +69,27 @@ class Rows(NamedTuple):
         return number // 2 * self.sequence + begin + row % self.piece
 
 
+class Clock(NamedTuple):
+    """Iteration and row0 of the next random bits on a device: int64 [1] each.
+
+    Kernels that were captured in a CUDA graph read them when the graph is replayed.  row0 None stays at the key's.
+    """
+
+    iteration: Tensor
+    row0: Tensor | None
+
+    @classmethod
+    def at(cls, key: RoundingKey, device: torch.device | str) -> Clock:
+        """A clock of its own that shows a key's iteration and row0."""
+        return cls(*(torch.full((1,), number, device=device) for number in (key.iteration, key.row0)))
+
+    def set(self, key: RoundingKey) -> None:
+        """Show another key's iteration and row0, in the same memory."""
+        self.iteration.fill_(key.iteration)
+        if self.row0 is not None:
+            self.row0.fill_(key.row0)
+
+
 @dataclass(frozen=True)
 class RoundingKey:
     """Names the random bits of one operand.
@@ -74,6 +98,8 @@ class RoundingKey:
     from ``name_stream`` and let ``for_operand`` add the rest.  row0, col0: global position of the
     operand's first element, row = global sample index * seq-length + position, col = channel.  rows: where the
     operand's rows stand, counted from row0; None: one after another.
+    clock: what a GPU's kernels read in place of iteration and row0 (of tokens; a weight's rows never move); without
+    one they read numbers that are written once for all keys that have them.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
@@ -82,6 +108,7 @@ class RoundingKey:
     stream: int
     row0: int = 0
     col0: int = 0
+    clock: Clock | None = field(default=None, compare=False, repr=False)
     rows: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +138,7 @@ class RoundingKey:
             row0=self.row0 if row0 is None else row0,
             col0=self.col0 if col0 is None else col0,
             rows=self.rows if row0 is None else None,
+            clock=self.clock if self.clock is None or row0 is None else self.clock._replace(row0=None),
         )
 
 

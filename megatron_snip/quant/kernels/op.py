@@ -121,7 +121,7 @@ def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
         key = None
         if iteration >= 0:
             seed, stream = seed_low | seed_high << 32, stream_low | stream_high << 32
-            key = RoundingKey(seed, iteration, stream, row0, col0, Rows(*rows) if any(rows) else None)
+            key = RoundingKey(seed, iteration, stream, row0, col0, rows=Rows(*rows) if any(rows) else None)
         form, output = Form.of(Constants(*numbers[first : first + _CONSTANTS]), key)
         forms.append(form)
         outputs.append(output)
