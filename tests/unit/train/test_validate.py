@@ -76,7 +76,10 @@ def numeric_options() -> set[str]:
 
 
 def test_every_numeric_option_has_a_range():
-    own_rules = {"profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    own_rules = {
+        "profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    }  # fmt: skip
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
@@ -109,6 +112,7 @@ CASES = [
     ({"ffn_hidden_size": 511}, ["--ffn-hidden-size by tensor parallel: 511 is not a multiple of 2"]),
     ({"num_layers": 7}, ["--num-layers by pipeline parallel: 7 is not a multiple of 2"]),
     ({"num_layers_per_virtual_pipeline_stage": 3}, ["layers a virtual stage: 4 is not a multiple of 3"]),
+    ({"decoder_first_pipeline_num_layers": 8}, ["--decoder-first-pipeline-num-layers 8 leaves 0 of 8 blocks to 1"]),
     ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give 1 or more"]),
     (
         {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
