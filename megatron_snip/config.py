@@ -71,6 +71,11 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1  # Processes that share each linear.
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
+    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks a process, in place of blocks a chunk.
+    decoder_first_pipeline_num_layers: Optional[int] = None  # Blocks of the first process of a pipeline.
+    decoder_last_pipeline_num_layers: Optional[int] = None  # Blocks of the last process; the others share the rest.
+    account_for_embedding_in_pipeline_split: bool = False  # Deal out blocks as if the embedding were one.
+    account_for_loss_in_pipeline_split: bool = False  # Deal out blocks as if the output layer and the loss were one.
     context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
     sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
     # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves

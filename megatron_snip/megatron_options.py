@@ -90,12 +90,7 @@ _REFUSED: Mapping[str, str] = {
         "give --data-parallel-sharding-strategy optim_grads_params, or another",
     ),
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
-    "num-virtual-stages-per-pipeline-rank": "give --num-layers-per-virtual-pipeline-stage",
-    **dict.fromkeys(
-        ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-         "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
-        "stages have equally many blocks here; leave it out",
-    ),
+    "pipeline-model-parallel-layout": "give --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
     **dict.fromkeys(
         ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"),
         "samples run over the ends of documents here, as Megatron-LM's do without it; leave it out",

@@ -10,7 +10,7 @@ S is what a process has of a sequence, a cp-th of it, but for what attention rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -320,18 +320,14 @@ class LlamaStage(nn.Module):
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
 
 
-def build_stages(build: Build, *, num_stages: int, tied: bool, of: Callable[[int], bool]) -> dict[int, LlamaStage]:
-    """The stages s with `of(s)` true, by their number; blocks are dealt out evenly in order."""
-    each = build.model.num_layers // num_stages
+def build_stages(
+    build: Build, blocks: Sequence[range], *, tied: bool, of: Callable[[int], bool]
+) -> dict[int, LlamaStage]:
+    """The stages s with `of(s)` true, by their number; blocks: those of every stage, see `model.stages`."""
+    last = len(blocks) - 1
     return {
-        s: LlamaStage(
-            build,
-            range(s * each, (s + 1) * each),
-            first=s == 0,
-            last=s == num_stages - 1,
-            tied=tied,
-        )
-        for s in range(num_stages)
+        s: LlamaStage(build, layers, first=s == 0, last=s == last, tied=tied)
+        for s, layers in enumerate(blocks)
         if of(s)
     }
 

@@ -25,6 +25,7 @@ from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.spec import linear_shapes, spec_of
+from megatron_snip.model.stages import stage_blocks
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
@@ -149,11 +150,6 @@ class Parts:
         return {**weights, **self.optimizer.tensors()}
 
 
-def _stages_of(config: Config) -> int:
-    pp, each = config.parallel.pipeline_model_parallel_size, config.parallel.num_layers_per_virtual_pipeline_stage
-    return pp if each is None else config.model.num_layers // each
-
-
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
     """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
@@ -164,7 +160,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp), t.seed, dtype, device, again)
     stages = build_stages(
         build,
-        num_stages=_stages_of(config),
+        stage_blocks(m.num_layers, config.parallel),
         tied=not m.untie_embeddings_and_output_weights,
         of=lambda s: s % pp == mesh.pp.rank,
     )
@@ -192,7 +188,7 @@ def build_pipeline(
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     return Pipeline(
         dict(stages),
-        num_stages=_stages_of(config),
+        num_stages=len(stage_blocks(m.num_layers, config.parallel)),
         mesh=mesh,
         sharding=config.parallel.data_parallel_sharding_strategy,
         microbatches=microbatches or config.num_microbatches(mesh.dp.size),
@@ -244,12 +240,10 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             raise UserError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
-    shapes = linear_shapes(config.model) if known is None else known
-    layers, pp = 1 + max(shape.block for shape in shapes), config.parallel.pipeline_model_parallel_size
-    if pp < 1 or layers % pp:
-        raise UserError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
-    each = layers // _stages_of(config.replace(num_layers=layers))
-    return [dataclasses.replace(shape, stage=shape.block // each % pp) for shape in shapes]
+    shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
+    stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
+    process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
+    return [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]
 
 
 def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
+from megatron_snip.model.stages import is_interleaved
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -95,8 +96,9 @@ def validate(config: Config, world_size: int) -> None:
             "shorten the sequence or raise the limit"
         )
     if p.sequence_parallel:
-        _divides(m.seq_length // cp, tp, "tokens of a sequence by tensor parallel", "change --seq-length or drop "
-                 "--sequence-parallel")  # fmt: skip
+        axes = "tensor x context" if cp > 1 else "tensor"
+        way_out = "change it or drop --sequence-parallel"
+        _divides(m.seq_length, tp * cp, f"--seq-length by {axes} parallel", way_out)
     _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
              f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
@@ -138,8 +140,7 @@ def _validate_sharding(config: Config, dp: int) -> None:
 
 def _validate_stages(config: Config, microbatches: int) -> None:
     m, pp = config.model, config.parallel.pipeline_model_parallel_size
-    each = config.parallel.num_layers_per_virtual_pipeline_stage
-    _divides(m.num_layers, pp, "--num-layers by pipeline parallel", "change one")
+    interleaved = is_interleaved(m.num_layers, config.parallel)
     if pp > 1 and not m.untie_embeddings_and_output_weights:
         raise UserError(
             f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
@@ -150,17 +151,8 @@ def _validate_stages(config: Config, microbatches: int) -> None:
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
             "raise --global-batch-size or lower --micro-batch-size"
         )
-    if each is None:
-        return
-    option = "--num-layers-per-virtual-pipeline-stage"
-    if pp == 1 or each < 1:
-        raise UserError(
-            f"{option} is {each} and --pipeline-model-parallel-size {pp}; "
-            "give 1 or more of the first and 2 or more of the second, or drop the first"
-        )
-    _divides(m.num_layers // pp, each, "layers a stage by layers a virtual stage", f"change {option}")
     # torch's interleaved schedule runs them in equal rounds of pp or a few more
-    rounds = microbatches // pp
+    rounds = microbatches // pp if interleaved else 1
     _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
 
 

@@ -64,10 +64,10 @@ def make(options: dict[str, Any]) -> tuple[Config, Parts]:
     return config, build(config, runtime.start("gloo", 1.0), plan)
 
 
-def mixed_plan(path: Path) -> Path:
+def mixed_plan(path: Path, options: dict[str, Any] | None = None) -> Path:
     """A plan file with FP4 and FP8 side by side, GEMM by GEMM too."""
     cycle = ["fp4", "fp8", "fp4/fp8/fp4", "fp8/fp4/fp8", "fp4"]
-    shapes = snip_shapes(Config().replace(**TINY))
+    shapes = snip_shapes(Config().replace(**{**TINY, **(options or {})}))
     Plan.by_hand({s.name: LinearPrecision.parse(cycle[i % 5]) for i, s in enumerate(shapes)}, shapes).save(path)
     return path
 

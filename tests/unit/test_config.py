@@ -21,8 +21,10 @@ WORDS = {
     "rope_high_freq_factor": "3.5", "rope_original_max_position_embeddings": "4096", "norm_epsilon": "1e-6",
     "untie_embeddings_and_output_weights": True, "init_method_std": "0.01", "vocab_size": "500",
     "make_vocab_size_divisible_by": "64", "tensor_model_parallel_size": "2", "pipeline_model_parallel_size": "3",
-    "num_layers_per_virtual_pipeline_stage": "1", "sequence_parallel": True,
-    "data_parallel_sharding_strategy": "optim_grads",
+    "num_layers_per_virtual_pipeline_stage": "1", "num_virtual_stages_per_pipeline_rank": "4",
+    "decoder_first_pipeline_num_layers": "5", "decoder_last_pipeline_num_layers": "6",
+    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+    "context_parallel_size": "2", "sequence_parallel": True, "data_parallel_sharding_strategy": "optim_grads",
     "num_distributed_optimizer_instances": "2", "distributed_backend": "gloo",
     "device": "cpu",
     "distributed_timeout_minutes": "2.5", "micro_batch_size": "2", "global_batch_size": "16", "train_iters": "7",
@@ -56,6 +58,8 @@ WORDS = {
 }  # fmt: skip
 #: Option names of Megatron-LM core 0.16.1 that exist here.
 MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
+--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
 --sequence-parallel --distributed-backend --distributed-timeout-minutes --num-layers --hidden-size --ffn-hidden-size
 --num-attention-heads --num-query-groups --kv-channels --seq-length --max-position-embeddings --rotary-base
 --norm-epsilon --untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by

@@ -76,7 +76,10 @@ def numeric_options() -> set[str]:
 
 
 def test_every_numeric_option_has_a_range():
-    own_rules = {"profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    own_rules = {
+        "profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    }  # fmt: skip
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
@@ -85,6 +88,13 @@ def test_numbers_out_of_range_are_named(kind, name):
     too_high = {"0 or more and less than 1": 1.0, "0 to 4294967295": 2**32, "a share, 0 to 1": 1.01}
     for value in (-1, float("nan"), float("inf"), too_high.get(kind, -2)):
         assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give {kind}"
+
+
+def test_a_world_size_that_context_parallel_does_not_divide():
+    said = error(12, context_parallel_size=2)
+    assert said.startswith(
+        "world size 12 is not a multiple of tensor x pipeline x context parallel = 2 x 2 x 2; start 8"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 13])
@@ -109,6 +119,7 @@ CASES = [
     ({"ffn_hidden_size": 511}, ["--ffn-hidden-size by tensor parallel: 511 is not a multiple of 2"]),
     ({"num_layers": 7}, ["--num-layers by pipeline parallel: 7 is not a multiple of 2"]),
     ({"num_layers_per_virtual_pipeline_stage": 3}, ["layers a virtual stage: 4 is not a multiple of 3"]),
+    ({"decoder_first_pipeline_num_layers": 8}, ["--decoder-first-pipeline-num-layers 8 leaves 0 of 8 blocks to 1"]),
     ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give 1 or more"]),
     (
         {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
@@ -121,6 +132,10 @@ CASES = [
     (
         {"untie_embeddings_and_output_weights": False},
         ["tied embeddings", "--pipeline-model-parallel-size is 2", "add --untie-embeddings-and-output-weights"],
+    ),
+    (
+        {"context_parallel_size": 3, "pipeline_model_parallel_size": 1},
+        ["--seq-length in two pieces of whole 128-token tiles for each of 3 context", "256 is not a multiple of 768"],
     ),
     ({"seq_length": 192}, ["--seq-length by the quantisation tile: 192 is not a multiple of 128"]),
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
