@@ -104,7 +104,8 @@ class Attention(nn.Module):
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
         if self.cp.size > 1:  # in one collective
-            k, v = gather_sequences(torch.cat([k, v], dim=-1), self.cp).chunk(2, dim=-1)
+            both = torch.cat([k, v], dim=-1)
+            k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
         if self.recompute:
             y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
         else:
@@ -114,6 +115,8 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences."""
+        if self.region.wide:  # so that the order of sums, which the pieces change, does not show
+            q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
         k = rotate(k, cos, sin)
@@ -121,8 +124,8 @@ class Attention(nn.Module):
             causal_attention(rotate(part, cos[piece], sin[piece]), k, v, piece.start)
             for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
         ]
-        y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
-        return y.transpose(1, 2).flatten(2)
+        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
+        return y.float() if self.region.wide else y
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""

@@ -91,10 +91,7 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
     assert len(set(expected["precision"].values())) > 1, "a plan of one precision proves little"
     for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 6, seconds=240.0):
         assert result["hash"] == expected["hash"]
-        # a count of elements that underflow has steps of one
-        distances = distances_by_name(result["stats"], expected["stats"])
-        assert not farther({name: d for name, d in distances.items() if "underflow/" not in name}, 1e-4)
-        assert not farther(distances, 0.3)
+        assert not farther(distances_by_name(result["stats"], expected["stats"]), 1e-5)
 
 
 @pytest.mark.slow
