@@ -10,7 +10,7 @@ import torch
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.interop.huggingface import check_model, hf_config, load_hf, model_options
+from megatron_snip.interop.huggingface import attention_of, check_model, hf_config, load_hf, model_options
 from megatron_snip.model.llama import LLAMA, Build, LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.parallel.tensor import Region
@@ -71,6 +71,24 @@ def test_logits_equal_transformers(case, lone_mesh, tmp_path):
         got = stage.logits(stage.hidden(tokens, torch.tensor([0, 1])))
     assert expected.std() > 0.1
     assert (got - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["grouped-query", "qwen3"])
+def test_attention_makes_of_q_k_and_v_what_o_reads(case):
+    m = ModelConfig(**(BASE | CASES[case][0]))
+    theirs = their_model(m, tied=False).eval()
+    for name, p in theirs.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.3)
+    seen = {}
+    attention = theirs.model.layers[1].self_attn
+    for kind in "qkv":
+        attention.get_submodule(f"{kind}_proj").register_forward_hook(lambda _, x, y, k=kind: seen.update({k: y}))
+    attention.o_proj.register_forward_pre_hook(lambda _, x: seen.update(o=x[0]))
+    with torch.no_grad():
+        theirs(torch.randint(0, 300, (2, 128)))
+        attends = attention_of(theirs, lambda: 128)
+        got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"))
+    assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
 
 
 @pytest.mark.parametrize("case", ["multi-head", "qwen3"])
