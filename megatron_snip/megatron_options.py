@@ -79,7 +79,7 @@ _REFUSED: Mapping[str, str] = {
     "recompute-activations": "give --recompute-granularity selective",
     "grad-reduce-in-bf16": "gradients are reduced in float32 here; leave it out",
     "apply-layernorm-1p": "norms have plain weights that start at 1; leave it out",
-    "qk-layernorm": "models here are Llama, without norms of q and k; leave it out",
+    "qk-layernorm": "give --model-name qwen3, whose heads have norms of q and k",
     "add-qkv-bias": "linears here have no biases; leave it out",
     "num-experts": "there are no experts here; leave it out",
     **dict.fromkeys(

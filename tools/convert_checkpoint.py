@@ -1,4 +1,4 @@
-r"""Hugging Face Llama to and from checkpoints of pretrain_llama.py.
+r"""Hugging Face Llama or Qwen3 to and from checkpoints of pretrain_llama.py.
 
     python tools/convert_checkpoint.py import --hf meta-llama/ --save checkpoints/llama
     python tools/convert_checkpoint.py export --load runs/my/checkpoints --hf exported/ [--ckpt-step 1000]
@@ -36,15 +36,14 @@ from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, path_word
 from megatron_snip.interop.huggingface import (
-    ARCHITECTURE,
     hf_config,
-    hf_name,
     is_hf_folder,
     load_hf,
     model_options,
     shapes_of,
 )
 from megatron_snip.mesh import build_mesh
+from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.run_folder import find_checkpoint, saved_options
 
@@ -55,6 +54,8 @@ TOKENIZER = (
 )  # fmt: skip
 GENERATION = "generation_config.json"
 PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
+#: What our checkpoints put before a weight's name.
+OURS = "model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Bytes of one file of an export: what it needs of memory beside one tensor.
 MOST_OF_A_FILE = 1 << 30
@@ -62,17 +63,13 @@ MOST_OF_A_FILE = 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of an export: our name, shape, bytes as written, and the file that it goes to."""
+    """A tensor of an export: our name and theirs, shape, bytes as written, and the file that it goes to."""
 
     ours: str
+    theirs: str
     shape: tuple[int, ...]
     size: int
     file: int
-
-    @property
-    def theirs(self) -> str:
-        """Hugging Face's name."""
-        return hf_name(self.ours.removeprefix("model."))
 
 
 class _Lazy(DefaultSavePlanner):
@@ -94,14 +91,14 @@ def copy_files(source: Path, names: Sequence[str], target: Path) -> list[str]:
     return found
 
 
-def plan_entries(shapes: Mapping[str, Sequence[int]], itemsize: int, most: int) -> list[Entry]:
+def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize: int, most: int) -> list[Entry]:
     """Distribute tensors over files of at most ``most`` bytes, in order; a larger tensor has a file of its own."""
     entries, file, used = [], 0, 0
     for name, shape in shapes.items():
         size = math.prod(shape) * itemsize
         if used and used + size > most:
             file, used = file + 1, 0
-        entries.append(Entry(name, tuple(shape), size, file))
+        entries.append(Entry(name, spec.hf_name(name.removeprefix(OURS)), tuple(shape), size, file))
         used += size
     return entries
 
@@ -115,13 +112,14 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
 def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
     if not is_hf_folder(hf):
-        raise UserError(f"--hf {hf} holds no config.json beside .safetensors files; give the folder of a Llama")
+        raise UserError(f"--hf {hf} holds no config.json beside .safetensors files; give the folder of a model")
     options = model_options(hf)
     config = Config().replace(**options)
     tied = not config.model.untie_embeddings_and_output_weights
-    theirs = {name.removeprefix("model."): shape for name, shape in shapes_of(hf).items()}
-    shapes = {f"model.{n}": s for n, s in theirs.items() if not (tied and n == "lm_head.weight") and "rotary" not in n}
-    rows = [(hf_name(name.removeprefix("model.")), shape, name) for name, shape in shapes.items()]
+    spec = spec_of(config.model)
+    found = {spec.our_name(name): shape for name, shape in shapes_of(hf).items() if "rotary" not in name}
+    shapes = {f"{OURS}{n}": s for n, s in found.items() if n and not (tied and n == "lm_head.weight")}
+    rows = [(spec.hf_name(name.removeprefix(OURS)), shape, name) for name, shape in shapes.items()]
     total = 4 * sum(map(math.prod, shapes.values()))
     if dry_run:
         print(told(rows, total))
@@ -134,7 +132,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
 
         def read(name: str) -> Tensor:
             tensor = torch.empty(shapes[name])
-            load_hf(hf, {name.removeprefix("model."): tensor})
+            load_hf(hf, {name.removeprefix(OURS): tensor}, spec)
             bar.update(tensor.nbytes)
             return tensor
 
@@ -164,9 +162,9 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
     config = Config().replace(**saved_options(state, ("model", "training", "data", "precision", "parallel")))
     reader = CheckedReader(folder / f"iter_{iteration:07d}", check(folder, iteration))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    shapes = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
+    shapes = {name: tuple(saved[name].size) for name in saved if name.startswith(OURS)}
     dtype = dtype or ("bfloat16" if config.training.bf16 else "float32")
-    entries = plan_entries(shapes, DTYPES[dtype].itemsize, MOST_OF_A_FILE)
+    entries = plan_entries(shapes, spec_of(config.model), DTYPES[dtype].itemsize, MOST_OF_A_FILE)
     count, total = entries[-1].file + 1, sum(entry.size for entry in entries)
     names = (
         ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -216,7 +214,8 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
     older = {"rope_theta": rope["rope_theta"]}  # where releases before transformers 5, and other programs, look
     if rope["rope_type"] != "default":
         older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    about = {"architectures": [ARCHITECTURE], "model_type": "llama", "torch_dtype": dtype}
+    spec = spec_of(config.model)
+    about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
     write_json(hf / "config.json", {**about, **settings, **older})
     if (tokenizer := config.data.tokenizer_model) is not None:
         source = Path(tokenizer)
@@ -253,7 +252,7 @@ def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | Non
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-    return f"{head}# Llama trained with megatron_snip {__version__}\n\n| | |\n|---|---|\n{table}\n"
+    return f"{head}# {spec_of(m).architecture} trained with megatron_snip {__version__}\n\n| | |\n|---|---|\n{table}\n"
 
 
 def write_json(path: Path, value: Any) -> None:

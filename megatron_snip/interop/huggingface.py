@@ -1,13 +1,14 @@
-"""Weights and configuration of Hugging Face's LlamaForCausalLM.
+"""Weights and configuration of Hugging Face's classes of our models, which a `ModelSpec` names.
 
-Our parameters carry Hugging Face's names without the `model.` prefix, and the rotary channels stand in its
-half-split order, so conversion renames and nothing else.  Source: transformers, models/llama.
+Our rotary channels stand in Hugging Face's half-split order, so conversion renames and nothing else.
+Source: transformers, models/llama and models/qwen3.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,10 @@ from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
 from megatron_snip.model.rotary import rotate
+from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend
 
-_HEAD = "lm_head.weight"
-ARCHITECTURE = "LlamaForCausalLM"
-#: Ours -> theirs, for what every config.json of a Llama has.
+#: Ours -> theirs, for what every config.json has.
 _SAME = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads", "vocab_size": "vocab_size",
@@ -38,13 +38,8 @@ _LLAMA3 = {
 }  # fmt: skip
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of our parameter."""
-    return name if name == _HEAD else f"model.{name}"
-
-
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
-    """Keyword arguments of transformers' LlamaConfig for the same model."""
+    """Keyword arguments of transformers' configuration for the same model."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rotary_base}
     if m.use_rope_scaling:
         rope |= {"rope_type": "llama3", **{theirs: getattr(m, ours) for ours, theirs in _LLAMA3.items()}}
@@ -60,9 +55,7 @@ def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
         "rms_norm_eps": m.norm_epsilon,
         "rope_parameters": rope,
         "tie_word_embeddings": tied,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **spec_of(m).fixed,
     }
 
 
@@ -74,23 +67,26 @@ def is_hf_folder(folder: Path) -> bool:
 def model_options(folder: Path) -> dict[str, Any]:
     """Our model options, by their flat names, of a Hugging Face folder's config.json.
 
-    The vocabulary is not padded.  UserError for anything else than a Llama that this package trains.
+    The vocabulary is not padded.  UserError for anything else than a model that this package trains.
     """
     path = folder / "config.json"
-    way_out = "give the folder of a Llama"
+    known = {spec.architecture: spec for spec in MODELS.values()}
+    way_out = f"give the folder of a {' or '.join(known)}"
     try:
         found = parse_json(read_file(path, "model's configuration", way_out, most=1 << 20))
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from None
-    if not isinstance(found, dict) or ARCHITECTURE not in (found.get("architectures") or []):
-        given = found.get("architectures") if isinstance(found, dict) else None
-        raise UserError(f"{path}: architectures is {given}, and only {ARCHITECTURE} can be read; {way_out}")
-    for key, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+    given = (found.get("architectures") or []) if isinstance(found, dict) else None
+    spec = next((known[name] for name in given or () if name in known), None)
+    if spec is None:
+        raise UserError(f"{path}: architectures is {given}, and only {', '.join(known)} can be read; {way_out}")
+    found = {**spec.defaults, **found}
+    for key, wanted in spec.fixed.items():
         if found.get(key, wanted) != wanted:
             raise UserError(f"{path}: {key} is {found[key]!r}, and this package has {wanted!r} alone; {way_out}")
     if missing := [theirs for theirs in _SAME.values() if type(found.get(theirs)) is not int or found[theirs] < 1]:
         raise UserError(f"{path}: {missing[0]} is {found.get(missing[0])!r}, not a number above 0; {way_out}")
-    options: dict[str, Any] = {ours: found[theirs] for ours, theirs in _SAME.items()}
+    options: dict[str, Any] = {"model_name": spec.name, **{ours: found[theirs] for ours, theirs in _SAME.items()}}
     options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
     options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
     options["max_position_embeddings"] = found.get("max_position_embeddings", 2048)
@@ -119,8 +115,8 @@ def check_model(folder: Path, m: ModelConfig) -> None:
     """UserError unless a Hugging Face folder holds the weights of this model; its positions may be others."""
     theirs = ModelConfig(**model_options(folder))
     same = (
-        *(name for name in _SAME if name != "vocab_size"), "query_groups", "head_dim", "padded_vocab_size",
-        "norm_epsilon", "untie_embeddings_and_output_weights", "rotary_base", "use_rope_scaling",
+        "model_name", *(name for name in _SAME if name != "vocab_size"), "query_groups", "head_dim",
+        "padded_vocab_size", "norm_epsilon", "untie_embeddings_and_output_weights", "rotary_base", "use_rope_scaling",
         *(_LLAMA3 if m.use_rope_scaling else ()),
     )  # fmt: skip
     options = {"query_groups": "num_query_groups", "head_dim": "kv_channels", "padded_vocab_size": "vocab_size"}
@@ -131,23 +127,24 @@ def check_model(folder: Path, m: ModelConfig) -> None:
             raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
 
 
-def load_hf(folder: Path, weights: Mapping[str, Tensor]) -> None:
+def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Read weights in place, each by our name, sharded or whole; every process calls it and reads its own part alone.
 
     UserError, before anything is read, for a missing tensor or one of another shape.
     """
     reader = _reader(folder)
     saved = _tensors(folder)
-    for name, tensor in weights.items():
-        size = getattr(saved.get(hf_name(name)), "size", None)
+    theirs = {spec.hf_name(name): tensor for name, tensor in weights.items()}
+    for name, tensor in theirs.items():
+        size = getattr(saved.get(name), "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
             shape = None if size is None else list(size)
             raise UserError(
-                f"{folder}: {hf_name(name)} has shape {shape}, the model's is {list(tensor.shape)}; match the model "
+                f"{folder}: {name} has shape {shape}, the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
             )
     try:
-        dcp_load({hf_name(name): tensor for name, tensor in weights.items()}, storage_reader=reader)
+        dcp_load(theirs, storage_reader=reader)
     except CheckpointException as error:  # a BaseException, the same on every process
         rank, (first, _) = min(error.failures.items())
         raise UserError(f"{folder}: rank {rank} could not read it ({first}); check its files") from error
@@ -178,26 +175,30 @@ def _reader(folder: Path) -> Any:
 
 
 def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Attend] | None:
-    """What each block's attention makes of q, k and v, for transformers' Llama without biases and dropout; else None.
+    """What each block's attention makes of q, k and v, for transformers' classes of our models; else None.
+
+    None where it has biases, dropout or a sliding window, too.
 
     length: tokens of a sequence, asked for at each call.  Causal, without padding, positions from 0 on.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "model_type", None) != "llama" or not hasattr(model, "model"):
+    if getattr(config, "model_type", None) not in MODELS or not hasattr(model, "model"):
         return None
     assert config is not None
-    if config.attention_bias or config.attention_dropout:
+    if config.attention_bias or config.attention_dropout or getattr(config, "use_sliding_window", False):
         return None
     rotary = cast(Any, model).model.rotary_emb
     grouped = config.num_key_value_heads != config.num_attention_heads
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = (-1, length())
         q, k, v = (x.unflatten(0, shape).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for x in (q, k, v))
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
         cos, sin = rotary(q, torch.arange(shape[1], device=q.device)[None])
         y = F.scaled_dot_product_attention(
             rotate(q, cos[0], sin[0]), rotate(k, cos[0], sin[0]), v, is_causal=True, enable_gqa=grouped
         )
         return y.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    return dict.fromkeys(range(config.num_hidden_layers), attend)
+    return {i: partial(attend, block.self_attn) for i, block in enumerate(cast(Any, model).model.layers)}

@@ -20,10 +20,11 @@ from torch import Tensor
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.checkpoint.storage import load_tensors
-from megatron_snip.config import Config, option_groups
+from megatron_snip.config import Config, ModelConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_folder, parse_json, read_file
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
+from megatron_snip.model.spec import spec_of
 from megatron_snip.runtime import environment_rank
 from megatron_snip.snip.jsonfile import write_atomic
 
@@ -157,7 +158,8 @@ def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:
     begin, what = time.perf_counter(), f"loaded and verified iteration {start.load_iteration}"
     if is_hf_folder(start.load):
         what = "loaded the weights"
-        load_hf(start.load, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        spec = spec_of(ModelConfig(**model_options(start.load)))
+        load_hf(start.load, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, spec)
     else:
         load_tensors(start.load, start.load_iteration, tensors)
     LOGGER.info(f"{what} of {start.load} in {time.perf_counter() - begin:.2f} s")

@@ -9,11 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_snip.attach import Snip, attach
 from megatron_snip.errors import UserError
-from megatron_snip.interop.huggingface import hf_config, hf_name
+from megatron_snip.interop.huggingface import hf_config
+from megatron_snip.model.spec import spec_of
 from tests.dist.runs import make
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "num_query_groups": 2, "precision": "snip", "snip_apply_lag": 0}
@@ -35,24 +36,25 @@ def tokens_of(samples: int) -> torch.Tensor:
 
 
 def beside_the_trainer(options: dict[str, Any]) -> dict[str, Any]:
-    """Statistics and plan of the trainer, and of a library's loop over transformers' Llama with its weights."""
+    """Statistics and plan of the trainer, and of a library's loop over transformers' model with its weights."""
     config, parts = make({**SMALL, **options, "snip_start": 1})
     batch = parts.train_loader.make(0)
     parts.train_loader.close()
-    llama = LlamaForCausalLM(LlamaConfig(**hf_config(config.model, tied=False)))
-    llama.load_state_dict({hf_name(name): p.detach() for name, p in parts.optimizer.parameters.items()})
+    m, spec = config.model, spec_of(config.model)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(m.model_name, **hf_config(m, tied=False)))
+    theirs.load_state_dict({spec.hf_name(name): p.detach() for name, p in parts.optimizer.parameters.items()})
     if config.training.bf16:
-        llama = llama.bfloat16()
+        theirs = theirs.bfloat16()
     coordinator = parts.coordinator
     assert coordinator is not None
     seen = []
     run = coordinator.probe.run
     coordinator.probe.run = lambda *args, **more: seen.append(run(*args, **more)) or seen[-1]
     coordinator.before_step(1, parts.stepper.pass_runner(batch, 1), parts.optimizer.zero_grad)
-    snip = attach(llama, options="fp8,fp4")
+    snip = attach(theirs, options="fp8,fp4")
 
     def loss() -> torch.Tensor:
-        logits = llama(input_ids=batch.tokens.flatten(0, 1)).logits
+        logits = theirs(input_ids=batch.tokens.flatten(0, 1)).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
 
     stats = snip.probe(loss)

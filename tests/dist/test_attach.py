@@ -10,13 +10,24 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
 
 
-@pytest.mark.parametrize(("options", "bound"), [({}, 1e-4), ({"bf16": True}, 0.2)], ids=["float32", "bf16"])
+#: Of a seed that draws no operand at the edge of two codes, which another implementation may round to the other.
+QWEN3 = {"model_name": "qwen3", "kv_channels": 64, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        pytest.param({}, 1e-4, id="float32"),
+        pytest.param({"bf16": True}, 0.2, id="bf16"),
+        pytest.param(QWEN3, 1e-4, id="qwen3", marks=pytest.mark.slow),
+    ],
+)
 def test_its_plan_is_the_trainers(options, bound):
     """On the same weights and batch; two implementations of one model agree to their rounding."""
     (found,) = run_ranks(beside_the_trainer, 1, options)
     (stats, plan), (ours, our_plan) = found["trainer"], found["library"]
     assert len({str(p) for p in plan.linears.values()}) == 2, "a plan of one precision proves little"
-    if not options:
+    if "bf16" not in options:
         assert our_plan.linears == plan.linears and our_plan.achieved == plan.achieved
     costs = [Predictions.of(stats).total_loss_divergence(one.linears) for one in (plan, our_plan)]
     assert costs[1] == pytest.approx(costs[0], rel=0.01), "linears that cost alike may change places"

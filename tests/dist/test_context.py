@@ -97,7 +97,7 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
 @pytest.mark.slow
 def test_losses_under_a_plan_agree_up_to_the_order_of_sums(tmp_path):
     """As today's layouts do: by at most twice what a unit in the last place of the norms' weights makes."""
-    plan = {"precision": "plan", "precision_plan": str(mixed_plan(tmp_path / "plan.json", ALONE))}
+    plan = {"precision": "plan", "precision_plan": str(mixed_plan(tmp_path / "plan.json", **ALONE))}
     expected = run_ranks(losses, 1, {**ALONE, **plan}, seconds=240.0)[0]["losses"]
     nudged = [
         run_ranks(functools.partial(losses, nudge=seed), 1, {**ALONE, **plan}, seconds=240.0)[0]["losses"]

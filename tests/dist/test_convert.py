@@ -1,4 +1,4 @@
-"""Hugging Face Llama in and out: a run from their weights, and back into their classes."""
+"""Hugging Face models in and out: a run from their weights, and back into their classes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ CASES = {
     "small": {"vocab_size": 500, "tie_word_embeddings": False},
     "32k, scaled rope": {"vocab_size": 32000, "tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "32k, tied": {"vocab_size": 32000, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "vocab_size": 500, "tie_word_embeddings": False, "head_dim": 64},
+    "qwen3, tied": {"model_type": "qwen3", "vocab_size": 500, "tie_word_embeddings": True, "head_dim": 64},
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def theirs(folder, **more):
-    """A random Llama of theirs, and its folder."""
+def theirs(folder, model_type="llama", **more):
+    """A random model of theirs, and its folder."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **more)).float().eval()
-    for p in model.parameters():
+    config = transformers.AutoConfig.for_model(model_type, **SHAPE, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    for name, p in model.named_parameters():
         if p.ndim == 2:  # their own initialisation leaves logits near zero
             torch.nn.init.normal_(p, std=0.1)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(p, mean=1.0, std=0.3)
     model.save_pretrained(folder, max_shard_size="1MB")
     return model
 
@@ -51,7 +56,7 @@ def imported(tmp_path, **more):
 
 
 @pytest.mark.parametrize(
-    "case", ["small", *(pytest.param(case, marks=pytest.mark.slow) for case in ("32k, scaled rope", "32k, tied"))]
+    "case", ["small", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "small")]
 )
 def test_in_trained_and_out_again(case, tmp_path):
     model, options = imported(tmp_path, **CASES[case])
@@ -71,9 +76,10 @@ def test_in_trained_and_out_again(case, tmp_path):
     assert "tokens trained on | 10,240 |" in (out / "README.md").read_text()
 
 
-def test_the_first_loss_is_theirs_from_either_kind_of_folder(tmp_path):
+@pytest.mark.parametrize("case", ["small", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_the_first_loss_is_theirs_from_either_kind_of_folder(case, tmp_path):
     """Converted or as it is, on one process and sharded."""
-    model, options = imported(tmp_path, **CASES["small"])
+    model, options = imported(tmp_path, **CASES[case])
     (one,) = run_ranks(first_batch, 1, {**options, "load": str(tmp_path / "in"), "finetune": True})
     direct = {**options, "load": str(tmp_path / "hf"), "run_dir": str(tmp_path / "direct")}
     (other,) = run_ranks(first_batch, 1, direct)
@@ -102,8 +108,9 @@ def test_a_plan_s_run_exports_its_plan(tmp_path):
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}, "what a --bf16 run computed with"
 
 
-def test_their_folder_is_probed_as_the_converted_one(tmp_path):
-    _, options = imported(tmp_path, **CASES["small"])
+@pytest.mark.parametrize("case", ["small", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_their_folder_is_probed_as_the_converted_one(case, tmp_path):
+    _, options = imported(tmp_path, **CASES[case])
     run = [
         *"--seq-length 128 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 500".split(),
         *"--lr 1e-3 --train-iters 1 --snip-probe-tokens 1".split(),

@@ -82,7 +82,7 @@ def test_with_these_changes_it_runs(caplog):
         ("--normalization", "--normalization: models here have RMSNorm"),
         ("--num-workers", "--num-workers: give it one value"),
         ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000: the batch size is constant"),
-        ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: models here"),
+        ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
         ("--lr-warmup-init -1", "--lr-warmup-init -1: warm-up begins at 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Our logits are those of transformers' LlamaForCausalLM on the same weights."""
+"""Our logits are those of transformers' classes on the same weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.interop.huggingface import check_model, hf_config, hf_name, load_hf, model_options
-from megatron_snip.model.llama import Build, LlamaStage
+from megatron_snip.interop.huggingface import attention_of, check_model, hf_config, load_hf, model_options
+from megatron_snip.model.llama import LLAMA, Build, LlamaStage
+from megatron_snip.model.spec import spec_of
 from megatron_snip.parallel.tensor import Region
 
 transformers = pytest.importorskip("transformers")
@@ -25,12 +26,17 @@ LLAMA3 = {
     "use_rope_scaling": True, "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 64,
     "rotary_base": 500000.0,
 }  # fmt: skip
+QWEN3 = {
+    "model_name": "qwen3", "num_query_groups": 2, "kv_channels": 32, "rotary_base": 1e6, "norm_epsilon": 1e-6,
+}  # fmt: skip
 CASES = {
     "multi-head": ({}, False),
     "grouped-query": ({"num_query_groups": 2}, False),
     "one group": ({"num_query_groups": 1, "kv_channels": 32}, False),
     "rope scaling": ({"num_query_groups": 2, **LLAMA3}, False),
     "tied": ({"num_query_groups": 2, **LLAMA3}, True),
+    "qwen3": (QWEN3, False),
+    "qwen3 tied, multi-head": ({**QWEN3, "num_query_groups": 4}, True),
 }
 
 
@@ -41,19 +47,24 @@ def make_stage(m: ModelConfig, mesh, *, tied: bool) -> LlamaStage:
     return stage
 
 
+def their_model(m: ModelConfig, *, tied: bool, **more):
+    config = transformers.AutoConfig.for_model(m.model_name, **hf_config(m, tied=tied))
+    return transformers.AutoModelForCausalLM.from_config(config, **more)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case, lone_mesh, tmp_path):
     options, tied = CASES[case]
     m = ModelConfig(**(BASE | options))
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**hf_config(m, tied=tied), attn_implementation="eager")
-    theirs = transformers.LlamaForCausalLM(config).float().eval()
+    theirs = their_model(m, tied=tied, attn_implementation="eager").float().eval()
+    assert type(theirs).__name__ == spec_of(m).architecture
     for p in theirs.parameters():  # transformers' own initialisation leaves logits near zero
         torch.nn.init.normal_(p, std=0.15)
     theirs.save_pretrained(tmp_path)
     check_model(tmp_path, dataclasses.replace(m, untie_embeddings_and_output_weights=not tied))
     stage = make_stage(m, lone_mesh, tied=tied)
-    load_hf(tmp_path, dict(stage.named_parameters()))
+    load_hf(tmp_path, dict(stage.named_parameters()), spec_of(m))
     tokens = torch.randint(0, 300, (2, 128))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -62,22 +73,43 @@ def test_logits_equal_transformers(case, lone_mesh, tmp_path):
     assert (got - expected).abs().max() <= 1e-5
 
 
-def test_names_are_theirs(lone_mesh):
-    m = ModelConfig(**BASE)
-    stage = make_stage(m, lone_mesh, tied=False)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(m, tied=False)))
-    theirs.load_state_dict({hf_name(name): tensor for name, tensor in stage.state_dict().items()}, strict=True)
+@pytest.mark.parametrize("case", ["grouped-query", "qwen3"])
+def test_attention_makes_of_q_k_and_v_what_o_reads(case):
+    m = ModelConfig(**(BASE | CASES[case][0]))
+    theirs = their_model(m, tied=False).eval()
+    for name, p in theirs.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.3)
+    seen = {}
+    attention = theirs.model.layers[1].self_attn
+    for kind in "qkv":
+        attention.get_submodule(f"{kind}_proj").register_forward_hook(lambda _, x, y, k=kind: seen.update({k: y}))
+    attention.o_proj.register_forward_pre_hook(lambda _, x: seen.update(o=x[0]))
+    with torch.no_grad():
+        theirs(torch.randint(0, 300, (2, 128)))
+        attends = attention_of(theirs, lambda: 128)
+        got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"))
+    assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
+
+
+@pytest.mark.parametrize("case", ["multi-head", "qwen3"])
+def test_names_are_theirs(case, lone_mesh):
+    m = ModelConfig(**(BASE | CASES[case][0]))
+    spec, stage = spec_of(m), make_stage(m, lone_mesh, tied=False)
+    names = {spec.hf_name(name): tensor for name, tensor in stage.state_dict().items()}
+    their_model(m, tied=False).load_state_dict(names, strict=True)
+    assert [spec.our_name(name) for name in names] == list(stage.state_dict())
+    assert spec.our_name("model.embed_positions.weight") is spec.our_name("model.normal.weight") is None
 
 
 def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
     stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
-    weights = {hf_name(name): tensor.detach() for name, tensor in stage.named_parameters()}
+    weights = {LLAMA.hf_name(name): tensor.detach() for name, tensor in stage.named_parameters()}
     del weights["model.layers.1.mlp.up_proj.weight"]
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(
         UserError, match=r"model.layers.1.mlp.up_proj.weight has shape None, the model's is \[160, 64\]"
     ):
-        load_hf(tmp_path, dict(stage.named_parameters()))
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
 
 
 def test_a_cut_file_is_one_line(lone_mesh, tmp_path):
@@ -85,7 +117,7 @@ def test_a_cut_file_is_one_line(lone_mesh, tmp_path):
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:-9])
     with pytest.raises(UserError, match=r"its .safetensors cannot be read \(.*; copy them again"):
-        load_hf(tmp_path, {"norm.weight": torch.zeros(64)})
+        load_hf(tmp_path, {"norm.weight": torch.zeros(64)}, LLAMA)
 
 
 #: As Llama 2's and Llama 3.1's config.json were written by transformers 4.
@@ -109,6 +141,25 @@ def test_older_configurations_are_read(tmp_path):
     scaled = ModelConfig(**model_options(tmp_path))
     assert (scaled.rotary_base, scaled.use_rope_scaling, scaled.rope_scaling_factor) == (500000.0, True, 8.0)
     assert scaled.query_groups == 2 and not scaled.untie_embeddings_and_output_weights
+
+
+def test_a_qwen3_s_configuration_is_read(tmp_path):
+    """What it leaves out has Qwen3Config's defaults, and what we do not have is refused."""
+    found = {**OLD, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": False}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    m = ModelConfig(**model_options(tmp_path))
+    assert (m.model_name, m.head_dim, m.query_groups, m.max_position_embeddings) == ("qwen3", 128, 2, 32768)
+    assert (m.head_dim, m.max_position_embeddings) == (
+        transformers.Qwen3Config().head_dim, transformers.Qwen3Config().max_position_embeddings,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="--model-name comes to llama, the model in .* has qwen3; give its own"):
+        check_model(tmp_path, dataclasses.replace(m, model_name="llama"))
+    (tmp_path / "config.json").write_text(json.dumps({**found, "use_sliding_window": True}))
+    with pytest.raises(UserError, match="use_sliding_window is True, and this package has False alone"):
+        model_options(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["Qwen2ForCausalLM"]}))
+    with pytest.raises(UserError, match="only LlamaForCausalLM, Qwen3ForCausalLM can be read"):
+        model_options(tmp_path)
 
 
 @pytest.mark.parametrize(

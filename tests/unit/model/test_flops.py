@@ -30,7 +30,21 @@ def test_flops_are_two_a_multiply_add_and_thrice_forward():
     assert iteration_flops(LLAMA_7B, 3) == pytest.approx(3 * 3 * forward, rel=1e-12)
 
 
-def test_the_count_is_that_of_a_real_model(lone_mesh):
+def test_heads_of_their_own_width():
+    """Qwen3-0.6B: 16 heads of 128 channels over a residual stream of 1024, 0.60 billion parameters as published."""
+    m = ModelConfig(
+        model_name="qwen3", num_layers=28, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16,
+        num_query_groups=8, kv_channels=128, seq_length=4096, vocab_size=151936,
+    )  # fmt: skip
+    linears = 28 * (2 * 2048 * 1024 + 2 * 1024 * 1024 + 3 * 3072 * 1024)
+    assert parameters(m, tied=True) == 28 * (2 * 1024 + 2 * 128) + 1024 + linears + 151936 * 1024 == 596_049_920
+    assert linear_flops_per_token(m) == 2 * linears
+    forward = 4096 * 2 * (linears + 151936 * 1024) + 28 * 2 * 2 * (4096 * 4096 / 2) * 2048
+    assert iteration_flops(m, 3) == pytest.approx(3 * 3 * forward, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_count_is_that_of_a_real_model(name, lone_mesh):
     import torch
 
     from megatron_snip.model.llama import Build, build_stages
@@ -38,8 +52,8 @@ def test_the_count_is_that_of_a_real_model(lone_mesh):
 
     for groups, tied in ((None, True), (1, False)):
         m = ModelConfig(
-            num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=groups,
-            kv_channels=24, seq_length=128, vocab_size=100,
+            model_name=name, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
+            num_query_groups=groups, kv_channels=24, seq_length=128, vocab_size=100,
         )  # fmt: skip
         build = Build(m, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
         (stage,) = build_stages(build, [range(build.model.num_layers)], tied=tied, of=lambda s: True).values()

@@ -167,6 +167,7 @@ def test_weights_alone_need_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "finetune_too"),
     [
+        ("model_name", "qwen3", True),
         ("num_layers", 2, True),
         ("num_attention_heads", 8, True),
         ("untie_embeddings_and_output_weights", True, True),
