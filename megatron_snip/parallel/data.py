@@ -6,7 +6,8 @@ long it keeps weights and gradients whole.
 
 The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
 Norm weights are whole on every tp process; under sequence parallelism each process sees a part of the
-tokens, so their gradients are summed over tp.  Source: Megatron-LM's finalize_model_grads.
+tokens, so their gradients are summed over tp.  A tied embedding lies in the first and in the last stage, from the same
+values on; its two gradients are summed.  Source: Megatron-LM's finalize_model_grads.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.tensor import VocabParallelEmbedding
+
+#: The weight of a tied model, of which the last of several stages holds a copy as its output layer.
+_EMBEDDING = "embed_tokens.weight"
 
 
 def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
     """Shard a stage's FP32 parameters over dp with FSDP2; compute sees them in `dtype`.
 
     Each unit's are gathered, and their gradients reduced, in one collective; what is in none of them with the stage.
-    Gradients are reduced in float32.  With one process on dp nothing is wrapped.
+    Gradients are reduced in float32.  With one process on dp nothing is wrapped.  An embedding is a unit where weights
+    are freed after use: it is gathered for forward alone.  Else a collective of its own would save nothing.
     """
     if mesh.dp.size == 1:
         return
@@ -36,8 +42,13 @@ def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtyp
     device_mesh: DeviceMesh = mesh.device_mesh[axes]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*units, stage):
+        embedding = isinstance(module, VocabParallelEmbedding)
+        if embedding and keeps_weights(strategy):
+            continue
         fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=not keeps_weights(strategy))
         assert isinstance(module, FSDPModule)
+        if embedding:
+            module.set_unshard_in_backward(False)  # its gradient needs tokens alone
         # a sum, as the docstring says; gloo cannot divide in the collective, so the first call must precede
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
@@ -82,6 +93,11 @@ def is_replicated_over_tp(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
+def is_copy(name: str, mesh: Mesh) -> bool:
+    """Whether this process holds a parameter of this name for which another stage's counts: the tied embedding."""
+    return name == _EMBEDDING and mesh.embedding is not None and not mesh.embedding.is_first
+
+
 def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(name, local part of the gradient) of every parameter that has one."""
     for module in modules:
@@ -102,6 +118,16 @@ def sum_norm_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh) -> None
 
 
 @torch.no_grad()
+def sum_tied_gradients(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Sum the gradients of a tied embedding over the first and the last stage; both call it after backward."""
+    if mesh.embedding is None:
+        return
+    for name, grad in local_gradients(modules):
+        if name == _EMBEDDING and grad.numel():
+            dist.all_reduce(grad, group=mesh.embedding.group)
+
+
+@torch.no_grad()
 def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     """This process's share of the squared gradient norm; the sum over all processes is the whole.
 
@@ -110,7 +136,10 @@ def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     grads = [
         grad
         for name, grad in local_gradients(modules)
-        if grad.numel() and mesh.replicate.is_first and (mesh.tp.is_first or not is_replicated_over_tp(name))
+        if grad.numel()
+        and mesh.replicate.is_first
+        and (mesh.tp.is_first or not is_replicated_over_tp(name))
+        and not is_copy(name, mesh)
     ]
     if not grads:
         return 0.0

@@ -122,10 +122,6 @@ CASES = [
         {"num_layers_per_virtual_pipeline_stage": 2, "global_batch_size": 30},
         ["microbatches by rounds of the interleaved pipeline: 5 is not a multiple of 2", "--global-batch-size"],
     ),
-    (
-        {"untie_embeddings_and_output_weights": False},
-        ["tied embeddings", "--pipeline-model-parallel-size is 2", "add --untie-embeddings-and-output-weights"],
-    ),
     ({"seq_length": 192}, ["--seq-length by the quantisation tile: 192 is not a multiple of 128"]),
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
     ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
