@@ -57,6 +57,8 @@ class Mesh:
     shard: Axis
     rank: int
     world_size: int
+    #: The first and the last process of pp where both hold the embedding of a tied model; None elsewhere.
+    embedding: Axis | None = None
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -78,11 +80,20 @@ class Mesh:
 
 
 def build_mesh(
-    device_type: str, *, pp: int, dp: int, tp: int, cp: int = 1, replicate: int = 1, timeout_minutes: float = 10.0
+    device_type: str,
+    *,
+    pp: int,
+    dp: int,
+    tp: int,
+    cp: int = 1,
+    replicate: int = 1,
+    tied: bool = False,
+    timeout_minutes: float = 10.0,
 ) -> Mesh:
     """The mesh over the started process group; every process calls it, pp * dp * cp * tp is the world size.
 
-    replicate: how many of the dp x cp processes hold the same weights; it or dp divides the other.
+    replicate: how many of the dp x cp processes hold the same weights; it or dp divides the other.  tied: the output
+    layer is the embedding.
     A collective on one of its axes that takes longer than the time-out ends the run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -95,14 +106,18 @@ def build_mesh(
         for name, size in zip(_MESH, sizes)
     }
     axes |= _more_axes(axes, device_mesh.mesh.view(pp, dp, cp, tp))
-    for axis in axes.values():  # the mesh makes its groups with torch's default, whatever the world's is
+    embedding = _ends(axes["pp"], device_mesh) if tied and pp > 1 else None
+    for axis in (*axes.values(), *([embedding] if embedding else [])):
+        # the mesh makes its groups with torch's default, whatever the world's is
         _set_pg_timeout(timedelta(minutes=timeout_minutes), axis.group)
     connected: list[dist.ProcessGroup] = []
     for name in ("pp", "dp_cp", "tp", "replicate", "shard", "dp", "cp", "tp_cp"):
         if not any(axes[name].group is group for group in connected):
             connected.append(axes[name].group)
             _connect(axes[name], device_type, pairs=name == "pp")
-    return Mesh(device_mesh, **axes, rank=rank, world_size=world_size)
+    if embedding is not None and embedding.group is not axes["pp"].group:
+        _connect(embedding, device_type, pairs=False)
+    return Mesh(device_mesh, **axes, rank=rank, world_size=world_size, embedding=embedding)
 
 
 def _more_axes(axes: dict[str, Axis], whole: torch.Tensor) -> dict[str, Axis]:
@@ -126,6 +141,14 @@ def _axis(whole: torch.Tensor, dims: tuple[int, ...], known: list[Axis]) -> Axis
             return axis
     group, _ = dist.new_subgroups_by_enumeration(rows)
     return Axis(len(row), row.index(dist.get_rank()), group)
+
+
+def _ends(pp: Axis, device_mesh: DeviceMesh) -> Axis | None:
+    """The first and the last process of a pipeline, to which this one belongs or not; every process calls it."""
+    if pp.size == 2:
+        return pp
+    group, _ = dist.new_subgroups_by_enumeration(device_mesh.mesh.flatten(1)[[0, -1]].T.tolist())  # [dp * tp, 2]
+    return Axis(2, int(pp.is_last), group) if pp.is_first or pp.is_last else None
 
 
 def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:

@@ -234,7 +234,8 @@ class LlamaStage(nn.Module):
         self.build, self.iteration = build, 0
         self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
-        self.embed_tokens: VocabParallelEmbedding | None = None
+        # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
+        self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
         self.norm: RMSNorm | None = None
         self.lm_head: OutputLayer | None = None
         if first:
@@ -245,7 +246,9 @@ class LlamaStage(nn.Module):
             self.norm = RMSNorm(build)
             if not tied:
                 self.lm_head = OutputLayer(build, vocab)
-        self.last = last
+            elif not first:
+                self.embed_tokens = OutputLayer(build, vocab)
+        self.first, self.last = first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
 
@@ -269,6 +272,14 @@ class LlamaStage(nn.Module):
         cp = self.build.mesh.cp
         return gather_sequences(x.unflatten(0, (-1, self.build.model.seq_length // cp.size)), cp).flatten(0, 1)
 
+    def units(self) -> list[nn.Module]:
+        """Parts of this stage that run once each, so that their weights are needed there alone, in forward's order."""
+        ends = [module for module in (self.embed_tokens, self.lm_head) if module is not None]
+        if self.first and self.last and self.lm_head is None:  # the embedding is needed at both ends
+            ends = []
+        return [*(end for end in ends if isinstance(end, VocabParallelEmbedding)), *self.layers.values(),
+                *(end for end in ends if isinstance(end, OutputLayer))]  # fmt: skip
+
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The quantisable linears of this stage by name, in order."""
         kinds = (ColumnParallelLinear, RowParallelLinear)
@@ -282,7 +293,7 @@ class LlamaStage(nn.Module):
         row0 = int(sample_index[0]) * self.build.model.seq_length
         rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
         key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
-        x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
+        x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
 
         def run(x: Tensor, members: range) -> Tensor:
@@ -298,11 +309,12 @@ class LlamaStage(nn.Module):
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
         x = self.build.region.enter(self.norm(x))
-        if self.lm_head is not None:
-            logits: Tensor = self.lm_head(x)
+        head = self.lm_head or self.embed_tokens
+        assert head is not None
+        if isinstance(head, OutputLayer):
+            logits: Tensor = head(x)
             return logits
-        assert self.embed_tokens is not None
-        return _logits(x, local(self.embed_tokens.weight), wide=self.build.region.wide)
+        return _logits(x, local(head.weight), wide=self.build.region.wide)
 
     def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].

@@ -173,8 +173,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
                 linear.weight_casts = None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
-        head = [stage.lm_head] if stage.lm_head is not None else []
-        shard_over_dp(stage, [*stage.layers.values(), *head], mesh, dtype, strategy)
+        shard_over_dp(stage, stage.units(), mesh, dtype, strategy)
         stage.allocate()
     return stages
 
@@ -280,6 +279,7 @@ def mesh_of(config: Config, runtime: Runtime) -> Mesh:
         tp=p.tensor_model_parallel_size,
         cp=p.context_parallel_size,
         replicate=config.replicas(dp),
+        tied=not config.model.untie_embeddings_and_output_weights,
         timeout_minutes=p.distributed_timeout_minutes,
     )
 

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.llama import LlamaStage
-from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_gradients_over_tp
+from megatron_snip.parallel.data import (
+    clip_coefficient,
+    gradient_square_sum,
+    sum_gradients_over_tp,
+    sum_tied_gradients,
+)
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import LinearPrecision
@@ -62,6 +67,7 @@ class Stepper:
             # has this one's address differs between processes, which must cast, and reduce over tp, alike.
             drop_weight_casts(stages)
         sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
+        sum_tied_gradients(stages, self.mesh)
         self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
         loss, square, stops = self._sum(*self.local, float(stop))
         # float32, so that the order in which the processes' squares were added does not show

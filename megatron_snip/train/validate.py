@@ -141,11 +141,6 @@ def _validate_sharding(config: Config, dp: int) -> None:
 def _validate_stages(config: Config, microbatches: int) -> None:
     m, pp = config.model, config.parallel.pipeline_model_parallel_size
     interleaved = is_interleaved(m.num_layers, config.parallel)
-    if pp > 1 and not m.untie_embeddings_and_output_weights:
-        raise UserError(
-            f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
-            f"is {pp}; add --untie-embeddings-and-output-weights or use one stage"
-        )
     if microbatches < pp:
         raise UserError(
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "

@@ -130,10 +130,6 @@ CASES = [
         ["microbatches by rounds of the interleaved pipeline: 5 is not a multiple of 2", "--global-batch-size"],
     ),
     (
-        {"untie_embeddings_and_output_weights": False},
-        ["tied embeddings", "--pipeline-model-parallel-size is 2", "add --untie-embeddings-and-output-weights"],
-    ),
-    (
         {"context_parallel_size": 3, "pipeline_model_parallel_size": 1},
         ["--seq-length in two pieces of whole 128-token tiles for each of 3 context", "256 is not a multiple of 768"],
     ),
