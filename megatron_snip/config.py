@@ -91,11 +91,18 @@ class TrainingConfig:
     train_iters: int = 0  # Iterations of the whole run (required).
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"  # Schedule after warm-up.
+    # Schedule after warm-up; train/schedule.py has the curves.
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     lr_decay_iters: Optional[int] = None  # Iterations until min-lr; by default train-iters.
     lr_warmup_iters: int = 0  # Iterations of linear warm-up.
-    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final linear decay (default: a tenth).
+    lr_warmup_fraction: Optional[float] = None  # The same as a share of the iterations until min-lr.
+    lr_warmup_init: float = 0.0  # Learning rate of the first update, from which it warms up.
+    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay (default: a tenth).
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.
+    start_weight_decay: Optional[float] = None  # Weight decay of the first update, where it grows.
+    end_weight_decay: Optional[float] = None  # Weight decay at the end of training, where it grows.
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"  # How weight decay grows.
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.

@@ -30,7 +30,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
-        "spike_deviations", "spike_nats", "manual_gc_interval",
+        "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_init", "start_weight_decay",
+        "end_weight_decay",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -40,7 +41,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
     "0 to 4294967295": ("seed",),  # what numpy's generator takes
-    "a share, 0 to 1": ("snip_target",),
+    "a share, 0 to 1": ("snip_target", "lr_warmup_fraction"),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
     "a positive number up to 9999": lambda value: 1 <= value <= 9999,
@@ -100,6 +101,7 @@ def validate(config: Config, world_size: int) -> None:
     _validate_stages(config, config.num_microbatches(dp))
     _validate_choices(config)
     _validate_pairs(config)
+    _validate_schedule(config.training)
     _validate_recompute(config)
     _validate_dry_run(config)
 
@@ -193,7 +195,7 @@ def _validate_choices(config: Config) -> None:
 
 def _validate_pairs(config: Config) -> None:
     """UserError for two options that contradict each other, of which one would quietly win or the run would end."""
-    s, t, p = config.snip, config.training, config.parallel
+    s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
     if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
@@ -213,12 +215,6 @@ def _validate_pairs(config: Config) -> None:
             f"--profile-step-end {log.profile_step_end} is before --profile-step-start {log.profile_step_start}; "
             "change one"
         )
-    if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
-    if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
-        raise UserError(
-            f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
-        )
     if config.model.use_rope_scaling and config.model.rope_low_freq_factor >= config.model.rope_high_freq_factor:
         raise UserError(
             f"--rope-low-freq-factor {config.model.rope_low_freq_factor:g} must be below --rope-high-freq-factor "
@@ -231,6 +227,31 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+
+
+def _validate_schedule(t: TrainingConfig) -> None:
+    if t.min_lr > t.lr and t.lr_decay_style != "constant":
+        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+    if t.lr_warmup_init > t.lr:
+        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
+    if t.lr_warmup_fraction is not None and t.lr_warmup_iters:
+        raise UserError("--lr-warmup-fraction and --lr-warmup-iters are given, both for the same; drop one")
+    if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
+        raise UserError(
+            f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
+        )
+    ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
+    if style == "constant" and ends != (None, None):
+        raise UserError(
+            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, and "
+            "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
+        )
+    if style != "constant" and None in ends:
+        raise UserError(
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; give both"
+        )
+    if style != "constant" and (ends[0] or 0.0) > (ends[1] or 0.0):
+        raise UserError(f"--start-weight-decay {ends[0]} is above --end-weight-decay {ends[1]}; change one")
 
 
 def _validate_recompute(config: Config) -> None:

@@ -83,7 +83,7 @@ def test_with_these_changes_it_runs(caplog):
         ("--num-workers", "--num-workers: give it one value"),
         ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000: the batch size is constant"),
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: models here"),
-        ("--lr-warmup-init -1", "--lr-warmup-init -1: warm-up begins at 0"),
+        ("--attention-dropout -1", "--attention-dropout -1: there is no dropout"),
     ],
 )
 def test_what_is_not_here_names_the_way_out(words, said):

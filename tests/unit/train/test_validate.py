@@ -197,6 +197,20 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--profile-step-end 12 is before --profile-step-start 13; change",
         ),
         ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's processes are 0 to 11; leave it out"),
+        ({"lr": 1e-3, "lr_warmup_init": 2e-3}, "--lr-warmup-init 0.002 is above --lr 0.001"),
+        (
+            {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
+            "--lr-warmup-fraction and --lr-warmup-iters",
+        ),
+        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
+        (
+            {"weight_decay_incr_style": "linear", "end_weight_decay": 1.0},
+            "--weight-decay-incr-style linear needs --start",
+        ),
+        (
+            {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
+        ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
