@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
+from megatron_snip.train.schedule import check_ramp, check_samples, check_schedule
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -22,7 +23,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "num_distributed_optimizer_instances", "recompute_num_layers",
-        "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
+        "micro_batch_size", "global_batch_size", "train_samples", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
+        "lr_decay_samples", "lr_wsd_decay_samples",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
         "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience", "world_size",
@@ -30,8 +32,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
-        "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_init", "start_weight_decay",
-        "end_weight_decay",
+        "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
+        "start_weight_decay", "end_weight_decay",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -72,7 +74,10 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
+    check_ramp(config.training)
+    config = config.with_iterations()
     _in_range(config)
+    check_samples(config)
     m, p, t = config.model, config.parallel, config.training
     tp = p.tensor_model_parallel_size
     dp = config.data_parallel_size(world_size)
@@ -93,15 +98,18 @@ def validate(config: Config, world_size: int) -> None:
         )
     if p.sequence_parallel:
         _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
-    _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
-             f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
+    for size in (t.global_batch_size, *t.batch_sizes):
+        what = "--global-batch-size" if size == t.global_batch_size else "a batch of --rampup-batch-size"
+        _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
+                 f"({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
         raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
     _validate_sharding(config, dp)
-    _validate_stages(config, config.num_microbatches(dp))
+    for size in t.batch_sizes:
+        _validate_stages(config, size // (t.micro_batch_size * dp))
     _validate_choices(config)
     _validate_pairs(config)
-    _validate_schedule(config.training)
+    check_schedule(config.training)
     _validate_recompute(config)
     _validate_dry_run(config)
 
@@ -227,31 +235,6 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
-
-
-def _validate_schedule(t: TrainingConfig) -> None:
-    if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
-    if t.lr_warmup_init > t.lr:
-        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
-    if t.lr_warmup_fraction is not None and t.lr_warmup_iters:
-        raise UserError("--lr-warmup-fraction and --lr-warmup-iters are given, both for the same; drop one")
-    if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
-        raise UserError(
-            f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
-        )
-    ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
-    if style == "constant" and ends != (None, None):
-        raise UserError(
-            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, and "
-            "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
-        )
-    if style != "constant" and None in ends:
-        raise UserError(
-            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; give both"
-        )
-    if style != "constant" and (ends[0] or 0.0) > (ends[1] or 0.0):
-        raise UserError(f"--start-weight-decay {ends[0]} is above --end-weight-decay {ends[1]}; change one")
 
 
 def _validate_recompute(config: Config) -> None:

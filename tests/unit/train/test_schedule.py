@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_snip.config import TrainingConfig
+from megatron_snip.config import Config, TrainingConfig
 from megatron_snip.train.schedule import learning_rate, weight_decay
 
 BATCH = 4
@@ -122,3 +122,51 @@ def test_weight_decays_are_megatrons_to_the_last_bit(style, scheduler):
     found = ours(t, batches)
     assert found == megatrons(scheduler, t, batches)
     assert len({decay for _, decay in found}) == (1 if style == "constant" else 301)
+
+
+RAMPS = [(8, 8, 1000), (4, 12, 77), (2, 2, 5), (16, 16, 33)]  # to 64; the third grows at every sample or so
+
+
+@pytest.fixture(scope="module")
+def calculator():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("megatron.core")
+        return pytest.importorskip("megatron.core.num_microbatches_calculator").RampupBatchsizeNumMicroBatchesCalculator
+
+
+def megatrons_batches(calculator, t: TrainingConfig) -> list[int]:
+    """The batch of each iteration, and how many there are, as Megatron-LM's update_train_iters counts them."""
+    one, sizes, consumed = calculator(t.global_batch_size, 1, 1, False, 0, *t.rampup_batch_size), [], 0
+    while consumed <= t.rampup_batch_size[2] and consumed <= t.train_samples:
+        one.update(consumed, False)
+        sizes.append(one.get_current_global_batch_size())
+        consumed += sizes[-1]
+    return sizes + [t.global_batch_size] * (max(0, t.train_samples - consumed) // t.global_batch_size)
+
+
+@pytest.mark.parametrize("ramp", RAMPS)
+@pytest.mark.parametrize("samples", [500, 5000])
+def test_batches_and_rates_of_a_ramp_are_megatrons(ramp, samples, calculator, scheduler):
+    t = TrainingConfig(
+        lr=3e-4, min_lr=1e-5, global_batch_size=64, rampup_batch_size=ramp, train_samples=samples, lr_warmup_samples=41,
+        lr_decay_style="WSD", lr_decay_samples=400, lr_wsd_decay_samples=150,
+    )  # fmt: skip
+    sizes = megatrons_batches(calculator, t)
+    t = Config(training=t).with_iterations().training
+    assert t.train_iters == len(sizes)
+    behind = list(itertools.accumulate(sizes, initial=0))
+    assert [t.batch_size(consumed) for consumed in behind] == [*sizes, t.batch_size(behind[-1])]
+    group = {"params": []}
+    theirs = scheduler(
+        SimpleNamespace(param_groups=[group]), 0.0, t.lr, t.min_lr, 41, 400, "WSD", 0.0, 0.0, samples, "constant",
+        False, False, 150, t.lr_wsd_decay_style,
+    )  # fmt: skip
+    for consumed, size in zip(behind, sizes, strict=False):
+        assert learning_rate(t, consumed) == group["lr"]
+        theirs.step(size)
+
+
+def test_samples_without_a_ramp_are_whole_batches():
+    t = TrainingConfig(global_batch_size=64, train_samples=1000)
+    assert Config(training=t).with_iterations().training.train_iters == 15 and t.batch_size(10**6) == 64

@@ -52,6 +52,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
         {"data_parallel_sharding_strategy": "no_shard"},
+        {"train_iters": 0, "train_samples": 90, "rampup_batch_size": (12, 6, 9), "lr_warmup_samples": 3},
+        {"train_iters": 3, "train_samples": 90},  # as a saved run has them
         {"eval_iters": 0},  # Megatron's way to say: no validation
     ],
 )
@@ -76,7 +78,7 @@ def numeric_options() -> set[str]:
 
 
 def test_every_numeric_option_has_a_range():
-    own_rules = {"profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    own_rules = {"profile_ranks", "rampup_batch_size", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
@@ -201,6 +203,18 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         (
             {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
             "--lr-warmup-fraction and --lr-warmup-iters",
+        ),
+        ({"lr_warmup_samples": 2}, "--lr-warmup-samples is for runs that are given in samples; give --train-samples"),
+        ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is for runs that are given"),
+        ({"rampup_batch_size": (4, 4, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 4 9; give START INCREM"),
+        ({"rampup_batch_size": (6, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is 6 2 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 0, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 0 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 2), "global_batch_size": 6}, "--rampup-batch-size is 4 2; give START INCREMENT"),
+        ({"train_samples": 90}, "--train-iters is 10, and --train-samples 90 makes 3; drop one"),
+        ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters is for runs that are given"),
+        (
+            {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
+            "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
         ),
         ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
         (
