@@ -95,14 +95,27 @@ class TrainingConfig:
 
     micro_batch_size: int = 1  # Sequences a process runs at once.
     global_batch_size: int = 0  # Sequences of one iteration over all processes (required).
-    train_iters: int = 0  # Iterations of the whole run (required).
+    # START INCREMENT SAMPLES: the batch grows from START by INCREMENT again and again over SAMPLES; with train-samples.
+    rampup_batch_size: tuple[int, ...] = ()
+    train_iters: int = 0  # Iterations of the whole run (required, or train-samples).
+    train_samples: Optional[int] = None  # Sequences of the whole run, in place of train-iters.
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"  # Schedule after warm-up.
+    # Schedule after warm-up; train/schedule.py has the curves.
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     lr_decay_iters: Optional[int] = None  # Iterations until min-lr; by default train-iters.
+    lr_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_warmup_iters: int = 0  # Iterations of linear warm-up.
-    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final linear decay (default: a tenth).
+    lr_warmup_samples: int = 0  # The same in sequences, with train-samples.
+    lr_warmup_fraction: Optional[float] = None  # The same as a share of the time until min-lr.
+    lr_warmup_init: float = 0.0  # Learning rate of the first update, from which it warms up.
+    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay (default: a tenth).
+    lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.
+    start_weight_decay: Optional[float] = None  # Weight decay of the first update, where it grows.
+    end_weight_decay: Optional[float] = None  # Weight decay at the end of training, where it grows.
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"  # How weight decay grows.
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
@@ -129,6 +142,21 @@ class TrainingConfig:
     exit_interval: Optional[int] = None  # Save and leave when the iteration divides by this.
     exit_duration_in_mins: Optional[float] = None  # Save and leave after this many minutes.
     exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM or Ctrl-C.
+
+    @property
+    def batch_sizes(self) -> range:
+        """Sequences of an iteration, from the first batch's to the last's; source: num_microbatches_calculator.py."""
+        if len(self.rampup_batch_size) != 3:
+            return range(self.global_batch_size, self.global_batch_size + 1)
+        start, increment = self.rampup_batch_size[0], max(1, self.rampup_batch_size[1])
+        return range(start, self.global_batch_size + 1, increment)
+
+    def batch_size(self, consumed: int) -> int:
+        """Sequences of the batch that begins after so many samples."""
+        sizes = self.batch_sizes
+        if len(sizes) == 1 or consumed > self.rampup_batch_size[2]:
+            return self.global_batch_size
+        return sizes[int(consumed / (self.rampup_batch_size[2] / (len(sizes) - 1)))]
 
 
 @dataclass(frozen=True)
@@ -268,6 +296,17 @@ class Config:
         }
         return dataclasses.replace(self, **changed)
 
+    def with_iterations(self) -> Config:
+        """The options with --train-iters filled in from --train-samples, as Megatron-LM's update_train_iters does."""
+        t, iterations, consumed = self.training, 0, 0
+        if t.train_samples is None or t.train_iters or min(t.batch_sizes, default=0) < 1:
+            return self
+        ramp = t.rampup_batch_size[2] if t.rampup_batch_size else -1
+        while consumed <= min(ramp, t.train_samples):
+            consumed += t.batch_size(consumed)
+            iterations += 1
+        return self.replace(train_iters=iterations + max(0, t.train_samples - consumed) // t.global_batch_size)
+
     @property
     def model_parallel_size(self) -> int:
         """Processes that together run a sample."""
@@ -299,7 +338,7 @@ class Config:
         return p.num_distributed_optimizer_instances
 
     def num_microbatches(self, dp_size: int) -> int:
-        """Microbatches that one process runs in an iteration."""
+        """Microbatches that one process runs in an iteration of the whole batch."""
         return self.training.global_batch_size // (self.training.micro_batch_size * dp_size)
 
 

@@ -38,9 +38,6 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "attention-dropout": (("0",), "there is no dropout here; give 0"),
     "hidden-dropout": (("0",), "there is no dropout here; give 0"),
     "optimizer": (("adam",), "there is AdamW alone; give adam"),
-    "weight-decay-incr-style": (("constant",), "weight decay is constant here; give --weight-decay"),
-    "lr-warmup-init": (("0",), "warm-up begins at 0 here; leave it out"),
-    "lr-wsd-decay-style": (("linear",), "WSD decays linearly here; give linear"),
     "dataloader-type": (("single",), "samples come in one order here; give single"),
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
@@ -58,7 +55,6 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
 _FP8 = "give --precision fp8, mxfp8 or snip in place of all --fp8-... options"
 _FP4 = "give --precision nvfp4, fp4 or snip in place of all --fp4-... options"
 _BF16_LAYERS = "give --snip-fix, such as layers.0.*=bf16"
-_SAMPLES = "give iterations, that is samples by --global-batch-size: --train-iters, --lr-decay-iters, --lr-warmup-iters"
 _RATES = "all weights have one learning rate here; leave it out"
 #: Options that a run cannot have here, and what to give in their place.
 _REFUSED: Mapping[str, str] = {
@@ -71,9 +67,6 @@ _REFUSED: Mapping[str, str] = {
         ("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"), _BF16_LAYERS
     ),
     "te-precision-config-file": "give --precision plan --precision-plan FILE",
-    **dict.fromkeys(("train-samples", "lr-decay-samples", "lr-warmup-samples"), _SAMPLES),
-    "lr-warmup-fraction": "give --lr-warmup-iters",
-    "rampup-batch-size": "the batch size is constant here; leave it out",
     **dict.fromkeys(("decoupled-lr", "decoupled-min-lr"), _RATES),
     "fp16": "give --bf16",
     "recompute-activations": "give --recompute-granularity selective",

@@ -37,6 +37,8 @@ LOGGER = logging.getLogger("megatron_snip")
 
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
     """Options with which a probe, and nothing else, is built."""
+    t = config.training  # a run that has ended has no next batch
+    longer = {} if t.train_samples else {"train_iters": max(t.train_iters, iteration + batches)}
     return config.replace(
         precision="snip",
         precision_plan=None,
@@ -44,7 +46,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
         snip_objective="snip",  # whatever the run's was called
         eval_interval=None,
         wandb_project=None,
-        train_iters=max(config.training.train_iters, iteration + batches),  # a run that has ended has no next batch
+        **longer,
     )
 
 
@@ -68,10 +70,13 @@ def prepare(config: Config, start: Start, batches: int) -> tuple[Parts, Callable
     parts = build(config, here, None, draw=False)
     read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
-    size, skipped = config.training.global_batch_size, state.get("data_skipped", 0)  # samples, by the loss guard
+    consumed = state.get("consumed_samples", 0)
+    size = parts.train_loader.size(consumed)
+    assert parts.coordinator is not None
+    parts.coordinator.probe.tokens = size * config.model.seq_length
 
     def batch(ahead: int) -> Batch:
-        return parts.train_loader.make((start.iteration + ahead) * size + skipped)
+        return parts.train_loader.make(consumed + ahead * size, size)
 
     runtime.seed_iteration(config.training.seed, start.iteration + 1)
     return parts, batch, start.iteration + 1
@@ -82,7 +87,8 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
 
     Every process calls it.  UserError for bad input.
     """
-    batches = batches_of(config.snip, config.training.global_batch_size * config.model.seq_length)
+    size = config.training.batch_size((start.state or {}).get("consumed_samples", 0))
+    batches = batches_of(config.snip, size * config.model.seq_length)
     parts, batch, iteration = prepare(config, start, batches)
     assert parts.coordinator is not None
     begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)

@@ -3,7 +3,7 @@
 Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
 process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
 stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
-and a probe.
+and a probe, each of a whole --global-batch-size.
 
 Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
 CUDA tensor.  What is chosen by the device is chosen as on a Hopper GPU all the same, unless --distributed-backend is
@@ -212,9 +212,9 @@ def _few_microbatches(config: Config, dp: int) -> tuple[Config, int]:
     """The options with a batch that fills the pipeline and has two microbatches more, and how many are left out."""
     p, t, wanted = config.parallel, config.training, config.num_microbatches(dp)
     if is_interleaved(config.model.num_layers, p):  # whose microbatches come in rounds
-        return config, 0
+        return config.replace(rampup_batch_size=()), 0
     few = min(wanted, p.pipeline_model_parallel_size + 2)
-    return config.replace(global_batch_size=few * t.micro_batch_size * dp), wanted - few
+    return config.replace(global_batch_size=few * t.micro_batch_size * dp, rampup_batch_size=()), wanted - few
 
 
 class _Stretches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     plan of --precision plan.
     """
     validate(config, world_size)
+    config = config.with_iterations()
     m, p = config.model, config.precision
     spec_of(m)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, m.vocab_size)
@@ -166,7 +167,6 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     )
     strategy = config.parallel.data_parallel_sharding_strategy
     for stage in stages.values():
-        stage.loss_tokens = t.global_batch_size * m.seq_length
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
             if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
@@ -178,10 +178,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     return stages
 
 
-def build_pipeline(
-    config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device, microbatches: int | None = None
-) -> Pipeline:
-    """The pipeline over this process's stages; by default for an iteration's microbatches."""
+def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
+    """The pipeline over this process's stages."""
     m, t = config.model, config.training
     own = m.seq_length // mesh.cp.size
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
@@ -190,7 +188,6 @@ def build_pipeline(
         num_stages=len(stage_blocks(m.num_layers, config.parallel)),
         mesh=mesh,
         sharding=config.parallel.data_parallel_sharding_strategy,
-        microbatches=microbatches or config.num_microbatches(mesh.dp.size),
         activation=(t.micro_batch_size, s, m.hidden_size),
         tokens=(t.micro_batch_size, own),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
@@ -201,23 +198,24 @@ def build_pipeline(
 def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
     """Loaders of training and validation; rank 0 fills the cache of sample indices before the others look."""
     d, t, log = config.data, config.training, config.logging
-    samples = t.global_batch_size * (log.eval_iters if log.eval_interval else 0)
+    validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
+    samples = t.global_batch_size * log.eval_iters * validations
     datasets = None
     for turn in (True, False):
         if turn == (mesh.rank == 0):
             datasets = build_datasets(
                 d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
-                t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
+                t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
                 config.model.vocab_size, d.data_cache_path,
             )  # fmt: skip
         if d.data_cache_path:
             mesh.barrier()
     assert datasets is not None
 
-    def loader(dataset: Dataset, prefetch: bool) -> Loader:
+    def loader(dataset: Dataset, batch_size: int | Callable[[int], int], prefetch: bool) -> Loader:
         return Loader(
-            dataset,
-            global_batch_size=t.global_batch_size,
+            Repeated(dataset),
+            global_batch_size=batch_size,
             micro_batch_size=t.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
@@ -226,7 +224,7 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
         )
 
     train, valid = datasets
-    return loader(Repeated(train), True), loader(valid, False) if valid is not None else None
+    return loader(train, t.batch_size, True), loader(valid, t.global_batch_size, False) if valid is not None else None
 
 
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:

@@ -23,7 +23,8 @@ from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.probe import Pass, PassRunner
-from megatron_snip.train.optim import Optimizer, learning_rate
+from megatron_snip.train.optim import Optimizer
+from megatron_snip.train.schedule import learning_rate, weight_decay
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class Stepper:
         if self.validate is not None:
             result = self.validate(result, batch, iteration)
         skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
-        lr = learning_rate(self.config.training, iteration)
+        t, behind = self.config.training, self.optimizer.samples
+        lr = learning_rate(t, behind)
         if not skipped:
             self.before_update()
-            self.optimizer.step(lr, result.clip)
+            samples = batch.sample_index.numel() * self.mesh.dp.size
+            self.optimizer.step(lr, result.clip, weight_decay(t, behind), samples)
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 

@@ -52,6 +52,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
         {"data_parallel_sharding_strategy": "no_shard"},
+        {"train_iters": 0, "train_samples": 90, "rampup_batch_size": (12, 6, 9), "lr_warmup_samples": 3},
+        {"train_iters": 3, "train_samples": 90},  # as a saved run has them
         {"eval_iters": 0},  # Megatron's way to say: no validation
     ],
 )
@@ -77,7 +79,7 @@ def numeric_options() -> set[str]:
 
 def test_every_numeric_option_has_a_range():
     own_rules = {
-        "profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
+        "profile_ranks", "rampup_batch_size", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     }  # fmt: skip
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
@@ -208,6 +210,32 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--profile-step-end 12 is before --profile-step-start 13; change",
         ),
         ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's processes are 0 to 11; leave it out"),
+        ({"lr": 1e-3, "lr_warmup_init": 2e-3}, "--lr-warmup-init 0.002 is above --lr 0.001"),
+        (
+            {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
+            "--lr-warmup-fraction and --lr-warmup-iters",
+        ),
+        ({"lr_warmup_samples": 2}, "--lr-warmup-samples is for runs that are given in samples; give --train-samples"),
+        ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is for runs that are given"),
+        ({"rampup_batch_size": (4, 4, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 4 9; give START INCREM"),
+        ({"rampup_batch_size": (6, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is 6 2 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 0, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 0 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 2), "global_batch_size": 6}, "--rampup-batch-size is 4 2; give START INCREMENT"),
+        ({"train_samples": 90}, "--train-iters is 10, and --train-samples 90 makes 3; drop one"),
+        ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters is for runs that are given"),
+        (
+            {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
+            "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
+        ),
+        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
+        (
+            {"weight_decay_incr_style": "linear", "end_weight_decay": 1.0},
+            "--weight-decay-incr-style linear needs --start",
+        ),
+        (
+            {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
+        ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
