@@ -180,7 +180,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:
     """Statistics of each batch, and whether this process is to write them; every process calls it."""
-    parts, batch, iteration = collect_stats.prepare(config, start, batches)
+    parts, batch, iteration = collect_stats.prepare(config, start, batches, updates=False)
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     try:

@@ -48,10 +48,13 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
     )
 
 
-def prepare(config: Config, start: Start, batches: int) -> tuple[Parts, Callable[[int], Batch], int]:
+def prepare(
+    config: Config, start: Start, batches: int, *, updates: bool = True
+) -> tuple[Parts, Callable[[int], Batch], int]:
     """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
 
-    Every process calls it.  UserError for bad input.
+    updates: whether the probe looks at updates, and so at the optimiser's moments.  Every process calls it.
+    UserError for bad input.
     """
     assert start.load is not None
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
@@ -65,7 +68,7 @@ def prepare(config: Config, start: Start, batches: int) -> tuple[Parts, Callable
     p = config.parallel
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
-    parts = build(config, here, None, draw=False)
+    parts = build(config, here, None, draw=False, moments=updates)
     read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
     size, skipped = config.training.global_batch_size, state.get("data_skipped", 0)  # samples, by the loss guard
