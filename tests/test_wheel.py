@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -79,3 +80,16 @@ def test_with_a_compiler_the_kernel_is_there(tmp_path):
     assert KERNEL in zipfile.ZipFile(wheel).namelist()
     done = installed(wheel, tmp_path)
     assert done.stdout.split()[1] == str(128.0 * 128) and done.stderr == ""
+
+
+def test_containers_name_what_is_there():
+    """They are built nowhere in the tests."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert "megatron_snip" in copied and all((ROOT / word).exists() for word in copied)
+    for path in (ROOT / ".devcontainer").rglob("devcontainer.json"):
+        settings = json.loads(path.read_text())
+        assert settings["postCreateCommand"]
+        if "build" in settings:
+            assert (path.parent / settings["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+            assert (path.parent / settings["build"]["context"]).resolve() == ROOT
