@@ -29,6 +29,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_snip import runtime
+from megatron_snip.cli import collect_stats
+from megatron_snip.cli.generate_plan import Planner
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
@@ -49,8 +51,7 @@ from megatron_snip.train.run_folder import Start, with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where its neighbours are found when it runs as a script
-from tools import collect_stats, preprocess_data
-from tools.generate_plan import Planner
+from tools import preprocess_data
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
@@ -180,7 +181,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:
     """Statistics of each batch, and whether this process is to write them; every process calls it."""
-    parts, batch, iteration = collect_stats.prepare(config, start, batches)
+    parts, batch, iteration = collect_stats.prepare(config, start, batches, updates=False)
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     try:

@@ -47,9 +47,12 @@ def check_optimizer_impl(t: TrainingConfig) -> None:
 
 
 class Optimizer:
-    """AdamW on this process's parts of the parameters, named as in the checkpoint."""
+    """AdamW on this process's parts of the parameters, named as in the checkpoint.
 
-    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
+    moments: whether it has memory for them; without it updates cannot be made, nor asked for.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations make none
         self.samples = 0  # of the batches behind them, over which schedules run
@@ -76,7 +79,8 @@ class Optimizer:
             self._adam = _fused_adam_of_apex()(groups, adam_w_mode=True, **options)
         else:
             self._adam = torch.optim.AdamW(groups, fused=True, **options)
-        for p in self._local.values():  # allocated now, so that a checkpoint can be read in place
+        self._has_moments = moments
+        for p in self._local.values() if moments else ():  # allocated now, so that a checkpoint can be read in place
             self._adam.state[p] = {name: torch.zeros_like(p) for name in MOMENTS}
         self.set_steps(0)
 
@@ -134,7 +138,7 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """The state under `optim.<parameter>.<moment>`, sharded as its parameter, for a checkpoint."""
         out: dict[str, Tensor] = {}
-        for name, p in self.parameters.items():
+        for name, p in self.parameters.items() if self._has_moments else ():
             for moment, value in zip(MOMENTS, self.moments(name), strict=True):
                 if isinstance(p, DTensor):
                     value = DTensor.from_local(

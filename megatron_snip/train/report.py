@@ -26,6 +26,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.evaluations import evaluation_table
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px }
@@ -106,6 +107,7 @@ def write_report(run_dir: str | Path) -> Path:
         sections.append(("Divergences", text, report_pictures.divergences(file, divergences)))
     more = [_plan_table(run.plans)] if run.plans else []
     more += [_stage_table(stages)] if (stages := _last_stages(run)) else []
+    more += [evaluation_table(run.path, run.notes)]
     text = page(run.path.resolve().name, str(run.path), _rows(_summary(run)), run.notes, sections, more)
     path = run.path / "report.html"
     path.write_text(text, encoding="utf-8")

@@ -282,16 +282,25 @@ def mesh_of(config: Config, runtime: Runtime) -> Mesh:
     )
 
 
-def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True, mesh: Mesh | None = None) -> Parts:
+def build(
+    config: Config,
+    runtime: Runtime,
+    plan: Plan | None,
+    draw: bool = True,
+    mesh: Mesh | None = None,
+    *,
+    moments: bool = True,
+) -> Parts:
     """All parts of a run; every process calls it alike.
 
     draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.
+    moments: whether there is memory for the optimiser's, twice the weights', which only updates need.
     """
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
     if draw:
         draw_weights(stages.values())
-    optimizer = Optimizer(stages.values(), config.training)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     train_loader, valid_loader = build_loaders(config, mesh)
     stepper = Stepper(config, mesh, pipeline, optimizer)

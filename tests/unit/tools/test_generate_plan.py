@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.cli.generate_plan import main
 from megatron_snip.config import Config
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearShape
@@ -20,7 +21,6 @@ from megatron_snip.train import loop
 from megatron_snip.train.metrics import read_metrics
 from tests.unit.snip.made_up import changed, without_updates
 from tests.unit.tools.conftest import TINY
-from tools.generate_plan import main
 
 NAMES = ["best", "random_0", "random_1", "abs_err", "rel_err", "layer_id", "layer_type"]
 

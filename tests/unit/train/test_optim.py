@@ -229,3 +229,14 @@ class FusedAdam(torch.optim.Optimizer):
                 update = m / (1 - b1 ** t) / ((v / (1 - b2 ** t)).sqrt() + group["eps"])
                 p -= group["lr"] * (update + group["weight_decay"] * p)
 """
+
+
+def test_without_moments_it_has_no_memory_for_them():
+    """A probe that leaves updates alone needs a third of the memory."""
+    model = Small()
+    optimizer = Optimizer([model], TrainingConfig(), moments=False)
+    assert optimizer.tensors() == {} and set(optimizer.parameters) == set(
+        Optimizer([model], TrainingConfig()).parameters
+    )
+    with pytest.raises(KeyError):
+        optimizer.moments("up_proj.weight")
