@@ -32,7 +32,8 @@ from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
-from megatron_snip.model.llama import LlamaStage, linear_names
+from megatron_snip.model.llama import LlamaStage
+from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.evaluations import Evaluation, Scores, evaluation_file, score_rows
@@ -119,7 +120,7 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
 
 def check_plan(plan: Plan, config: Config, device: Any) -> None:
     """UserError if a plan is of another model or cannot run here."""
-    plan.check_names(linear_names(config.model.num_layers), "--plan")
+    plan.check_names(spec_of(config.model).linear_names(config.model.num_layers), "--plan")
     for precision in set(plan.linears.values()):
         check_linear(config.precision.linear_impl, precision, device)
 

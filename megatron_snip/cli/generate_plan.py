@@ -6,7 +6,7 @@ r"""Make plans from statistics: SNIP's, those that it is compared with, and the 
 Writes to --output-dir best.json (objective --snip-objective, by default snip), random_0.json ..., layer_id.json,
 layer_type.json and, where the statistics have what they need, abs_err.json and rel_err.json, each for
 `pretrain_llama.py --precision plan --precision-plan FILE`,
-and pareto.json and pareto.png: the quality loss that has to be paid for each share saved.
+and pareto.json and pareto.html: the quality loss that has to be paid for each share saved.
 
 The model's shape is in the statistics; where --load, the run folder that they lie in
 (RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages,
@@ -21,97 +21,26 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
-from megatron_snip.quant import LinearShape
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
-from megatron_snip.snip.plan.cost import GemmTimes, achieved
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
-from megatron_snip.snip.plan.options import Choices, check_choices, measured_options, read_times, solve_request
-from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.planner import BASELINES, Planner
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.train.report_page import Section, page
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
-Floats = NDArray[np.float64]
-BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
-POINTS = 21  # of the frontier
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Statistics and what plans of them must keep."""
-
-    config: Config
-    stats: Statistics
-    shapes: Sequence[LinearShape]
-    choices: Choices
-    times: GemmTimes
-
-    @property
-    def baselines(self) -> list[str]:
-        """Those that the statistics are enough for: a probe of the loss divergence alone sees fprop's operands only."""
-        return [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
-
-    def request(self, objective: str, seed: int = 0) -> SolveRequest:
-        """What the solver is asked for an objective."""
-        snip = self.config.snip
-        inputs = ObjectiveInputs(self.shapes, self.choices.options, self.stats, snip.snip_weight, seed)
-        quality, held = quality_loss(objective, inputs)
-        return solve_request(snip, self.shapes, self.choices, quality, times=self.times, held=held)
-
-    def plan(self, solution: Solution, objective: str, target: float) -> Plan:
-        """The plan of a solution, from the statistics' iteration on."""
-        return build_plan(
-            solution, self.shapes, self.choices.options, iteration=self.stats.iteration, objective=objective,
-            target=target, measure=self.choices.measure, gemm_times=self.times.hardware,
-        )  # fmt: skip
-
-    def solve(self, objective: str, seed: int = 0) -> Plan:
-        """The plan of an objective."""
-        return self.plan(self.request(objective, seed).solve(), objective, self.config.snip.snip_target)
-
-    def frontier(self, objective: str) -> list[Plan]:
-        """Plans from no saving to the most that can be reached, the target's own among them, by rising target."""
-        request = self.request(objective)
-        arguments = {field.name: getattr(request, field.name) for field in fields(request)}
-        quality, saved, target = (arguments.pop(name) for name in ("quality_loss", "efficiency", "target"))
-        most = self._most_reachable(saved, arguments)
-        targets = sorted({*np.linspace(0.0, most, POINTS).tolist(), min(target, most)})
-        solutions = solve_pareto(quality, saved, targets, **arguments)
-        return [self.plan(s, objective, t) for s, t in zip(solutions, targets, strict=True)]
-
-    @staticmethod
-    def _most_reachable(saved: Floats, arguments: dict[str, Any]) -> float:
-        terms = {name: arguments[name] for name in ("stage", "time", "ties", "fixed", "reserved")}
-        try:
-            check_target(saved, 1.0, **terms)
-        except InfeasibleTarget as error:
-            return error.reachable * (1 - 1e-9)
-        return 1.0
-
-    def quality_of(self, plan: Plan, request: SolveRequest) -> float:
-        """A plan's quality loss by the objective that a request was made with."""
-        columns = [self.choices.options.index(plan.linears[shape.name]) for shape in self.shapes]
-        return float(request.quality_loss[np.arange(len(columns)), columns].sum())
-
-    def saved_by(self, plan: Plan) -> float:
-        """What a plan saves in the target's unit."""
-        return achieved(self.shapes, plan.linears, self.choices.measure, self.times)
 
 
 def read_config(words: Sequence[str], stats: Path) -> Config:
@@ -203,11 +132,15 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
         plan.save(output_dir / f"{name}.json")
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
     write_atomic(output_dir / "pareto.json", json.dumps({**about, "plans": rows, "frontier": points}, indent=1) + "\n")
-    pareto(
-        output_dir / "pareto.png",
-        [(point["saved"], point["quality_loss"]) for point in points],
-        {name: (row["saved"], row["quality_loss"]) for name, row in rows.items()},
-        "FP4's share of the linears' FLOPs" if about["measure"] == "fp4" else "share of modelled GEMM time saved",
+    kinds: dict[str, list[tuple[float, float, str]]] = {}
+    for name, row in rows.items():
+        kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
+        kind.append((row["saved"], row["quality_loss"], name))
+    what = "FP4's share of the linears' FLOPs" if about["measure"] == "fp4" else "share of modelled GEMM time saved"
+    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, what)
+    facts = [("statistics", str(stats)), ("objective", objective), ("target", str(config.snip.snip_target))]
+    write_atomic(
+        output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], [Section("Trade-off", "", [figure])])
     )
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
@@ -247,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
         return 1
-    print(f"{text}\nplans and pareto.png are in {own.output_dir}")
+    print(f"{text}\nplans and pareto.html are in {own.output_dir}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Scores of a run's checkpoints on benchmarks: a file for each checkpoint, and a table of them for the report.
+"""Scores of a run's checkpoints on benchmarks: a file for each checkpoint.
 
     evaluations/iter_0001000.json
     {"version": 1, "iteration": 1000,
@@ -10,7 +10,6 @@ known.  Another evaluation of the same checkpoint adds to the file, and replaces
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,17 +125,3 @@ def score_rows(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[
         found = (each.scores[precision].get(task, {}).get(metric) for each, precision in columns)
         rows.append([task, metric, *("" if score is None else shown(*score) for score in found)])
     return ["task", "metric", *(f"{each.iteration}, {precision}" for each, precision in columns)], rows
-
-
-def evaluation_table(run_dir: Path, notes: list[str]) -> str:
-    """HTML of all evaluations in a run folder; empty if there are none."""
-    heads, rows = score_rows(read_evaluations(run_dir, notes))
-    if not rows:
-        return ""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return (
-        "<h2>Benchmarks</h2><p>Scores of checkpoints by lm-evaluation-harness, with standard errors; a column names "
-        "the iteration and what the linears' forward ran in.</p>"
-        f"<table class='scores'><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-    )

@@ -23,18 +23,12 @@ from megatron_snip.train.guard import Guard, go_back
 from megatron_snip.train.instruments import Instruments, peak_tflops
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.preflight import preflight
-from megatron_snip.train.report import format_summary, write_report
+from megatron_snip.train.report import write_report
 from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.run_folder import (
-    Start,
-    advice,
-    changed_options,
-    drop_later_plans,
-    earlier_start,
-    find_start,
-    open_run_folder,
-    read_tensors,
+    Start, advice, changed_options, drop_later_plans, earlier_start, find_start, open_run_folder, read_tensors,
 )  # fmt: skip
+from megatron_snip.train.run_summary import format_summary
 from megatron_snip.train.same_data import agreed, consumed_validation, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult

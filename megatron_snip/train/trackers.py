@@ -181,6 +181,6 @@ class TensorBoard:
 
 def _picture(plan: Plan) -> Any:
     # matplotlib takes a second that runs without it need not wait for
-    from megatron_snip.train.report_pictures import plan_png
+    from megatron_snip.train.plan_picture import plan_png
 
     return plan_png(plan)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_snip.train.evaluations import Evaluation, evaluation_file, evaluation_table, read_evaluations
+from megatron_snip.train.evaluations import Evaluation, evaluation_file, read_evaluations
 from megatron_snip.train.report import write_report
 
 SCORES = {"arc": {"acc": (0.25, 0.01), "acc_norm": (0.5, None)}}
@@ -50,7 +50,6 @@ def test_another_file_is_refused(change, message, tmp_path):
 
 
 def test_the_report_has_a_table_of_all(tmp_path):
-    assert evaluation_table(tmp_path, []) == ""
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm loss": 1.5}\n')
     assert "Benchmarks" not in write_report(tmp_path).read_text()
     Evaluation(20).with_scores("fp4", {"<odd>": {"acc": (0.125, 0.01)}}).save(evaluation_file(tmp_path, 20))
