@@ -60,8 +60,8 @@ class Job:
     vocab_size: int | None
     keys: tuple[str, ...]
     append_eod: bool
-    sample_fraction: float
-    sample_seed: int
+    sample_fraction: float = 1.0
+    sample_seed: int = 0
 
 
 @dataclass(frozen=True)
