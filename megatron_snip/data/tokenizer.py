@@ -108,7 +108,8 @@ class TokenizerJson:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # the same ids as encode's, without the places in the text, which take a fifth of the time
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
