@@ -54,10 +54,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
     grouped, length, end = q.shape[1] != k.shape[1], q.shape[2], begin + q.shape[2]
     if begin == 0:  # the first rows of a square: no mask is needed
         return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=True, enable_gqa=grouped)
-    mask: Any = causal_lower_right(length, end)
-    if q.device.type == "cpu":  # which has no kernel for it, and would warn
-        mask = torch.ones(length, end, dtype=torch.bool).tril(begin)
+    mask = lower_right(length, end, q.device)
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask, enable_gqa=grouped)
+
+
+def lower_right(queries: int, keys: int, device: torch.device) -> Any:
+    """What of all keys each of the last queries sees; takes memory on CPUs alone, which have no kernel for it."""
+    if device.type == "cpu":
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return causal_lower_right(queries, keys)
 
 
 class _Gather(torch.autograd.Function):

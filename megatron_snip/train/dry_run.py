@@ -42,6 +42,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
 from megatron_snip.model.llama import Build, LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
+from megatron_snip.parallel import context
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import scaled_mm
 from megatron_snip.runtime import Runtime
@@ -100,9 +101,9 @@ def end_ranks(config: Config, world_size: int) -> list[int]:
 
 def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[Measured]:
     """`measure` of each rank, side by side in processes of their own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(2, len(ranks)), context) as pool:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(min(2, len(ranks)), processes) as pool:
         return [job.result() for job in [pool.submit(measure, config, world_size, rank) for rank in ranks]]
 
 
@@ -163,6 +164,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
+        stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
         stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))
         yield
 
