@@ -7,6 +7,7 @@ flags fails, the installation goes on and casts take the plain torch path with t
 from __future__ import annotations
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 KERNEL = "megatron_snip.quant.kernels._cpu"
@@ -40,6 +41,14 @@ class BuildKernel(build_ext):
         raise failure
 
 
+class AnyPython(bdist_wheel):
+    """A wheel for every Python on this platform: the kernel has none of its headers."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Python, ABI and platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[
         Extension(
@@ -51,5 +60,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernel},
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": AnyPython},
 )

@@ -99,13 +99,13 @@ def run(steps: dict[str, Step], contact: Contact) -> int:
 
 def main(words: list[str] | None = None) -> int:
     """Run the chosen steps."""
-    from gpu_casts import bits, casts, ceilings
+    from gpu_casts import bits, casts, ceilings, tilings
     from gpu_linears import linears, products
     from gpu_training import resume, training
 
     steps: dict[str, Step] = {
         "ceilings": ceilings, "bits": bits, "products": products, "casts": casts, "linears": linears,
-        "training": training, "resume": resume,
+        "training": training, "resume": resume, "tilings": tilings,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of gpu.json and gpu.md")

@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from gpu import ROOT, Contact, Table
 from harness import Case, interleaved
+from kernel_resources import LAUNCHES as LAUNCHED
+from kernel_resources import SWEEP, Launch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output, finite_amax
 from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.kernels import triton_cast
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
@@ -105,6 +111,56 @@ def casts(contact: Contact) -> Table:
         table.rows.append((name, f"{taken * 1e3:.3f}", f"{rates[name]:.0f}", f"{rates[name] / rates['copy']:.2f}"))
     table.notes.append(f"bfloat16 {list(x.shape)}; outputs are allocated in each call, as in training")
     return table
+
+
+def tilings(contact: Contact) -> Table:
+    """Every number of rows and warps a program, for the launches of kernel_resources.py: what TILINGS should say."""
+    table = Table("Rows and warps of a cast", ("launch", "rows x warps", "registers", "spilled", "ms", "by the copy's"))
+    shape = (128, 256) if contact.rehearse else (8192, 8192)
+    x = torch.randn(*shape, device=contact.device).bfloat16()
+    target, amax, master = torch.empty_like(x), finite_amax(x), x.float()
+    for name, launch in LAUNCHED.items():
+        if contact.left() < 15:
+            table.bad.append(f"{name}: left out, the time was over")
+            continue
+        source = x if launch.dtype is None else master
+        cases: dict[str, Case] = {"copy": lambda: target.copy_(x)}
+        kernels = {}
+        for tiling in SWEEP:
+            case = partial(_tiled, source, launch, amax, tiling)
+            kernels[f"{tiling.chunk} x {tiling.warps}"] = _compiled(case)
+            cases[f"{tiling.chunk} x {tiling.warps}"] = case
+        seconds = _times(contact, cases)
+        moved = source.element_size() + len(launch.forms) * (2 if launch.outputs[0] == "values" else 1)
+        best = min(kernels, key=lambda words: seconds[words])
+        now = "{} x {}".format(*triton_cast.tiling(launch.forms))
+        for words, kernel in kernels.items():
+            share = moved / 4 * seconds["copy"] / seconds[words]
+            marks = f"{' *' if words == now else ''}{' best' if words == best else ''}"
+            used = [str(getattr(kernel, field, "-")) for field in ("n_regs", "n_spills")]
+            table.rows.append((name, words + marks, *used, f"{seconds[words] * 1e3:.3f}", f"{share:.2f}"))
+    table.notes.append(f"[{shape[0]}, {shape[1]}]; * is what TILINGS in triton_cast.py says")
+    return table
+
+
+def _tiled(x: Tensor, launch: Launch, amax: Tensor, tiling: triton_cast.Tiling) -> object:
+    with mock.patch.object(triton_cast, "tiling", lambda forms: tiling):
+        return triton_cast.cast(x, launch.forms, launch.outputs, amax, launch.dtype, count=False)
+
+
+def _compiled(case: Case) -> object:
+    """The kernel that a case launches last; None in a rehearsal."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    kernel, seen = triton_kernels.cast_kernel, []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: seen.append(kernel[grid](*args, **kwargs))
+
+    with mock.patch.object(triton_kernels, "cast_kernel", Watched()):
+        case()
+    return seen[-1]
 
 
 def _cast_case(x: Tensor, forms: list[Form], output: Output, amax: Tensor) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,11 @@ from gpu import Contact, Table
 from harness import Case, interleaved, live_peak
 from torch import Tensor
 
-from megatron_snip.quant import Casts, LinearPrecision, RoundingKey, quantized_linear
+from megatron_snip.formats import get_format
+from megatron_snip.quant import Casts, Clock, LinearPrecision, RoundingKey, quantize, quantized_linear
+from megatron_snip.quant.cast import Form, cast_reference
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.operands import LinearCall, Operand, Operands, cast_operands
 from megatron_snip.quant.scaled_mm import Hopper
 
@@ -96,6 +100,7 @@ def linears(contact: Contact) -> Table:
     columns = ("channels", "linear", "ms, eager", "speed by BF16's", "ms, CUDA graph", "speed by BF16's", "peak MB")
     table = Table("Linears, forward and backward", columns)
     tokens, shapes = (128, ((128, 256),)) if contact.rehearse else (TOKENS, SHAPES)
+    table.bad += _repeated(contact)
     for k, n in shapes:
         if contact.left() < 20:
             table.bad.append(f"{k} -> {n}: left out, the time was over")
@@ -117,11 +122,12 @@ def _plain(x: Tensor, w: Tensor, g: Tensor) -> Case:
 def _ours(x: Tensor, w: Tensor, g: Tensor, setting: Setting) -> Case:
     x, w = x.detach().requires_grad_(), w.detach().to(setting.master).requires_grad_()
     precision, casts = LinearPrecision.parse(setting.precision), Casts()
+    key = replace(KEY, clock=Clock.at(KEY, x.device))
 
     def run() -> object:
         if not setting.cached:
             casts.clear()
-        y = quantized_linear(x, w, precision, key=KEY, impl=setting.impl, weight_casts=casts)
+        y = quantized_linear(x, w, precision, key=key, impl=setting.impl, weight_casts=casts)
         return torch.autograd.grad(y, (x, w), g)
 
     return run
@@ -143,7 +149,7 @@ def _gemms(contact: Contact, x: Tensor, w: Tensor, g: Tensor, name: str) -> Case
 
 
 def _peers(x: Tensor, w: Tensor, g: Tensor, table: Table) -> dict[str, Case]:
-    """torchao's training linears, where it is installed."""
+    """torchao's training linears and DeepGEMM's products, where they are installed."""
     from linear import torchao_cases
 
     x = x.detach().requires_grad_()
@@ -160,7 +166,40 @@ def _peers(x: Tensor, w: Tensor, g: Tensor, table: Table) -> dict[str, Case]:
         found["torchao blockwise fp8"] = lambda: torch.autograd.grad(blockwise(x), (x, blockwise.weight), g)
     except Exception as error:
         table.notes.append(f"torchao's blockwise is left out: {type(error).__name__}: {error}")
+    try:
+        found |= _deep_gemm(x, w, g)
+    except Exception as error:
+        table.notes.append(f"DeepGEMM is left out: {type(error).__name__}: {error}")
     return {name: case for name, case in found.items() if _runs(name, case, table)}
+
+
+def _deep_gemm(x: Tensor, w: Tensor, g: Tensor) -> dict[str, Case]:
+    """The three FP8 GEMMs of our codes by DeepGEMM, whose wgrad adds to what is there; x [T,K], w [N,K], g [T,N].
+
+    Its left operands [M,K] and right ones [N,K] are contiguous along K.  Source: fp8_gemm_nt of its README and sources.
+    """
+    import deep_gemm
+
+    def pair(tensor: Tensor, role: str, dim: int) -> tuple[Tensor, Tensor]:
+        made = quantize(tensor, "fp8", role=role, dim=dim)
+        codes = made.codes.view(torch.float8_e4m3fn)
+        return (codes, made.scales) if dim == 1 else (codes.T.contiguous(), made.scales.T.contiguous())
+
+    products = [
+        (pair(x, "input", 1), pair(w, "weight", 1), torch.bfloat16, {}),
+        (pair(g, "grad_output", 1), pair(w, "weight", 0), torch.bfloat16, {}),
+        (pair(g, "grad_output", 0), pair(x, "input", 0), torch.float32, {"recipe": (1, 1, 128)}),
+    ]
+
+    def run() -> list[Tensor]:
+        made = []
+        for a, b, dtype, options in products:
+            d = torch.zeros(len(a[0]), len(b[0]), dtype=dtype, device=x.device)
+            deep_gemm.fp8_gemm_nt(a, b, d, c=d if dtype == torch.float32 else None, **options)
+            made.append(d)
+        return made
+
+    return {"DeepGEMM, the three GEMMs alone, fp8": run}
 
 
 def _runs(name: str, case: Case, table: Table) -> bool:
@@ -190,6 +229,28 @@ def _measure(contact: Contact, table: Table, shape: str, cases: dict[str, Case],
         table.rows.append(
             (shape, name, f"{eager[name] * 1e3:.3f}", f"{base['eager'] / eager[name]:.2f}", *graph, f"{peak:.0f}")
         )
+
+
+def _repeated(contact: Contact) -> list[str]:
+    """What is wrong with the random bits of a CUDA graph that is replayed with its clock set anew."""
+    x = torch.randn(384, 256, device=contact.device)
+    clock, fmt = Clock.at(KEY, x.device), get_format("fp4")
+    made: dict[str, Tensor] = {}
+
+    def case() -> None:
+        forms = [Form(fmt, "grad_output", dim, replace(KEY, clock=clock)) for dim in (1, 0)]
+        one, two = triton_cast.cast(x, forms, ["codes", "codes"], None, count=False)
+        made["1 x 128"], made["128 x 1"] = one.values, two.values
+
+    replay, bad = graphed(contact, case), []
+    for key in (KEY, replace(KEY, iteration=2**32 - 1, row0=2**40)):
+        clock.set(key)
+        replay()
+        for dim, (name, codes) in zip((1, 0), made.items(), strict=True):
+            (expected,) = cast_reference(x, [Form(fmt, "grad_output", dim, key)], ["codes"])
+            if not torch.equal(codes, expected.values):
+                bad.append(f"a CUDA graph's random bits of {name} at iteration {key.iteration} are not the key's")
+    return bad
 
 
 def graphed(contact: Contact, case: Case) -> Case:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Wheels for a GPU machine without a network that has torch for CUDA, numpy, matplotlib and sentencepiece already:
+# Wheels for a GPU machine without a network that has torch for CUDA, numpy and sentencepiece already:
 #   bash benchmarks/gpu_wheels.sh [FOLDER] [PYTHON]          here; by default build/gpu_wheels, for Python 3.12
 #   pip install --no-index --no-deps FOLDER/*.whl            there, and then benchmarks/gpu.py
 # The versions are those of requirements/; torchao is a peer that benchmarks/gpu.py measures.
@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-build/gpu_wheels}
 python=${2:-3.12}
-packages=(tyro docstring-parser typeguard highspy zlib-ng torchao)
+packages=(tyro docstring-parser typeguard highspy zlib-ng plotly narwhals torchao)
 most_mib=64
 
 pins=()

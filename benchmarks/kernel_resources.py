@@ -1,7 +1,7 @@
 """What the compiled Triton casts need of a GPU: registers, spills, shared memory and occupancy.  No GPU is used.
 
-    python benchmarks/kernel_resources.py                   # sm_90a, then sm_100a
-    python benchmarks/kernel_resources.py --warps 8 --chunk 16 --json kernels.json
+    python benchmarks/kernel_resources.py                   # sm_90a, then sm_100a, as launched
+    python benchmarks/kernel_resources.py --sweep --json kernels.json   # and in 16 or 32 rows by 4 or 8 warps
 
 Each kernel goes through triton's own launch up to the machine code for the device, which triton's cuobjdump and
 nvdisasm then read.  Rows are the casts that a linear launches under ``scaled_mm``, and values as ``emulated`` takes
@@ -30,6 +30,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.kernels import triton_cast, triton_kernels
+from megatron_snip.quant.kernels.triton_cast import Tiling
 
 HOPPER, BLACKWELL = 90, 100
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -128,29 +129,49 @@ LAUNCHES = {
     "fp8 weight from float32, two operands": _both("fp8", "weight", "operand"),
     "fp4 grad_output, stochastic, two operands": _both("fp4", "grad_output", "operand", _KEY),
     "fp4 input, two operands": _both("fp4", "input", "operand"),
+    "mxfp8 input, two of codes": _both("mxfp8", "input", "codes"),
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
     "nvfp4 input, two of values": _both("nvfp4", "input", "values"),
+    "nvfp4 grad_output, stochastic, two of codes": _both("nvfp4", "grad_output", "codes", _KEY),
 }
+SWEEP = [Tiling(chunk, warps) for chunk in (16, 32) for warps in (4, 8)]
+
+
+def compile_tiled(capability: int, launch: Launch, tiling: Tiling | None = None) -> Any:
+    """The kernel of a launch, in the tiling that it has or in another one."""
+    if tiling is None:
+        return compile_ahead("cast_kernel", capability, launch)
+    with mock.patch.object(triton_cast, "tiling", lambda forms: tiling):
+        return compile_ahead("cast_kernel", capability, launch)
 
 
 def main() -> None:
     from harness import machine, report, save
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warps", type=int, default=triton_cast._WARPS, help="of a block")
-    parser.add_argument("--chunk", type=int, default=triton_cast._CHUNK, help="rows that a block has in registers")
+    parser.add_argument("--sweep", action="store_true", help="every tiling, not only what is launched")
     parser.add_argument("--json")
     args = parser.parse_args()
-    triton_cast._WARPS, triton_cast._CHUNK = args.warps, args.chunk
     rows, results = [], []
     for capability in (HOPPER, BLACKWELL):
         for name, launch in LAUNCHES.items():
-            made = resources(compile_ahead("cast_kernel", capability, launch))
-            rows.append([f"sm_{capability}a", name, *map(str, made)])
-            results.append({"device": f"sm_{capability}a", "launch": name, **made._asdict()})
+            launched = triton_cast.tiling(launch.forms)
+            for tiling in SWEEP if args.sweep else [launched]:
+                made = resources(compile_tiled(capability, launch, tiling))
+                each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_cast._COLS))
+                told = f"{tiling.chunk} x {tiling.warps}{' *' if tiling == launched else ''}"
+                rows.append([f"sm_{capability}a", name, told, *map(str, made), str(each)])
+                results.append({"device": f"sm_{capability}a", "launch": name, **tiling._asdict(), **made._asdict()})
     about = machine("cpu")
-    columns = ("device", "launch", *(field.replace("_", " ") for field in Resources._fields))
+    columns = (
+        "device",
+        "launch",
+        "rows x warps",
+        *(field.replace("_", " ") for field in Resources._fields),
+        "an element",
+    )
     print(report("Triton casts, compiled ahead of time", columns, rows, about))
+    print("* is what is launched; instructions an element: by the rows that a thread has at once")
     save(args.json, about, results)
 
 

@@ -6,16 +6,24 @@ The command line wins over the file.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import megatron_snip.config
 from megatron_snip.config import Config, check_names, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_toml, read_file, shown
 from megatron_snip.megatron_options import without_megatrons
+
+#: What a first run is about, after --config.
+FIRST = (
+    "run_dir", "data_path", "tokenizer_model", "global_batch_size", "train_iters", "bf16", "precision", "snip_target",
+    "load",
+)  # fmt: skip
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -115,10 +123,30 @@ def _check_texts(config: Config) -> None:
                 raise UserError(f"{option} {text!r} has a NUL character; leave that out")
 
 
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether the command line asks what options there are."""
+    return "--help" in words or "-h" in words
+
+
+def first_options() -> str:
+    """The options that matter first, a line each: name, default, and what the field's comment says."""
+    groups, source, lines = option_groups(), inspect.getsource(megatron_snip.config), []
+    for name in FIRST:
+        default = getattr(getattr(Config(), groups[name]), name)
+        given = "" if default in (None, False, ()) or default == 0 else f" ({default})"
+        found = re.search(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
+        assert found is not None, name
+        lines.append(f"  {'--' + name.replace('_', '-') + given:<28}{found[1]}")
+    lines.insert(0, f"  {'--config FILE.toml':<28}Options from a file; the command line wins.")
+    return "\n".join(["What matters first, with defaults; all options stand below, in groups.", *lines, ""])
+
+
 def _read_words(words: list[str]) -> Config:
     """tyro's reading of the words, its framed complaint turned into one line."""
     import tyro
 
+    if asks_for_help(words):
+        print(first_options())
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

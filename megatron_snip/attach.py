@@ -328,12 +328,13 @@ def _fsdp(model: nn.Module) -> list[FSDPModule]:
 def _mesh() -> Mesh:
     """All processes as data parallel ones; one alone needs no process group."""
     nobody = cast(Any, None)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        lone = Axis(1, 0, nobody)
-        return Mesh(nobody, lone, lone, lone, lone, lone, rank=0, world_size=1)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    lone, dp = Axis(1, 0, nobody), Axis(size, rank, cast(Any, dist.group.WORLD))
-    return Mesh(nobody, pp=lone, dp=dp, tp=lone, replicate=dp, shard=lone, rank=rank, world_size=size)
+    lone, size, rank = Axis(1, 0, nobody), 1, 0
+    dp = lone
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        dp = Axis(size, rank, cast(Any, dist.group.WORLD))
+    alone = dict.fromkeys(("pp", "cp", "tp", "tp_cp", "shard"), lone)
+    return Mesh(nobody, dp=dp, dp_cp=dp, replicate=dp, **alone, rank=rank, world_size=size)
 
 
 def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> LinearShape:

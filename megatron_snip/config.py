@@ -71,6 +71,12 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1  # Processes that share each linear.
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
+    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks a process, in place of blocks a chunk.
+    decoder_first_pipeline_num_layers: Optional[int] = None  # Blocks of the first process of a pipeline.
+    decoder_last_pipeline_num_layers: Optional[int] = None  # Blocks of the last process; the others share the rest.
+    account_for_embedding_in_pipeline_split: bool = False  # Deal out blocks as if the embedding were one.
+    account_for_loss_in_pipeline_split: bool = False  # Deal out blocks as if the output layer and the loss were one.
+    context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
     sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
     # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves
     # memory, and the last two send more.
@@ -89,14 +95,27 @@ class TrainingConfig:
 
     micro_batch_size: int = 1  # Sequences a process runs at once.
     global_batch_size: int = 0  # Sequences of one iteration over all processes (required).
-    train_iters: int = 0  # Iterations of the whole run (required).
+    # START INCREMENT SAMPLES: the batch grows from START by INCREMENT again and again over SAMPLES; with train-samples.
+    rampup_batch_size: tuple[int, ...] = ()
+    train_iters: int = 0  # Iterations of the whole run (required, or train-samples).
+    train_samples: Optional[int] = None  # Sequences of the whole run, in place of train-iters.
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"  # Schedule after warm-up.
+    # Schedule after warm-up; train/schedule.py has the curves.
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     lr_decay_iters: Optional[int] = None  # Iterations until min-lr; by default train-iters.
+    lr_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_warmup_iters: int = 0  # Iterations of linear warm-up.
-    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final linear decay (default: a tenth).
+    lr_warmup_samples: int = 0  # The same in sequences, with train-samples.
+    lr_warmup_fraction: Optional[float] = None  # The same as a share of the time until min-lr.
+    lr_warmup_init: float = 0.0  # Learning rate of the first update, from which it warms up.
+    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay (default: a tenth).
+    lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.
+    start_weight_decay: Optional[float] = None  # Weight decay of the first update, where it grows.
+    end_weight_decay: Optional[float] = None  # Weight decay at the end of training, where it grows.
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"  # How weight decay grows.
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
@@ -123,6 +142,21 @@ class TrainingConfig:
     exit_interval: Optional[int] = None  # Save and leave when the iteration divides by this.
     exit_duration_in_mins: Optional[float] = None  # Save and leave after this many minutes.
     exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM or Ctrl-C.
+
+    @property
+    def batch_sizes(self) -> range:
+        """Sequences of an iteration, from the first batch's to the last's; source: num_microbatches_calculator.py."""
+        if len(self.rampup_batch_size) != 3:
+            return range(self.global_batch_size, self.global_batch_size + 1)
+        start, increment = self.rampup_batch_size[0], max(1, self.rampup_batch_size[1])
+        return range(start, self.global_batch_size + 1, increment)
+
+    def batch_size(self, consumed: int) -> int:
+        """Sequences of the batch that begins after so many samples."""
+        sizes = self.batch_sizes
+        if len(sizes) == 1 or consumed > self.rampup_batch_size[2]:
+            return self.global_batch_size
+        return sizes[int(consumed / (self.rampup_batch_size[2] / (len(sizes) - 1)))]
 
 
 @dataclass(frozen=True)
@@ -262,10 +296,22 @@ class Config:
         }
         return dataclasses.replace(self, **changed)
 
+    def with_iterations(self) -> Config:
+        """The options with --train-iters filled in from --train-samples, as Megatron-LM's update_train_iters does."""
+        t, iterations, consumed = self.training, 0, 0
+        if t.train_samples is None or t.train_iters or min(t.batch_sizes, default=0) < 1:
+            return self
+        ramp = t.rampup_batch_size[2] if t.rampup_batch_size else -1
+        while consumed <= min(ramp, t.train_samples):
+            consumed += t.batch_size(consumed)
+            iterations += 1
+        return self.replace(train_iters=iterations + max(0, t.train_samples - consumed) // t.global_batch_size)
+
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one copy of the model."""
-        return self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        """Processes that together run a sample."""
+        p = self.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
     @property
     def save_dir(self) -> Path:
@@ -273,22 +319,26 @@ class Config:
         return Path(self.checkpoint.save or Path(self.logging.run_dir) / "checkpoints")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` processes; UserError if they do not divide."""
+        """How many of `world_size` processes have samples of their own; UserError if they do not divide."""
         if world_size % self.model_parallel_size:
+            p, context = self.parallel, self.parallel.context_parallel_size
+            too, size = (" x context", f" x {context}") if context > 1 else ("", "")
             raise UserError(
-                f"world size {world_size} is not a multiple of tensor x pipeline parallel = "
-                f"{self.parallel.tensor_model_parallel_size} x {self.parallel.pipeline_model_parallel_size}; "
+                f"world size {world_size} is not a multiple of tensor x pipeline{too} parallel = "
+                f"{p.tensor_model_parallel_size} x {p.pipeline_model_parallel_size}{size}; "
                 f"start {self.model_parallel_size} processes (torchrun --nproc_per_node), or a multiple"
             )
         return world_size // self.model_parallel_size
 
     def replicas(self, dp_size: int) -> int:
-        """Data parallel processes that hold the same part of weights and of the optimiser's state."""
+        """Data and context parallel processes that hold the same part of weights and of the optimiser's state."""
         p = self.parallel
-        return dp_size if p.data_parallel_sharding_strategy == "no_shard" else p.num_distributed_optimizer_instances
+        if p.data_parallel_sharding_strategy == "no_shard":
+            return dp_size * p.context_parallel_size
+        return p.num_distributed_optimizer_instances
 
     def num_microbatches(self, dp_size: int) -> int:
-        """Microbatches that one process runs in an iteration."""
+        """Microbatches that one process runs in an iteration of the whole batch."""
         return self.training.global_batch_size // (self.training.micro_batch_size * dp_size)
 
 

@@ -38,16 +38,13 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "attention-dropout": (("0",), "there is no dropout here; give 0"),
     "hidden-dropout": (("0",), "there is no dropout here; give 0"),
     "optimizer": (("adam",), "there is AdamW alone; give adam"),
-    "weight-decay-incr-style": (("constant",), "weight decay is constant here; give --weight-decay"),
-    "lr-warmup-init": (("0",), "warm-up begins at 0 here; leave it out"),
-    "lr-wsd-decay-style": (("linear",), "WSD decays linearly here; give linear"),
     "dataloader-type": (("single",), "samples come in one order here; give single"),
-    "context-parallel-size": (("1",), "there is no context parallelism yet; raise --tensor-model-parallel-size"),
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
     **dict.fromkeys(
         (
-            "attention-backend", "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
+            "attention-backend", "cp-comm-type",
+            "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
             "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",
@@ -58,7 +55,6 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
 _FP8 = "give --precision fp8, mxfp8 or snip in place of all --fp8-... options"
 _FP4 = "give --precision nvfp4, fp4 or snip in place of all --fp4-... options"
 _BF16_LAYERS = "give --snip-fix, such as layers.0.*=bf16"
-_SAMPLES = "give iterations, that is samples by --global-batch-size: --train-iters, --lr-decay-iters, --lr-warmup-iters"
 _RATES = "all weights have one learning rate here; leave it out"
 #: Options that a run cannot have here, and what to give in their place.
 _REFUSED: Mapping[str, str] = {
@@ -71,9 +67,6 @@ _REFUSED: Mapping[str, str] = {
         ("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"), _BF16_LAYERS
     ),
     "te-precision-config-file": "give --precision plan --precision-plan FILE",
-    **dict.fromkeys(("train-samples", "lr-decay-samples", "lr-warmup-samples"), _SAMPLES),
-    "lr-warmup-fraction": "give --lr-warmup-iters",
-    "rampup-batch-size": "the batch size is constant here; leave it out",
     **dict.fromkeys(("decoupled-lr", "decoupled-min-lr"), _RATES),
     "fp16": "give --bf16",
     "recompute-activations": "give --recompute-granularity selective",
@@ -90,12 +83,7 @@ _REFUSED: Mapping[str, str] = {
         "give --data-parallel-sharding-strategy optim_grads_params, or another",
     ),
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
-    "num-virtual-stages-per-pipeline-rank": "give --num-layers-per-virtual-pipeline-stage",
-    **dict.fromkeys(
-        ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-         "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
-        "stages have equally many blocks here; leave it out",
-    ),
+    "pipeline-model-parallel-layout": "give --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
     **dict.fromkeys(
         ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"),
         "samples run over the ends of documents here, as Megatron-LM's do without it; leave it out",

@@ -1,8 +1,9 @@
 """The mesh of processes, axes (pp, replicate, shard, tp): the only maker of process groups.
 
 tp is innermost, so that the processes which talk most are neighbours, as in Megatron-LM; "axis" is an axis
-of the mesh, "dim" a dim of a tensor.  Batches are dealt out over dp, which is replicate x shard; weights and the
-optimiser's state are sharded over `shard` and the same along `replicate`.
+of the mesh, "dim" a dim of a tensor.  Batches are dealt out over dp and the tokens of a sequence over cp; dp x cp,
+which is replicate x shard, sees the same weights.  They and the optimiser's state are sharded over `shard`, whose inner
+part is cp, and the same along `replicate`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "dp_cp", "tp", "tp_cp")
 _MESH = ("pp", "replicate", "shard", "tp")
 
 
@@ -40,16 +41,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, laid out as [pp, replicate, shard, tp]; dp is the two in the middle."""
+    """The processes of a run, laid out as [pp, replicate, shard, tp]; dp x cp is the two in the middle.
+
+    dp has different samples, cp different tokens of the same ones, dp_cp is both and tp_cp what one sample is cut over.
+    """
 
     device_mesh: DeviceMesh
     pp: Axis
     dp: Axis
+    cp: Axis
+    dp_cp: Axis
     tp: Axis
+    tp_cp: Axis
     replicate: Axis
     shard: Axis
     rank: int
     world_size: int
+    #: The first and the last process of pp where both hold the embedding of a tied model; None elsewhere.
+    embedding: Axis | None = None
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -71,41 +80,75 @@ class Mesh:
 
 
 def build_mesh(
-    device_type: str, *, pp: int, dp: int, tp: int, replicate: int = 1, timeout_minutes: float = 10.0
+    device_type: str,
+    *,
+    pp: int,
+    dp: int,
+    tp: int,
+    cp: int = 1,
+    replicate: int = 1,
+    tied: bool = False,
+    timeout_minutes: float = 10.0,
 ) -> Mesh:
-    """The mesh over the started process group; every process calls it, pp * dp * tp is the world size.
+    """The mesh over the started process group; every process calls it, pp * dp * cp * tp is the world size.
 
-    replicate: how many of the dp processes hold the same weights, a divisor of dp.
+    replicate: how many of the dp x cp processes hold the same weights; it or dp divides the other.  tied: the output
+    layer is the embedding.
     A collective on one of its axes that takes longer than the time-out ends the run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert pp * dp * tp == world_size, f"{pp} x {dp} x {tp} is not {world_size}"
-    assert dp % replicate == 0, f"{replicate} does not divide {dp}"
-    sizes = (pp, replicate, dp // replicate, tp)
+    assert pp * dp * cp * tp == world_size, f"{pp} x {dp} x {cp} x {tp} is not {world_size}"
+    assert dp * cp % replicate == 0, f"{replicate} does not divide {dp * cp}"
+    sizes = (pp, replicate, dp * cp // replicate, tp)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
     axes = {
         name: Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name))
         for name, size in zip(_MESH, sizes)
     }
-    axes["dp"] = _both(axes["replicate"], axes["shard"], device_mesh)
-    for axis in axes.values():  # the mesh makes its groups with torch's default, whatever the world's is
+    axes |= _more_axes(axes, device_mesh.mesh.view(pp, dp, cp, tp))
+    embedding = _ends(axes["pp"], device_mesh) if tied and pp > 1 else None
+    for axis in (*axes.values(), *([embedding] if embedding else [])):
+        # the mesh makes its groups with torch's default, whatever the world's is
         _set_pg_timeout(timedelta(minutes=timeout_minutes), axis.group)
-    for name in ("pp", "dp", "tp", "replicate", "shard"):
-        again = name in ("replicate", "shard") and axes[name].group is axes["dp"].group
-        if not again:
+    connected: list[dist.ProcessGroup] = []
+    for name in ("pp", "dp_cp", "tp", "replicate", "shard", "dp", "cp", "tp_cp"):
+        if not any(axes[name].group is group for group in connected):
+            connected.append(axes[name].group)
             _connect(axes[name], device_type, pairs=name == "pp")
-    return Mesh(device_mesh, **axes, rank=rank, world_size=world_size)
+    if embedding is not None and embedding.group is not axes["pp"].group:
+        _connect(embedding, device_type, pairs=False)
+    return Mesh(device_mesh, **axes, rank=rank, world_size=world_size, embedding=embedding)
 
 
-def _both(replicate: Axis, shard: Axis, device_mesh: DeviceMesh) -> Axis:
-    """The axis dp: the processes that stand alike on all axes but these two; every process calls it."""
-    if replicate.size == 1:
-        return shard
-    if shard.size == 1:
-        return replicate
-    rows = device_mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()  # [pp * tp, dp]
+def _more_axes(axes: dict[str, Axis], whole: torch.Tensor) -> dict[str, Axis]:
+    """The axes that are parts or products of the mesh's own; `whole` [pp, dp, cp, tp] holds all ranks.
+
+    Every process calls it.  Axes of the same processes share a group.
+    """
+    made: dict[str, Axis] = {}
+    for name, dims in (("dp_cp", (1, 2)), ("dp", (1,)), ("cp", (2,)), ("tp_cp", (2, 3))):
+        made[name] = _axis(whole, dims, [*axes.values(), *made.values()])
+    return made
+
+
+def _axis(whole: torch.Tensor, dims: tuple[int, ...], known: list[Axis]) -> Axis:
+    """The axis of some dims of `whole` [pp, dp, cp, tp], on a group of its own where no known axis is the same."""
+    others = [dim for dim in range(whole.dim()) if dim not in dims]
+    rows = whole.permute(*others, *dims).flatten(len(others)).flatten(0, len(others) - 1).tolist()
+    row = next(row for row in rows if dist.get_rank() in row)
+    for axis in known:
+        if dist.get_process_group_ranks(axis.group) == row:
+            return axis
     group, _ = dist.new_subgroups_by_enumeration(rows)
-    return Axis(replicate.size * shard.size, replicate.rank * shard.size + shard.rank, group)
+    return Axis(len(row), row.index(dist.get_rank()), group)
+
+
+def _ends(pp: Axis, device_mesh: DeviceMesh) -> Axis | None:
+    """The first and the last process of a pipeline, to which this one belongs or not; every process calls it."""
+    if pp.size == 2:
+        return pp
+    group, _ = dist.new_subgroups_by_enumeration(device_mesh.mesh.flatten(1)[[0, -1]].T.tolist())  # [dp * tp, 2]
+    return Axis(2, int(pp.is_last), group) if pp.is_first or pp.is_last else None
 
 
 def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:

@@ -10,12 +10,14 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -57,6 +59,20 @@ def environment_rank() -> int:
 def environment_world_size() -> int:
     """Processes of the run as torchrun tells it; 1 for a lone process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def made_with() -> dict[str, str | int]:
+    """What numbers may depend on beside the options: versions of packages, the device's name, processes."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU ({platform.machine()})"
+    return {
+        "megatron_snip": megatron_snip.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        **({"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}),
+        "highspy": version("highspy"),
+        "device": gpu,
+        "processes": environment_world_size(),
+    }
 
 
 def environment_restarts() -> int:

@@ -35,6 +35,7 @@ LEVELS = [
     {"interop", "checkpoint"},
     {"attach"},
     {"train"},
+    {"cli"},
     {"tools", "pretrain_llama"},
 ]
 NEVER = {("snip", "model")}  # snip sees linears by their name

@@ -29,6 +29,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_snip import runtime
+from megatron_snip.cli import collect_stats
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
@@ -42,15 +43,15 @@ from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import check_choices, read_times
+from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
-from megatron_snip.train import report_pictures
-from megatron_snip.train.report import page
+from megatron_snip.train import report_pictures as pictures
+from megatron_snip.train.report_page import Section, page, table
 from megatron_snip.train.run_folder import Start, with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where its neighbours are found when it runs as a script
-from tools import collect_stats, preprocess_data
-from tools.generate_plan import Planner
+from tools import preprocess_data
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
@@ -109,13 +110,6 @@ def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
-
-
-def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of figures and names that need no escaping."""
-    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table class='plans'><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
@@ -180,7 +174,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:
     """Statistics of each batch, and whether this process is to write them; every process calls it."""
-    parts, batch, iteration = collect_stats.prepare(config, start, batches)
+    parts, batch, iteration = collect_stats.prepare(config, start, batches, updates=False)
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     try:
@@ -226,24 +220,21 @@ def write(
     write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1) + "\n")
     for name, plan in plans.items():
         plan.save(output / f"{name}.json")
-    columns = {f"loss divergence in {fmt} (nats)": found.column(fmt) for fmt in found.formats}
-    sections = [
-        ("Sensitivity", "Predicted increase of the loss by each linear. Grey: none.",
-         report_pictures.divergences(output / "sensitivity.png", columns)),
-        ("Plans", "The cheapest plan for each share.", report_pictures.plans(output / "plans.png", [*plans.values()])),
-    ]  # fmt: skip
     facts = [
         ("model", own.model), ("data", own.data), ("loss", f"{stats.loss:.4f} nats a token"),
         ("batches", f"{own.batches} of {own.batch_size} x {own.seq_length} tokens"),
         ("formats", ", ".join(found.formats)),
     ]  # fmt: skip
-    more = [
-        html_table(plan_heads, planned),
-        "<h2>All linears</h2><p>Loss divergence with its standard error over batches, the costliest first.</p>",
-        html_table(heads, [totals, *found.rows([name for name, _ in worst])]),
-    ]
+    figures = [pictures.divergence_heatmap(found.column(fmt), "nats") | {"title": fmt} for fmt in found.formats]
+    every = table(heads, [totals, *found.rows([name for name, _ in worst])])
+    sections = [
+        Section("Sensitivity", f"Predicted rise of the loss by each linear in {', '.join(found.formats)}.", figures),
+        Section("Plans", "The cheapest plan for each share.", [pictures.plans([*plans.values()])],
+                table(plan_heads, planned)),
+        Section("All linears", "Loss divergence with its standard error over batches, the costliest first.", (), every),
+    ]  # fmt: skip
     notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
-    write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections, more))
+    write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
     return f"{text_table(heads, rows)}\n\n{text_table(plan_heads, planned)}\n\n{output}/report.html"
 

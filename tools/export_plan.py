@@ -12,16 +12,19 @@ least.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pprint
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_snip.config import ParallelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.formats import get_format
 from megatron_snip.model.spec import linear_place
+from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
@@ -116,15 +119,12 @@ def _header(plan: Plan, mark: str = "#") -> str:
     return f"{mark} megatron_snip's plan {plan.hash} of iteration {plan.iteration}: {plan.achieved:.1%} in FP4.\n"
 
 
-def to_megatron(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
+def to_megatron(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """A file a pipeline stage, whose blocks Megatron-LM counts from 0: core 0.16's --te-precision-config-file.
 
-    Blocks are split evenly; interleaved stages, whose chunks have the same names, cannot be told apart there.
+    Interleaved stages, whose chunks have the same names, cannot be told apart there.
     """
-    blocks = 1 + max(place[0] for name in plan.linears if (place := linear_place(name)))
-    if stages < 1 or blocks % stages:
-        raise UserError(f"--pipeline-model-parallel-size {stages} does not divide {blocks} blocks; change it")
-    each = blocks // stages
+    stages = stage_blocks(1 + max(place[0] for name in plan.linears if (place := linear_place(name))), parallel)
     chosen = Chosen(plan, lambda block, kind: f"{block}.{MEGATRON[kind]}", RECIPES)
     used = sorted({*chosen.linears.values()})
     configs = ""
@@ -137,12 +137,12 @@ def to_megatron(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
         configs += f"  {fmt or 'bf16'}:\n    transformer_engine_config_type: TEQuantizationParams\n"
         configs += f"    training_recipe: {recipe}\n"
     files = {}
-    for stage in range(stages):
+    for stage, blocks in enumerate(stages):
         matchers = ""
         for name, fmt in chosen.linears.items():
             block, module = name.split(".", 1)
-            if int(block) // each == stage:
-                pattern = f"decoder.layers.{int(block) % each}.{module}"
+            if int(block) in blocks:
+                pattern = f"decoder.layers.{int(block) - blocks.start}.{module}"
                 matchers += (
                     f'  {pattern}: {{type: glob, pattern: "{pattern}", config: {fmt or "bf16"}, enabled: true}}\n'
                 )
@@ -150,7 +150,7 @@ def to_megatron(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
     return files, chosen.notes
 
 
-def to_torchtitan(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
+def to_torchtitan(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """For each converter the modules that it must leave alone, as torchtitan's `filter_fqns` want them."""
     chosen = Chosen(plan, lambda block, kind: f"layers.{block}.{TITAN[kind]}", CONVERTERS)
     text = (
@@ -170,7 +170,7 @@ def _own(block: int, kind: str) -> str:
     return f"model.layers.{block}.{part}.{kind}_proj"
 
 
-def to_transformer_engine(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
+def to_transformer_engine(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """A module with a recipe by name, for `te.autocast` around each module's forward."""
     chosen = Chosen(plan, _own, RECIPES)
     text = f'''"""{_header(plan, "Generated from").strip()}
@@ -201,7 +201,7 @@ def recipe_of(name):
     return {"te_recipes.py": text}, chosen.notes
 
 
-def to_modelopt(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
+def to_modelopt(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """A module with QUANT_CFG for modelopt.torch.quantization.quantize; forward alone, as it quantises."""
     chosen = Chosen(plan, _own, QUANTIZERS)
     config: dict[str, object] = {"default": {"enable": False}}
@@ -212,7 +212,7 @@ def to_modelopt(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
     return {"modelopt_config.py": f"{_header(plan)}QUANT_CFG = {body}\n"}, chosen.notes
 
 
-def to_torchao(plan: Plan, stages: int) -> tuple[dict[str, str], list[str]]:
+def to_torchao(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """A module with each linear's format and filters for torchao's converters."""
     chosen = Chosen(plan, _own, {fmt: (fmt, "") for fmt in RECIPES})
     text = f'''"""{_header(plan, "Generated from").strip()}
@@ -251,9 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=TARGETS, required=True, help="the program that is to read it")
     parser.add_argument("--output", type=path_word, required=True, help="folder of the files that are written")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of the Megatron-LM run (1)")
+    for option in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+        parser.add_argument(option, type=int, help="of the Megatron-LM run")
+    for option in ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"):
+        parser.add_argument(option, action="store_true", help="of the Megatron-LM run")
     options = parser.parse_args(arguments)
     try:
-        files, notes = TARGETS[options.to](Plan.load(options.plan), options.pipeline_model_parallel_size)
+        split = {field.name for field in dataclasses.fields(ParallelConfig)} & vars(options).keys()
+        parallel = ParallelConfig(**{name: getattr(options, name) for name in split})
+        files, notes = TARGETS[options.to](Plan.load(options.plan), parallel)
         for name, text in files.items():
             path = Path(options.output) / name
             check_output("--output", path)

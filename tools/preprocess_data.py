@@ -3,14 +3,19 @@
 Inputs are JSON lines, plain or compressed (.gz, .zst), parquet, folders that Hugging Face's `save_to_disk` wrote,
 folders of all these, and .txt files, a document each.  Source: Megatron-LM's tools/preprocess_data.py, whose
 options, names and results are kept.  Results are written in the order of the input, so they do not depend on --workers.
-Outputs get their names when all is written, so none is ever half a file.
+Outputs get their names when all is written, so none is ever half a file.  What is done so far lies in
+``{output_prefix}.partial/``: after a kill the same command goes on from there, and gives the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import hashlib
+import os
+import signal
 import sys
+import threading
 import time
 from array import array
 from collections import deque
@@ -18,21 +23,32 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import islice
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from megatron_snip.data.documents import Piece, files_of, pieces
-from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
+from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
+from megatron_snip.data.indexed import token_dtype
+from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
 PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
+MARK_SECONDS = 30.0  # The most that a kill costs.
+#: Options of Megatron-LM's script that have nothing to do here, and what to do instead.
+REFUSED = {
+    "--split-sentences": "documents are trained on whole here, as GPT's and Llama's are; leave it out",
+    "--keep-newlines": "documents keep their newlines; leave it out",
+    "--find-optimal-num-workers": "give --workers as many as there are cores",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,8 @@ class Job:
     vocab_size: int | None
     keys: tuple[str, ...]
     append_eod: bool
+    sample_fraction: float = 1.0
+    sample_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,15 @@ def _tokenizer(tokenizer_type: str, model: str | None, vocab_size: int | None) -
     return build_tokenizer(tokenizer_type, model, vocab_size)
 
 
+def _is_chosen(job: Job, text: str) -> bool:
+    """Whether a document belongs to the sample: a hash of its text says so, wherever it lies."""
+    seed = job.sample_seed.to_bytes(8, "little")
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=seed).digest()
+    return int.from_bytes(digest, "little") < job.sample_fraction * 2**64
+
+
 def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> dict[str, list[int]]:
+    """The ids of a document by key; nothing at all where it does not belong to the sample."""
     record = parse_json(record) if isinstance(record, bytes) else record
     if not isinstance(record, dict):
         raise UserError(f"it is a {type(record).__name__}, not an object")
@@ -69,6 +95,8 @@ def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> d
         if not isinstance(text := record.get(key), str):
             kind = "no" if text is None else f"a {type(text).__name__} for the"
             raise UserError(f'it has {kind} key "{key}"' + ("" if text is None else ", not a string"))
+        if key == job.keys[0] and job.sample_fraction < 1 and not _is_chosen(job, text):
+            return {}
         ids = tokenizer.encode(text)
         if ids and job.append_eod:
             ids.append(tokenizer.eod)
@@ -93,17 +121,30 @@ def encode_piece(job: Job, piece: Piece) -> Encoded:
     return Encoded({key: b"".join(parts) for key, parts in ids.items()}, lengths, piece.size)
 
 
+def _start_worker() -> None:
+    """Leave Ctrl-C to the main process, and end when that one is gone, however it ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
 @contextmanager
-def encoded_pieces(job: Job, paths: Sequence[str], workers: int) -> Iterator[Iterator[Encoded]]:
+def encoded_pieces(job: Job, tasks: Iterator[Piece], workers: int) -> Iterator[Iterator[Encoded]]:
     """All pieces' results in the order of the input."""
     work = partial(encode_piece, job)
     if workers == 1:
-        yield map(work, pieces(paths, job.keys))
+        yield map(work, tasks)
         return
     # Unlike multiprocessing.Pool, this one notices a worker that was killed.
-    pool = ProcessPoolExecutor(workers)
+    pool = ProcessPoolExecutor(workers, initializer=_start_worker)
     try:
-        yield _in_order(pool, work, pieces(paths, job.keys), PENDING_PER_WORKER * workers)
+        yield _in_order(pool, work, tasks, PENDING_PER_WORKER * workers)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -119,36 +160,95 @@ def _in_order(pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[
         yield pending.popleft().result()
 
 
+def _stamp(path: str | Path) -> list[Any]:
+    """What tells a file from another of its name."""
+    state = Path(path).stat()
+    return [os.path.abspath(path), state.st_size, state.st_mtime_ns]
+
+
+def _identity(job: Job, paths: Sequence[str]) -> dict[str, Any]:
+    """What the result depends on, for the next go of a killed run."""
+    model = Path(job.tokenizer_model) if job.tokenizer_model else None
+    files = sorted(path for path in (model.iterdir() if model.is_dir() else [model]) if path.is_file()) if model else []
+    return {
+        "input": [_stamp(path) for path in paths],
+        "tokenizer": [_stamp(path) for path in files],
+        "set of options": {**asdict(job), "piece_bytes": PIECE_BYTES},
+    }
+
+
+class _Progress:
+    """What is done: pieces and bytes of the input, documents; a bar that shows it, and marks every half a minute."""
+
+    def __init__(self, builders: ResumableBuilders, total: int, log_interval: int) -> None:
+        self._builders, self._log_interval, self._started = builders, log_interval, time.perf_counter()
+        self.at: dict[str, int] = builders.found or {"pieces": 0, "bytes": 0, "documents": 0}
+        self._found, self._marked = dict(self.at), self._started
+        self._shown = self.at["documents"]
+        self.bar = tqdm(total=total, initial=self.at["bytes"], unit="B", unit_scale=True, desc="tokenise")
+
+    def advance(self, input_bytes: int, documents: int) -> None:
+        """A piece has been added to the builders."""
+        self.at = {
+            "pieces": self.at["pieces"] + 1,
+            "bytes": self.at["bytes"] + input_bytes,
+            "documents": self.at["documents"] + documents,
+        }
+        if self.at["documents"] - self._shown >= self._log_interval:
+            self._shown = self.at["documents"]
+            self.bar.set_postfix_str(
+                f"{self._shown:,} docs, {self._per_second('documents'):,.0f} docs/s", refresh=False
+            )
+        self.bar.update(input_bytes)
+        if time.perf_counter() - self._marked >= MARK_SECONDS:
+            self.mark()
+
+    def mark(self) -> None:
+        """A kill from now on costs what follows alone."""
+        self._builders.mark(self.at)
+        self._marked = time.perf_counter()
+
+    def _per_second(self, what: str) -> float:
+        return (self.at[what] - self._found[what]) / (time.perf_counter() - self._started)
+
+    def summary(self) -> str:
+        """Time and speed of this go."""
+        seconds = time.perf_counter() - self._started
+        bytes_, documents = self._per_second("bytes"), self._per_second("documents")
+        return f"{seconds:.1f} s, {bytes_ / 1e6:.2f} MB/s, {documents:,.0f} docs/s"
+
+
 def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int, log_interval: int) -> None:
     """Tokenise all inputs and write one dataset per key.  Raises UserError for bad input."""
     tokenizer = _tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
-    started, documents, shown = time.perf_counter(), 0, 0
-    total = sum(Path(path).stat().st_size for path in paths)
-    for key in job.keys:
-        check_output("--output-prefix", Path(f"{output_prefix}_{key}_document.idx"))
+    prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
+    for prefix in prefixes:
+        check_output("--output-prefix", Path(f"{prefix}.idx"))
     with ExitStack() as stack:
-        builders = {
-            key: stack.enter_context(IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype))
-            for key in job.keys
-        }
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="tokenise"))
-        for encoded in stack.enter_context(encoded_pieces(job, paths, workers)):
+        all_builders = ResumableBuilders(Path(f"{output_prefix}.partial"), prefixes, dtype, _identity(job, paths))
+        stack.enter_context(all_builders)
+        builders = dict(zip(job.keys, all_builders.builders))
+        progress = _Progress(all_builders, sum(Path(path).stat().st_size for path in paths), log_interval)
+        stack.enter_context(progress.bar)
+        if progress.at["pieces"]:
+            print(f"going on from {all_builders.folder}: {progress.at['documents']:,} documents are done", flush=True)
+        tasks = islice(pieces(paths, job.keys), progress.at["pieces"], None)
+        for encoded in stack.enter_context(encoded_pieces(job, tasks, workers)):
             for key, builder in builders.items():
                 builder.add_encoded(encoded.ids[key], encoded.lengths[key])
-            documents += len(encoded.lengths[job.keys[0]])
-            if documents - shown >= log_interval:
-                shown = documents
-                rate = documents / (time.perf_counter() - started)
-                bar.set_postfix_str(f"{documents:,} docs, {rate:,.0f} docs/s", refresh=False)
-            bar.update(encoded.input_bytes)
+            progress.advance(encoded.input_bytes, len(encoded.lengths[job.keys[0]]))
         tokens = {key: builder.num_tokens for key, builder in builders.items()}
         if not any(tokens.values()):
-            raise UserError(f"--input {' '.join(paths)} holds no text; nothing is written")
-    seconds = time.perf_counter() - started
-    for key, count in tokens.items():
-        print(f"{output_prefix}_{key}_document: {documents:,} documents, {count:,} tokens, {dtype.name}")
-    print(f"{seconds:.1f} s, {total / seconds / 1e6:.2f} MB/s, {documents / seconds:,.0f} docs/s")
+            raise UserError(f"--input {' '.join(paths)} holds no text{_in_the_sample(job)}; nothing is written")
+        all_builders.finalize(progress.at)
+    for prefix, count in zip(prefixes, tokens.values()):
+        print(f"{prefix}: {progress.at['documents']:,} documents, {count:,} tokens, {dtype.name}")
+    print(progress.summary())
+
+
+def _in_the_sample(job: Job) -> str:
+    return "" if job.sample_fraction == 1 else f" in its sample of {job.sample_fraction:g}"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -171,11 +271,27 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="kept for Megatron's scripts; it has no effect, as the input is always cut into pieces",
     )
+    parser.add_argument(
+        "--keep-sequential-samples", action="store_true", help="kept for Megatron's scripts; order is always kept"
+    )
+    parser.add_argument(
+        "--sample-fraction", type=float, default=1.0, help="share of the documents to take, such as 0.01, by a hash"
+    )
+    parser.add_argument("--sample-seed", type=int, default=0, help="another one takes other documents")
     parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
     parser.add_argument("--tokenizer-model", default=None, help="the tokenizer's file or folder")
     parser.add_argument("--vocab-size", type=int, default=None, help="for NullTokenizer")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between two rates shown")
+    for name in REFUSED:
+        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    for name, instead in REFUSED.items():
+        if getattr(arguments, name[2:].replace("-", "_")):
+            parser.error(f"{name}: {instead}")
+    if not 0 < arguments.sample_fraction <= 1:
+        parser.error(f"--sample-fraction is {arguments.sample_fraction:g}; give a share above 0, up to 1")
+    if not 0 <= arguments.sample_seed < 1 << 63:
+        parser.error(f"--sample-seed is {arguments.sample_seed}; give 0 or more, below 2^63")
     for name in ("workers", "partitions", "log_interval"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; give 1 or more")
@@ -202,16 +318,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             vocab_size=arguments.vocab_size,
             keys=tuple(dict.fromkeys(arguments.json_keys)),
             append_eod=arguments.append_eod,
+            sample_fraction=arguments.sample_fraction,
+            sample_seed=arguments.sample_seed,
         )
         paths = _expand(arguments.input)
         preprocess(job, paths, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except BrokenProcessPool:
-        print("preprocess_data: a worker was killed (out of memory?); use fewer --workers", file=sys.stderr)
-        return 1
+        return _failed(arguments, "a worker was killed (out of memory?); use fewer --workers")
+    except KeyboardInterrupt:
+        return _failed(arguments, "stopped")
     except (UserError, OSError) as error:
-        print(f"preprocess_data: {one_line(error)}", file=sys.stderr)
-        return 1
+        return _failed(arguments, one_line(error))
     return 0
+
+
+def _failed(arguments: argparse.Namespace, message: str) -> int:
+    kept = f"{arguments.output_prefix}.partial"
+    rest = f"; {kept} keeps what is done, the same command goes on" if Path(kept, "progress.json").exists() else ""
+    print(f"preprocess_data: {message}{rest if kept not in message else ''}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

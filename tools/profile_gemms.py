@@ -180,6 +180,7 @@ def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -
     """The table of this machine.  Raises UserError where nothing but bf16 runs."""
     device = torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
     impl, tokens = config.precision.linear_impl, config.training.micro_batch_size * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
     able = supported(formats, impl, device)
     if able == ["bf16"]:
         raise UserError(f"none of --formats {','.join(formats)} runs here by --linear-impl {impl}")

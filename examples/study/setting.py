@@ -45,8 +45,9 @@ class Setting:
         """Of the run that gives the checkpoints: a tenth of the files is for validation."""
         end = self.iterations
         return {
-            "lr_decay_iters": end, "train_iters": end + self.spare, "split": "90,10,0", "eval_interval": 1,
-            "eval_iters": self.evaluated_batches, "precision": "snip", "snip_start": 10**6, **self.model,
+            "lr_decay_iters": end, "train_iters": end + self.spare, "split": "90,10,0",
+            "eval_interval": 10**6, "eval_iters": self.evaluated_batches, "precision": "snip",
+            "snip_start": 10**6, **self.model,
         }  # fmt: skip
 
     def further_options(self, seed: int) -> dict[str, Any]:

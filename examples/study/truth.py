@@ -46,10 +46,8 @@ def loss_of(parts: Parts, over: Sequence[Any]) -> float:
 
 
 def losses_of(parts: Parts, over: Sequence[Any]) -> np.ndarray:
-    """Loss of each batch [B] in nats a token; the stage divides by its own batch's tokens."""
-    (stage,) = parts.stages.values()
-    scale = stage.loss_tokens / over[0].tokens.numel()
-    return np.array([parts.stepper.evaluate(batch, 1) for batch in over]) * scale
+    """Loss of each batch [B] in nats a token."""
+    return np.array([parts.stepper.evaluate(batch, 1) for batch in over])
 
 
 @contextmanager

@@ -222,10 +222,11 @@ class IndexedDatasetBuilder:
     """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither; then the record of its ids.
 
     As a context manager it finalises at the end of the block, and removes what it wrote if the block raises.
+    ``tokens`` names the file in which they gather, by default a temporary one; what it holds is kept until it is cut.
     Raises UserError for a dtype that Megatron's format cannot name.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, tokens: Path | None = None) -> None:
         self.prefix = os.fspath(prefix)
         if self.prefix.endswith(os.sep):
             raise UserError(f"prefix {self.prefix} is a folder's; add a name to it")
@@ -237,8 +238,9 @@ class IndexedDatasetBuilder:
         self._code, self.dtype = codes[0], wanted
         self._lengths, self._documents = array("i"), array("q", [0])
         with about(self.prefix + ".bin"):
-            self._bin_temporary = temporary_beside(self.prefix + ".bin")
-            self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115 - lives until finalize or abort
+            self._bin_temporary = tokens or temporary_beside(self.prefix + ".bin")
+            mode = "r+b" if tokens and tokens.exists() else "w+b"
+            self._stream = open(self._bin_temporary, mode)  # noqa: SIM115 - lives until finalize or abort
         self._open = True
         self._num_tokens = 0
         self._least: int | None = None

@@ -8,6 +8,7 @@ consumed + m * (micro_batch_size * dp_size) + r * micro_batch_size + [0, micro_b
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,19 +19,26 @@ from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
+from megatron_snip.mesh import Axis
+from megatron_snip.parallel.context import own_tokens
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a global batch; M microbatches of B samples.
 
-    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t];
+    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t]; under context
+    parallelism the L/cp of them that are this process's.
     ``sample_index`` int64 [M, B], the global number of each sample.
     """
 
     tokens: Tensor
     labels: Tensor
     sample_index: Tensor
+
+    def part(self, cp: Axis) -> Batch:
+        """The tokens of a process of this axis, of a batch of whole sequences."""
+        return Batch(own_tokens(self.tokens, cp), own_tokens(self.labels, cp), self.sample_index)
 
 
 class _Prefetch(threading.Thread):
@@ -65,38 +73,46 @@ class _Prefetch(threading.Thread):
 class Loader:
     """Batches of a dataset for data-parallel rank ``dp_rank`` of ``dp_size``.
 
+    global_batch_size: samples of a batch, or of the one that begins after so many samples.
+
     It has no state but two batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
     number of ranks.  Two, so that the next one is there before this one's update, and processes can agree that they
-    cannot use it.  Raises UserError if the global batch does not divide into microbatches.
+    cannot use it.  Raises UserError if the first batch does not divide into microbatches.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        global_batch_size: int,
+        global_batch_size: int | Callable[[int], int],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        cp: Axis | None = None,
         prefetch: bool = True,
     ) -> None:
-        together = micro_batch_size * dp_size
-        if global_batch_size < 1 or together < 1 or global_batch_size % together:
+        self.size = global_batch_size if callable(global_batch_size) else lambda consumed_samples: global_batch_size
+        together, first = micro_batch_size * dp_size, self.size(0)
+        if first < 1 or together < 1 or first % together:
             raise UserError(
-                f"--global-batch-size {global_batch_size} is no multiple of --micro-batch-size "
+                f"--global-batch-size {first} is no multiple of --micro-batch-size "
                 f"{micro_batch_size} times {dp_size} data-parallel ranks; make it one"
             )
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.num_microbatches = global_batch_size // together
+        self.micro_batch_size, self.dp_rank, self.dp_size, self.cp = micro_batch_size, dp_rank, dp_size, cp
         self._prefetch = prefetch
         self._ahead: dict[int, _Prefetch] = {}
 
-    def sample_index(self, consumed_samples: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """The global numbers of this rank's samples, int64 [M, B]."""
-        microbatch = np.arange(self.num_microbatches, dtype=np.int64)[:, None]
+    def cursor(self, consumed_samples: int, ahead: int = 1) -> int:
+        """Where a batch begins that comes ``ahead`` batches after the one at ``consumed_samples``."""
+        for _ in range(ahead):
+            consumed_samples += self.size(consumed_samples)
+        return consumed_samples
+
+    def sample_index(self, consumed_samples: int, size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """The global numbers of this rank's samples of a batch, int64 [M, B]."""
+        microbatch = np.arange(size // (self.micro_batch_size * self.dp_size), dtype=np.int64)[:, None]
         within = np.arange(self.micro_batch_size, dtype=np.int64)[None, :]
         return consumed_samples + (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size + within
 
@@ -108,14 +124,14 @@ class Loader:
         """
         pending = self._ahead.pop(consumed_samples, None)
         batch = pending.result() if pending is not None else self.make(consumed_samples)
-        following = [consumed_samples + i * self.global_batch_size for i in (1, 2)]
+        following = [self.cursor(consumed_samples, ahead) for ahead in (1, 2)]
         self._ahead = {number: self._ahead[number] for number in following if number in self._ahead}
         for number in following if self._prefetch else ():
             self._read_ahead(number)
         return batch
 
     def _read_ahead(self, consumed_samples: int) -> None:
-        if consumed_samples not in self._ahead and consumed_samples + self.global_batch_size <= len(self.dataset):
+        if consumed_samples not in self._ahead and self.cursor(consumed_samples) <= len(self.dataset):
             self._ahead[consumed_samples] = _Prefetch(self, consumed_samples)
             self._ahead[consumed_samples].start()
 
@@ -129,22 +145,27 @@ class Loader:
         error = pending.error() if pending is not None else None
         return one_line(error) if isinstance(error, (IndexedDatasetError, OSError)) else ""
 
-    def make(self, consumed_samples: int) -> Batch:
-        """The batch itself, in this thread: a pure function of the dataset and the cursor."""
-        last = consumed_samples + self.global_batch_size
+    def make(self, consumed_samples: int, size: int | None = None) -> Batch:
+        """The batch itself, in this thread: a pure function of the dataset and the cursor.
+
+        size: by default that of the batch that begins there.
+        """
+        size = self.size(consumed_samples) if size is None else size
+        last = consumed_samples + size
         if consumed_samples < 0 or last > len(self.dataset):
             raise UserError(
                 f"the batch of samples [{consumed_samples}, {last}) lies outside the dataset of "
                 f"{len(self.dataset)} samples; build it with more samples"
             )
-        index = self.sample_index(consumed_samples)
+        index = self.sample_index(consumed_samples, size)
         samples = np.stack([self.dataset[int(number)] for number in index.ravel()])
         shape = (*index.shape, samples.shape[1] - 1)
-        return Batch(
+        batch = Batch(
             tokens=torch.from_numpy(np.ascontiguousarray(samples[:, :-1]).reshape(shape)),
             labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:]).reshape(shape)),
             sample_index=torch.from_numpy(index),
         )
+        return batch if self.cp is None else batch.part(self.cp)
 
     def close(self) -> None:
         """Drop the batches being read ahead; a read that hangs is left to its daemon thread."""

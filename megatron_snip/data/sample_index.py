@@ -1,14 +1,13 @@
 """Which tokens make which sample: pure functions of lengths, counts and a seed.
 
-Source: Megatron-LM core 0.16.1, gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_config.py and
-helpers.cpp; the arrays are equal to Megatron's, so the same seed gives the same samples in the same order.
+Source: Megatron-LM core 0.16.1, gpt_dataset.py, blended_megatron_dataset_config.py and helpers.cpp; the arrays are
+equal to Megatron's, so the same seed gives the same samples in the same order.
 Convention: a sample is seq_length + 1 tokens of the documents in shuffled order, back to back, and the next
 one starts at the last token of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from megatron_snip.errors import UserError
 # only ever the last epoch's.
 LAST_EPOCH_SHARE = 0.80
 SPLITS = ("training", "validation", "test")
-LOOP_BLEND_LIMIT = 32  # Up to this many datasets a plain loop beats numpy's cost per call.
 
 Array = npt.NDArray[Any]
 Range = tuple[int, int]
@@ -110,49 +108,3 @@ def _shuffled(first: int, total: int, random: np.random.RandomState) -> Array:
     for part in parts:
         random.shuffle(part)
     return np.concatenate(parts)
-
-
-def blending_index(weights: Sequence[float], size: int) -> dict[str, Array]:
-    """Which dataset each of ``size`` samples comes from, int16 [size], and its number there, int64 [size].
-
-    Sample i is taken from the dataset whose count is furthest below weight * max(i, 1), the first one in a
-    tie.  ``weights`` must sum to 1.
-    """
-    if len(weights) > LOOP_BLEND_LIMIT:
-        chosen = _blend_with_numpy(np.array(weights, dtype=np.float64), size)
-    else:
-        chosen = _blend_with_loop(list(weights), size)
-    number = np.empty(size, dtype=np.int64)
-    for dataset in range(len(weights)):
-        where = np.flatnonzero(chosen == dataset)
-        number[where] = np.arange(len(where))
-    return {"dataset_index": chosen, "dataset_sample_index": number}
-
-
-def _blend_with_loop(weights: list[float], size: int) -> Array:
-    chosen = np.empty(size, dtype=np.int16)
-    counts = [0] * len(weights)
-    others = list(enumerate(weights))[1:]
-    first = weights[0]
-    for i in range(size):
-        step = i or 1
-        best, largest = 0, first * step - counts[0]
-        for dataset, weight in others:
-            error = weight * step - counts[dataset]
-            if error > largest:
-                best, largest = dataset, error
-        chosen[i] = best
-        counts[best] += 1
-    return chosen
-
-
-def _blend_with_numpy(weights: Array, size: int) -> Array:
-    chosen = np.empty(size, dtype=np.int16)
-    counts, errors = np.zeros_like(weights), np.empty_like(weights)
-    for i in range(size):
-        np.multiply(weights, i or 1, out=errors)
-        np.subtract(errors, counts, out=errors)
-        best = int(errors.argmax())
-        chosen[i] = best
-        counts[best] += 1
-    return chosen

@@ -16,9 +16,10 @@ from typing import Protocol, Union
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.data.blending import blending_index
 from megatron_snip.data.index_cache import array_hash, cached
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetError, outside
-from megatron_snip.data.sample_index import SPLITS, blending_index, gpt_index, split_ranges
+from megatron_snip.data.sample_index import SPLITS, gpt_index, split_ranges
 from megatron_snip.errors import UserError
 
 TRAINING, VALIDATION = 0, 1

@@ -19,10 +19,14 @@ KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", 
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.  ``eod`` is the id put after each document; all ids are below ``vocab_size``."""
+    """Text to ids and back.  ``eod`` is the id put after each document; all ids are below ``vocab_size``.
+
+    ``bos`` is the id that the tokenizer itself, were it asked for special tokens, would put before a text, or None.
+    """
 
     vocab_size: int
     eod: int
+    bos: int | None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without any special token."""
@@ -60,6 +64,8 @@ class SentencePieceTokenizer:
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
             raise UserError(f"--tokenizer-model {model} has no EOS piece to end documents; train it with one")
+        bos: int = self._processor.bos_id()
+        self.bos = bos if bos >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS."""
@@ -98,16 +104,24 @@ class TokenizerJson:
                 'name it as "eos_token" in a tokenizer_config.json beside it'
             )
         self.eod = vocabulary[candidates[0]]
+        self.bos = _first(lambda special: self._tokenizer.encode("a", add_special_tokens=special).ids)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # the same ids as encode's, without the places in the text, which take a fifth of the time
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
+
+
+def _first(encode: Callable[[bool], list[int]]) -> int | None:
+    """What stands before a text with special tokens and not without them."""
+    plain, special = encode(False), encode(True)
+    return special[0] if len(special) > len(plain) and special[1 : 1 + len(plain)] == plain else None
 
 
 def _configured_eos(folder: Path) -> str | None:
@@ -154,6 +168,7 @@ class TransformersTokenizer:
             raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
         self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)
         self.eod = int(self._tokenizer.eos_token_id)
+        self.bos = _first(lambda special: self._tokenizer.encode("a", add_special_tokens=special))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens."""
@@ -173,6 +188,7 @@ class NullTokenizer:
         if vocab_size < 2:
             raise UserError(f"--vocab-size is {vocab_size}; NullTokenizer needs 2 or more, the last one being EOD")
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
+        self.bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """The ids that the text spells.  Raises UserError for anything else than ids of the vocabulary."""

@@ -126,10 +126,16 @@ class Watch:
         first = self._signs()
         here = socket.gethostname()
         others = {r: sign for r, sign in first.items() if r != self.rank and sign.state != "leaving"}
-        ended = {r: process_state(sign.pid) for r, sign in others.items() if sign.host == here}
-        if found := [others[r].describe(r, what) for r, what in ended.items() if what]:
+
+        def ended() -> list[str]:
+            states = {r: process_state(sign.pid) for r, sign in others.items() if sign.host == here}
+            return [others[r].describe(r, what) for r, what in states.items() if what]
+
+        if found := ended():
             return found
         time.sleep(_READINGS_APART * self.period)
+        if found := ended():  # connections close while the kernel still clears a killed process away
+            return found
         later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "leaving"}
         if silent := [r for r, sign in later.items() if sign.count == others[r].count]:
             return [others[r].describe(r, "gives no sign of life") for r in silent]

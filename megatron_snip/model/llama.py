@@ -4,12 +4,13 @@ Parameters are named as Hugging Face names them, with the global layer index wha
 plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
 them memory once they are sharded, and `model.initial` or a checkpoint their values.
 Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
-the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.
+the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.  Under context parallelism
+S is what a process has of a sequence, a cp-th of it, but for what attention reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
 from megatron_snip.model.rotary import rotary_tables, rotate
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
+from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
@@ -93,7 +95,7 @@ class Attention(nn.Module):
         super().__init__()
         m = build.model
         self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
-        self.grouped = m.query_groups != m.num_attention_heads
+        self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
@@ -101,6 +103,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
+        if self.cp.size > 1:  # in one collective
+            both = torch.cat([k, v], dim=-1)
+            k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
         if self.recompute:
             y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
         else:
@@ -109,13 +114,18 @@ class Attention(nn.Module):
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """q [B, S, A D], k and v [B, S, G D] of whole sequences -> [B, S, A D]."""
+        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences."""
+        if self.region.wide:  # so that the order of sums, which the pieces change, does not show
+            q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
-        )
-        return y.transpose(1, 2).flatten(2)
+        k = rotate(k, cos, sin)
+        ys = [
+            causal_attention(rotate(part, cos[piece], sin[piece]), k, v, piece.start)
+            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+        ]
+        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
+        return y.float() if self.region.wide else y
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
@@ -224,7 +234,8 @@ class LlamaStage(nn.Module):
         self.build, self.iteration = build, 0
         self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
-        self.embed_tokens: VocabParallelEmbedding | None = None
+        # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
+        self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
         self.norm: RMSNorm | None = None
         self.lm_head: OutputLayer | None = None
         if first:
@@ -235,7 +246,9 @@ class LlamaStage(nn.Module):
             self.norm = RMSNorm(build)
             if not tied:
                 self.lm_head = OutputLayer(build, vocab)
-        self.last = last
+            elif not first:
+                self.embed_tokens = OutputLayer(build, vocab)
+        self.first, self.last = first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
 
@@ -249,9 +262,23 @@ class LlamaStage(nn.Module):
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What block ``index`` makes of q [T, A D], k and v [T, G D] of whole sequences: [T, A D]."""
-        q, k, v = (x.unflatten(0, (-1, self.build.model.seq_length)) for x in (q, k, v))
+        """What block ``index`` makes of q [T, A D], k and v [cp T, G D] of whole sequences: [T, A D]."""
+        length, cp = self.build.model.seq_length, self.build.mesh.cp.size
+        q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
         return self.blocks()[index].self_attn.attend(q, k, v, self.cos, self.sin).flatten(0, 1)
+
+    def whole_sequences(self, x: Tensor) -> Tensor:
+        """This process's part of sequences [T, C] -> the whole of them [cp T, C]; a collective over cp."""
+        cp = self.build.mesh.cp
+        return gather_sequences(x.unflatten(0, (-1, self.build.model.seq_length // cp.size)), cp).flatten(0, 1)
+
+    def units(self) -> list[nn.Module]:
+        """Parts of this stage that run once each, so that their weights are needed there alone, in forward's order."""
+        ends = [module for module in (self.embed_tokens, self.lm_head) if module is not None]
+        if self.first and self.last and self.lm_head is None:  # the embedding is needed at both ends
+            ends = []
+        return [*(end for end in ends if isinstance(end, VocabParallelEmbedding)), *self.layers.values(),
+                *(end for end in ends if isinstance(end, OutputLayer))]  # fmt: skip
 
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The quantisable linears of this stage by name, in order."""
@@ -264,8 +291,9 @@ class LlamaStage(nn.Module):
         sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
         """
         row0 = int(sample_index[0]) * self.build.model.seq_length
-        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0)
-        x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
+        rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
+        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
+        x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
 
         def run(x: Tensor, members: range) -> Tensor:
@@ -281,11 +309,12 @@ class LlamaStage(nn.Module):
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
         x = self.build.region.enter(self.norm(x))
-        if self.lm_head is not None:
-            logits: Tensor = self.lm_head(x)
+        head = self.lm_head or self.embed_tokens
+        assert head is not None
+        if isinstance(head, OutputLayer):
+            logits: Tensor = head(x)
             return logits
-        assert self.embed_tokens is not None
-        return _logits(x, local(self.embed_tokens.weight), wide=self.build.region.wide)
+        return _logits(x, local(head.weight), wide=self.build.region.wide)
 
     def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
@@ -306,18 +335,14 @@ class LlamaStage(nn.Module):
         return (losses.sum() / self.loss_tokens).reshape(1).clone()
 
 
-def build_stages(build: Build, *, num_stages: int, tied: bool, of: Callable[[int], bool]) -> dict[int, LlamaStage]:
-    """The stages s with `of(s)` true, by their number; blocks are dealt out evenly in order."""
-    each = build.model.num_layers // num_stages
+def build_stages(
+    build: Build, blocks: Sequence[range], *, tied: bool, of: Callable[[int], bool]
+) -> dict[int, LlamaStage]:
+    """The stages s with `of(s)` true, by their number; blocks: those of every stage, see `model.stages`."""
+    last = len(blocks) - 1
     return {
-        s: LlamaStage(
-            build,
-            range(s * each, (s + 1) * each),
-            first=s == 0,
-            last=s == num_stages - 1,
-            tied=tied,
-        )
-        for s in range(num_stages)
+        s: LlamaStage(build, layers, first=s == 0, last=s == last, tied=tied)
+        for s, layers in enumerate(blocks)
         if of(s)
     }
 

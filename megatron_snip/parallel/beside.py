@@ -39,14 +39,16 @@ _ITSELF: Wanted = (None, "values")
 class Group:
     """Linears that read the same x, as they are now: their calls, who multiplies, and how tp cuts x.
 
-    gathers: whether a process has a part of each sequence's rows.  reduce_amax: a part's amax -> the whole's.
+    gathers: whether a process has a part of x's rows.  reduce_part, reduce_whole: the amax of such a part, and of all
+    that tp has of x, -> that of x wherever it lies; None where it is the same.
     """
 
     axis: Axis
     gathers: bool
     calls: Sequence[LinearCall]
     backends: Sequence[Backends]
-    reduce_amax: ReduceAmax
+    reduce_part: ReduceAmax | None
+    reduce_whole: ReduceAmax | None
 
     def inputs(self, gemm: str, *, kept: bool) -> list[Wanted]:
         """The form of X for a GEMM of each linear, and how it is held."""
@@ -137,8 +139,7 @@ def _cast(
         now = [(form, _sent_as(output) if group.gathers else output) for form, output in dict.fromkeys(wanted)]
     later = group.calls[0].forward_only  # backward comes after another forward, which casts for it
     cast = [*now, *(key for key in kept_as if key[0] is not None and not later)]
-    reduce_amax = group.reduce_amax if group.gathers else None
-    made = dict(zip(cast, cast_operands(part, cast, reduce_amax), strict=True))
+    made = dict(zip(cast, cast_operands(part, cast, group.reduce_part), strict=True))
     kept = []
     for form, output in kept_as:
         if form is None:
@@ -158,7 +159,7 @@ def _inputs(made: Mapping[Wanted, Operand], part: Tensor, group: Group, samples:
     if not made:
         whole = _gather(Operand(None, "values", part), group, samples)().data
         distinct = list(dict.fromkeys(wanted))
-        found = dict(zip(distinct, cast_operands(whole, distinct), strict=True))
+        found = dict(zip(distinct, cast_operands(whole, distinct, group.reduce_whole), strict=True))
     elif group.gathers:
         waits = {key: _gather(operand, group, samples) for key, operand in made.items()}
         wholes = {key: wait() for key, wait in waits.items()}
@@ -182,7 +183,7 @@ def _wgrad_inputs(wholes: Mapping[Wanted, Operand], group: Group) -> tuple[list[
     found = dict(wholes)
     if missing:
         assert x is not None
-        found |= zip(missing, cast_operands(x, missing), strict=True)
+        found |= zip(missing, cast_operands(x, missing, group.reduce_whole), strict=True)
     return [found[key] for key in wanted], x
 
 

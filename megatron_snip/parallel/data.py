@@ -4,9 +4,10 @@ What is sharded over data parallel processes has Megatron-LM's names: `no_shard`
 `optim_grads`, `optim_grads_params`.  FSDP2 shards them all, over one process under `no_shard`; a strategy says how
 long it keeps weights and gradients whole.
 
-The loss is divided by the global batch's tokens, so gradients are summed over dp, never averaged.
+The loss is divided by the global batch's tokens, so gradients are summed over dp and cp, never averaged.
 Parameters that are whole on every tp process may have gradients of its tokens or heads alone, which are summed over
-tp as their tags say.  Source: Megatron-LM's finalize_model_grads.
+tp as their tags say.  A tied embedding lies in the first and in the last stage, from the same values on; its two
+gradients are summed.  Source: Megatron-LM's finalize_model_grads.
 """
 
 from __future__ import annotations
@@ -23,22 +24,29 @@ from torch.distributed.tensor import DTensor
 
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tags import Tags, tags_of
+from megatron_snip.parallel.tensor import VocabParallelEmbedding
 
 
 def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
-    """Shard a stage's FP32 parameters over dp with FSDP2; compute sees them in `dtype`.
+    """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute sees them in `dtype`.
 
     Each unit's are gathered, and their gradients reduced, in one collective; what is in none of them with the stage.
-    Gradients are reduced in float32.  With one process on dp nothing is wrapped.
+    Gradients are reduced in float32.  With one process on dp and cp nothing is wrapped.  An embedding is a unit where
+    weights are freed after use: it is gathered for forward alone.  Else a collective of its own would save nothing.
     """
-    if mesh.dp.size == 1:
+    if mesh.dp_cp.size == 1:
         return
     axes = ("shard",) if mesh.replicate.size == 1 else ("replicate", "shard")
     device_mesh: DeviceMesh = mesh.device_mesh[axes]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*units, stage):
+        embedding = isinstance(module, VocabParallelEmbedding)
+        if embedding and keeps_weights(strategy):
+            continue
         fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=not keeps_weights(strategy))
         assert isinstance(module, FSDPModule)
+        if embedding:
+            module.set_unshard_in_backward(False)  # its gradient needs tokens alone
         # a sum, as the docstring says; gloo cannot divide in the collective, so the first call must precede
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
@@ -78,29 +86,39 @@ def first_element(parameter: Tensor, mesh: Mesh) -> tuple[int, int]:
     return first[0], first[1]
 
 
-def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(name, local part of the gradient) of every parameter that has one."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                yield name, local_of(parameter.grad)
+def is_copy(tags: Tags, mesh: Mesh) -> bool:
+    """Whether this process holds a parameter for which another stage's counts: the tied embedding."""
+    return tags.kind == "embedding" and mesh.embedding is not None and not mesh.embedding.is_first
 
 
-def _tagged_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[Tags, Tensor]]:
+def local_gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tags, Tensor]]:
+    """(name, tags, local part of the gradient) of every parameter that has one."""
     for module in modules:
         tags = tags_of(module)
-        yield from ((tags[name], grad) for name, grad in local_gradients([module]))
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                yield name, tags[name], local_of(parameter.grad)
 
 
 @torch.no_grad()
 def sum_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh, *, sequence_parallel: bool) -> None:
     """Sum, in one collective, the gradients of which each tp process has a part; called by all of tp."""
-    grads = [grad for tags, grad in _tagged_gradients(modules) if tags.is_summed(sequence_parallel)]
+    grads = [grad for _, tags, grad in local_gradients(modules) if tags.is_summed(sequence_parallel)]
     if mesh.tp.size == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=mesh.tp.group)
     torch._foreach_copy_([grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads])))
+
+
+@torch.no_grad()
+def sum_tied_gradients(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Sum the gradients of a tied embedding over the first and the last stage; both call it after backward."""
+    if mesh.embedding is None:
+        return
+    for _, tags, grad in local_gradients(modules):
+        if tags.kind == "embedding" and grad.numel():
+            dist.all_reduce(grad, group=mesh.embedding.group)
 
 
 @torch.no_grad()
@@ -111,8 +129,11 @@ def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     """
     grads = [
         grad
-        for tags, grad in _tagged_gradients(modules)
-        if grad.numel() and mesh.replicate.is_first and (mesh.tp.is_first or not tags.replicated)
+        for _, tags, grad in local_gradients(modules)
+        if grad.numel()
+        and mesh.replicate.is_first
+        and (mesh.tp.is_first or not tags.replicated)
+        and not is_copy(tags, mesh)
     ]
     if not grads:
         return 0.0

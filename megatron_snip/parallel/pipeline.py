@@ -68,24 +68,25 @@ class Pipeline:
         num_stages: int,
         mesh: Mesh,
         sharding: str,
-        microbatches: int,
         activation: tuple[int, ...],
         tokens: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
-        self.microbatches = microbatches
         self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
-        self._schedules: dict[bool, Any] = {}
+        self._schedules: dict[bool, tuple[int, Any]] = {}
         self._num_stages = num_stages
         self._activation = torch.empty(activation, dtype=dtype, device="meta")
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
 
-    def _schedule(self, training: bool) -> Any:
-        """Schedules for training and evaluation are apart: torch would set up anew at each change."""
-        if training not in self._schedules:
+    def _schedule(self, training: bool, microbatches: int) -> Any:
+        """Schedules for training and evaluation are apart: torch would set up anew at each change.
+
+        One is made anew where the batch grows.
+        """
+        if self._schedules.get(training, (0, None))[0] != microbatches:
             n = self._num_stages
             activation = self._activation.clone().requires_grad_(training)
             loss = torch.empty(1, device="meta").requires_grad_(training)
@@ -105,21 +106,24 @@ class Pipeline:
             ]
             options: dict[str, Any] = {"loss_fn": _sum_of, "scale_grads": False}
             if len(stages) == 1:
-                self._schedules[training] = Schedule1F1B(stages[0], self.microbatches, **options)
+                schedule: Any = Schedule1F1B(stages[0], microbatches, **options)
             else:
-                self._schedules[training] = ScheduleInterleaved1F1B(cast(Any, stages), self.microbatches, **options)
-        return self._schedules[training]
+                schedule = ScheduleInterleaved1F1B(cast(Any, stages), microbatches, **options)
+            self._schedules[training] = (microbatches, schedule)
+        return self._schedules[training][1]
 
-    def _set_iteration(self, iteration: int) -> None:
+    def _tell_stages(self, batch: BatchLike, iteration: int) -> None:
+        """The iteration, for random bits, and the tokens of the global batch, by which the loss is divided."""
         for stage in self.stages.values():
             cast(Any, stage).iteration = iteration
+            cast(Any, stage).loss_tokens = batch.tokens.numel() * self.mesh.dp.size
 
     def forward_backward(self, batch: BatchLike, iteration: int) -> float:
         """Run the batch and leave its gradients in `.grad`, added to what is there.
 
         Returns this process's share of the loss: the sum over all processes is tp times the loss in nats.
         """
-        self._set_iteration(iteration)
+        self._tell_stages(batch, iteration)
         if self.mesh.pp.size == 1:
             return self._plain(batch, training=True)
         return self._pipelined(batch, training=True)
@@ -127,7 +131,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: BatchLike, iteration: int) -> float:
         """The same share of the loss without gradients."""
-        self._set_iteration(iteration)
+        self._tell_stages(batch, iteration)
         if self.mesh.pp.size == 1:
             return self._plain(batch, training=False)
         return self._pipelined(batch, training=False)
@@ -146,7 +150,7 @@ class Pipeline:
         return self._share(losses)
 
     def _pipelined(self, batch: BatchLike, *, training: bool) -> float:
-        schedule = self._schedule(training)
+        schedule = self._schedule(training, len(batch.tokens))
         tokens, labels = batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
         options: dict[str, Any] = {"sample_index": batch.sample_index.flatten()}

@@ -84,6 +84,8 @@ class _Collective(torch.autograd.Function):
 class Region:
     """The stretch of a block whose activations are split over tensor parallel processes.
 
+    tp_cp: tp and context parallel processes, which together have a microbatch's activations; None: tp alone.
+
     With `wide`, which a probe sets for its time, sums that tp splits are carried in float64 and rounded to float32
     once, so that they do not depend on the split.  `forward_only` holds while a forward runs that will be run again
     before its backward.
@@ -91,8 +93,19 @@ class Region:
 
     axis: Axis
     sequence_parallel: bool
+    tp_cp: Axis | None = None
     wide: bool = False
     forward_only: bool = False
+
+    @property
+    def whole(self) -> Axis:
+        """The processes which together have a microbatch's activations."""
+        return self.tp_cp or self.axis
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether other processes have other tokens of the same sequences, inside the region too."""
+        return self.whole.size > self.axis.size
 
     @contextmanager
     def run_again_later(self) -> Iterator[None]:
@@ -166,7 +179,10 @@ class _ParallelLinear(nn.Module):
         self.impl = "emulated"
         self.observer: LinearObserver | None = None
         self.weight_casts: Casts | None = Casts()
-        self._reduce_amax = {role: self.whole_amax for role in self.sharded_roles if region.axis.size > 1}
+        cut = self.sharded_roles if region.axis.size > 1 else frozenset()
+        if region.cuts_tokens:
+            cut |= {"input", "grad_output"}
+        self._reduce_amax = dict.fromkeys(sorted(cut), self.whole_amax)
         self._stream = name_stream(name)
         shard = weight.shape[self.split_dim] // region.axis.size
         offsets = [0, 0]
@@ -185,14 +201,17 @@ class _ParallelLinear(nn.Module):
         self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
     def whole_amax(self, amax: Tensor) -> Tensor:
-        """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp."""
+        """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp and cp.
+
+        What only one of them cuts is the same along the other.
+        """
         amax = amax.clone()
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.axis.group)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
         return amax
 
     def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
         """Everything about a call; `key` is the microbatch's."""
-        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0)
+        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, rows=key.rows)
         return LinearCall(
             self._precision, own, self._input_col0, self._output_col0,
             self.observer, input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
@@ -276,7 +295,8 @@ def _group(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey) -> G
         backends_of(linear.impl, call.precision, x.device, Sizes(tokens, x.shape[2], local(linear.weight).shape[0]))
         for linear, call in zip(linears, calls, strict=True)
     ]
-    return Group(region.axis, gathers, calls, backends, first.whole_amax)
+    cut_by_cp = first.whole_amax if region.cuts_tokens else None
+    return Group(region.axis, gathers, calls, backends, first.whole_amax if gathers else cut_by_cp, cut_by_cp)
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

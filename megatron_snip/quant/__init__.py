@@ -15,7 +15,7 @@ from megatron_snip.quant.linear import (
 )
 from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.rounding import RoundingKey, name_stream
+from megatron_snip.quant.rounding import Clock, RoundingKey, name_stream
 from megatron_snip.quant.shape import KINDS, LinearShape
 from megatron_snip.quant.three_gemms import Sizes
 from megatron_snip.quant.wide import wide_linear
@@ -24,6 +24,7 @@ __all__ = [
     "GEMMS",
     "KINDS",
     "Casts",
+    "Clock",
     "LinearCall",
     "LinearObserver",
     "LinearPrecision",

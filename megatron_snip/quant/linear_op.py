@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.linear import backends_of
 from megatron_snip.quant.operands import Casts, LinearCall, Operand
-from megatron_snip.quant.rounding import RoundingKey
+from megatron_snip.quant.rounding import RoundingKey, Rows
 from megatron_snip.quant.three_gemms import Backends, Sizes, backward, forward
 
 
@@ -47,8 +47,8 @@ def handle_of(owner: Owner) -> Tensor:
 
 
 def pack_key(key: RoundingKey) -> Tensor:
-    """A microbatch's key as int64 [3] on the CPU."""
-    return torch.tensor([key.seed, key.iteration, key.row0])
+    """A microbatch's key as int64 [3], or [7] with its rows, on the CPU."""
+    return torch.tensor([key.seed, key.iteration, key.row0, *(key.rows or ())])
 
 
 def linears(
@@ -69,8 +69,8 @@ def _calls(
     key: Tensor, handles: Tensor, x: Tensor, ws: Sequence[Tensor], tokens: int
 ) -> Iterator[tuple[LinearCall, Backends]]:
     """The call of each linear now, and who multiplies; x [...] tells the device."""
-    seed, iteration, row0 = key.tolist()
-    plain, casts = RoundingKey(seed, iteration, 0, row0), Casts()
+    seed, iteration, row0, *rows = key.tolist()
+    plain, casts = RoundingKey(seed, iteration, 0, row0, rows=Rows(*rows) if rows else None), Casts()
     for number, w in zip(handles.tolist(), ws, strict=True):
         owner = _OWNERS[number]
         call = owner.linear_call(plain, casts)

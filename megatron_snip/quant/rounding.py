@@ -9,12 +9,16 @@ whatever the layout, reads one of eight draws of 16 bits from the words of
 
 Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
 et al., OOPSLA 2014).
+
+Seed and stream stay the same for a whole run.  What moves on, iteration and row0, a GPU's kernels read from device
+memory (``Clock``), so that a CUDA graph that was captured once draws anew in each iteration.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +49,57 @@ def name_stream(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+class Rows(NamedTuple):
+    """Where an operand's rows stand in the whole, when a process has two pieces of each sequence.
+
+    Rows come piece by piece: of the first sequence the one that begins at its row ``first``, then that at ``second``,
+    and so on for the next, ``sequence`` rows later.  A scale block lies in one piece.
+    """
+
+    piece: int
+    sequence: int
+    first: int
+    second: int
+
+    def places(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
+        """Rows of the whole, counted from the first sequence's first, of the rows 0, 1, ...: int64 [rows]."""
+        row = torch.arange(rows, device=device)
+        number = row // self.piece
+        begin = torch.where(number % 2 == 0, self.first, self.second)
+        return number // 2 * self.sequence + begin + row % self.piece
+
+
+class Clock(NamedTuple):
+    """Iteration and row0 of the next random bits on a device: int64 [1] each.
+
+    Kernels that were captured in a CUDA graph read them when the graph is replayed.  row0 None stays at the key's.
+    """
+
+    iteration: Tensor
+    row0: Tensor | None
+
+    @classmethod
+    def at(cls, key: RoundingKey, device: torch.device | str) -> Clock:
+        """A clock of its own that shows a key's iteration and row0."""
+        return cls(*(torch.full((1,), number, device=device) for number in (key.iteration, key.row0)))
+
+    def set(self, key: RoundingKey) -> None:
+        """Show another key's iteration and row0, in the same memory."""
+        self.iteration.fill_(key.iteration)
+        if self.row0 is not None:
+            self.row0.fill_(key.row0)
+
+
 @dataclass(frozen=True)
 class RoundingKey:
     """Names the random bits of one operand.
 
     seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, GEMM, role); start
     from ``name_stream`` and let ``for_operand`` add the rest.  row0, col0: global position of the
-    operand's first element, row = global sample index * seq-length + position, col = channel.
+    operand's first element, row = global sample index * seq-length + position, col = channel.  rows: where the
+    operand's rows stand, counted from row0; None: one after another.
+    clock: what a GPU's kernels read in place of iteration and row0 (of tokens; a weight's rows never move); without
+    one they read numbers that are written once for all keys that have them.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
@@ -60,6 +108,8 @@ class RoundingKey:
     stream: int
     row0: int = 0
     col0: int = 0
+    clock: Clock | None = field(default=None, compare=False, repr=False)
+    rows: Rows | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.iteration <= _MASK32:
@@ -74,7 +124,7 @@ class RoundingKey:
         return mixed & _MASK32, mixed >> 32
 
     def for_operand(self, gemm: str, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
-        """The key of one operand of one GEMM; positions left out stay this key's.
+        """The key of one operand of one GEMM; positions left out stay this key's, a row0 counts one after another.
 
         Raises UserError for an unknown GEMM or role.
         """
@@ -87,12 +137,15 @@ class RoundingKey:
             stream=mix64((self.stream + (operand << 32)) & _MASK64),
             row0=self.row0 if row0 is None else row0,
             col0=self.col0 if col0 is None else col0,
+            rows=self.rows if row0 is None else None,
+            clock=self.clock if self.clock is None or row0 is None else self.clock._replace(row0=None),
         )
 
 
 def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
     """The 16-bit random integers of an operand: int64 [rows, cols], element (0, 0) at (row0, col0)."""
-    row = torch.arange(key.row0, key.row0 + rows, device=device)[:, None]
+    places = torch.arange(rows, device=device) if key.rows is None else key.rows.places(rows, device)
+    row = (key.row0 + places)[:, None]
     first_group, last_group = key.col0 >> 3, (key.col0 + max(cols, 1) - 1) >> 3
     group = torch.arange(first_group, last_group + 1, device=device)[None, :]
     iteration = torch.full_like(group, key.iteration)

@@ -2,7 +2,8 @@
 
 Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
 process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
-stage: an iteration in each precision that the run comes to, and a probe.
+stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
+and a probe, each of a whole --global-batch-size.
 
 Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
 CUDA tensor.  What is chosen by the device is chosen as on a Hopper GPU all the same, unless --distributed-backend is
@@ -40,6 +41,7 @@ from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
 from megatron_snip.model.llama import Build, LlamaStage
+from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import scaled_mm
 from megatron_snip.runtime import Runtime
@@ -87,9 +89,13 @@ def without_files(config: Config) -> Config:
 
 
 def end_ranks(config: Config, world_size: int) -> list[int]:
-    """A process of the first pipeline stage and one of the last."""
-    pp = config.parallel.pipeline_model_parallel_size
-    return list(dict.fromkeys([0, world_size // pp * (pp - 1)]))
+    """A process of the first pipeline stage, one of the last, and one of the second if that has the most blocks."""
+    p, each = config.parallel, world_size // config.parallel.pipeline_model_parallel_size
+    pp, stages = p.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, p)
+    blocks = [sum(map(len, stages[process::pp])) for process in range(pp)]
+    # the first has as many microbatches under way as any; those between the ends are alike, the second has the most
+    middle = [1] if pp > 2 and blocks[1] > blocks[0] else []
+    return [each * process for process in dict.fromkeys([0, *middle, pp - 1])]
 
 
 def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[Measured]:
@@ -205,10 +211,10 @@ def _fused_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -
 def _few_microbatches(config: Config, dp: int) -> tuple[Config, int]:
     """The options with a batch that fills the pipeline and has two microbatches more, and how many are left out."""
     p, t, wanted = config.parallel, config.training, config.num_microbatches(dp)
-    if p.num_layers_per_virtual_pipeline_stage is not None:  # whose microbatches come in rounds
-        return config, 0
+    if is_interleaved(config.model.num_layers, p):  # whose microbatches come in rounds
+        return config.replace(rampup_batch_size=()), 0
     few = min(wanted, p.pipeline_model_parallel_size + 2)
-    return config.replace(global_batch_size=few * t.micro_batch_size * dp), wanted - few
+    return config.replace(global_batch_size=few * t.micro_batch_size * dp, rampup_batch_size=()), wanted - few
 
 
 class _Stretches:
@@ -227,7 +233,7 @@ class _Stretches:
         tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
-        tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
+        tokens, labels = (torch.zeros(*shape, m.seq_length // mesh.cp.size, dtype=torch.int64) for _ in range(2))
         self.batch = Batch(tokens, labels, torch.zeros(shape, dtype=torch.int64))
         parts.stepper.before_update = self._mark_gradients
         for stage in parts.stages.values():

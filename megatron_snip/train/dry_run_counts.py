@@ -182,6 +182,7 @@ class Tracker(TorchDispatchMode):
         self._axes = {mesh.world.group_name: "world"}
         self._axes |= {getattr(mesh, axis).group.group_name: axis for axis in AXES}
         self._axes |= {axis.group.group_name: "dp" for axis in (mesh.replicate, mesh.shard)}
+        self._axes |= {mesh.embedding.group.group_name: "pp"} if mesh.embedding is not None else {}
 
     def begin(self) -> None:
         """Forget what was counted; what is allocated stays."""

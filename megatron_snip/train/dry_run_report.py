@@ -22,8 +22,9 @@ def _layout(config: Config, world_size: int) -> dict[str, int]:
     p, t = config.parallel, config.training
     dp = config.data_parallel_size(world_size)
     return {
-        "world_size": world_size, "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size, "dp": dp,
-        "microbatches": config.num_microbatches(dp), "tokens": t.micro_batch_size * config.model.seq_length,
+        "world_size": world_size, "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size,
+        "cp": p.context_parallel_size, "dp": dp, "microbatches": config.num_microbatches(dp),
+        "tokens": t.micro_batch_size * config.model.seq_length // p.context_parallel_size,
     }  # fmt: skip
 
 

@@ -23,19 +23,13 @@ from megatron_snip.train.guard import Guard, go_back
 from megatron_snip.train.instruments import Instruments, peak_tflops
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
 from megatron_snip.train.preflight import preflight
-from megatron_snip.train.report import format_summary, write_report
+from megatron_snip.train.report import write_report
 from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.run_folder import (
-    Start,
-    advice,
-    changed_options,
-    drop_later_plans,
-    earlier_start,
-    find_start,
-    open_run_folder,
-    read_tensors,
+    Start, advice, changed_options, drop_later_plans, earlier_start, find_start, open_run_folder, read_tensors,
 )  # fmt: skip
-from megatron_snip.train.same_data import agreed, first_problem, settle_data
+from megatron_snip.train.run_summary import format_summary
+from megatron_snip.train.same_data import agreed, consumed_validation, first_problem, settle_data
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
@@ -58,6 +52,8 @@ class Trainer:
         self.rerun = Rerun(parts.stepper, self.watch, config.training.seed)
         if config.training.rerun_mode == "validate_results":
             parts.stepper.validate = self.rerun.validated
+        self.consumed = 0  # samples behind this run, read or skipped: where the next batch begins
+        self.consumed_valid = 0  # the same of the validation data
         self.data_skipped = 0  # samples, by going back to checkpoints
         self.guard = self._make_guard() if config.snip.snip_guard else None
         self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
@@ -94,23 +90,25 @@ class Trainer:
             iteration = self.iteration + 1
             self.instruments.before_step(iteration)
             runtime.seed_iteration(t.seed, iteration)
-            batch = parts.train_loader.batch(self._consumed())
+            batch = parts.train_loader.batch(self.consumed)
             row: dict[str, Any] = {"iteration": iteration}
             if self.guard is not None:
                 row |= self.guard.before_step(iteration)
+            size = parts.train_loader.size(self.consumed)
             if parts.coordinator is not None:
+                parts.coordinator.probe.tokens = size * self.config.model.seq_length
                 run_pass = parts.stepper.pass_runner(batch, iteration, self._later_batch)
                 row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
             every = self.config.snip.snip_bf16_eval_interval
             bf16_loss = parts.stepper.bf16_loss(batch, iteration) if every and iteration % every == 0 else None
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
-            self.iteration = iteration
+            self.iteration, self.consumed = iteration, self.consumed + size
             row |= self._measured_divergence(bf16_loss, result, row.get("snip/plan_hash", ""))
             suspicious = self.watch.add(result.loss, result.grad_norm)
             row |= self.rerun.row() | self.instruments.after_step(iteration)
             self.nan_iterations += result.skipped
             self.nan_in_a_row = self.nan_in_a_row + 1 if result.skipped else 0
-            row |= self._row(result, time.perf_counter() - begin)
+            row |= self._row(result, size, time.perf_counter() - begin)
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
@@ -151,22 +149,21 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late or self._unwritten() is not None or bool(self._problem(self.iteration + 1))
+        return self.signal.received or late or self._unwritten() is not None or bool(self._problem(1))
 
     def _unwritten(self) -> str | None:
         """Why the run must end: too much that this process could not write.  None while it may go on."""
         return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
 
-    def _problem(self, done: int) -> str:
-        """What this process finds wrong with the batch after ``done`` iterations, if there is one."""
-        t = self.config.training
-        start = done * t.global_batch_size + self.data_skipped
-        return self.parts.train_loader.problem(start) if done < t.train_iters else ""
+    def _problem(self, ahead: int) -> str:
+        """What this process finds wrong with the coming batch, or one ahead of it, if there is one."""
+        loader, there_is = self.parts.train_loader, self.iteration + ahead < self.config.training.train_iters
+        return loader.problem(loader.cursor(self.consumed, ahead)) if there_is else ""
 
     def _ask_about_data(self, stopped: bool) -> None:
         """If some process asked to stop, find out whether because of a bad file."""
         if stopped and not self.data_problem:
-            self.data_problem = first_problem(self._problem(self.iteration), self.parts.mesh)
+            self.data_problem = first_problem(self._problem(0), self.parts.mesh)
 
     def _end_if_data_failed(self) -> None:
         if self.data_problem:
@@ -181,29 +178,25 @@ class Trainer:
                 "lower --lr or raise precision, and continue from the last checkpoint"
             )
 
-    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
-        batch_size = self.config.training.global_batch_size
+    def _row(self, result: StepResult, batch_size: int, seconds: float) -> dict[str, Any]:
         return {
             "lm loss": result.loss if math.isfinite(result.loss) else None,
             "grad-norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "learning-rate": result.lr,
             "batch-size": batch_size,
-            "consumed-samples": self._consumed(),
+            "consumed-samples": self.consumed,
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
         }
 
     def _later_batch(self, ahead: int) -> Any:
-        """The batch of ``ahead`` iterations after the coming one; read here and now."""
-        loader, size = self.parts.train_loader, self.config.training.global_batch_size
+        """The batch of ``ahead`` iterations after the coming one, and of its size; read here and now."""
+        loader = self.parts.train_loader
+        size = loader.size(self.consumed)
         try:
-            return agreed(partial(loader.make, self._consumed() + ahead * size), self.parts.mesh)
+            return agreed(partial(loader.make, self.consumed + ahead * size, size), self.parts.mesh)
         except IndexedDatasetError as error:  # on every process alike; training will come to it
             raise ProbeFailed(str(error)) from None
-
-    def _consumed(self) -> int:
-        """Samples behind this run, read or skipped: where the next batch begins."""
-        return self.iteration * self.config.training.global_batch_size + self.data_skipped
 
     def _make_guard(self) -> Guard:
         start, parts = self.start, self.parts
@@ -227,12 +220,13 @@ class Trainer:
         if step.checkpoint is None:
             return False
         self.saver.wait()  # what it copies must not change
-        back, skipped = step.checkpoint, self._consumed()
-        folder = self.guard.folder(back) or self.config.save_dir
-        self._take_state(go_back(self.parts, folder, back))
+        back = step.checkpoint
+        state = go_back(self.parts, self.guard.folder(back) or self.config.save_dir, back)
+        self._take_state(state)
         self.guard.went_back(back)
         self.iteration = self.logged_iteration = back
-        self.data_skipped, self.logged = skipped - back * self.config.training.global_batch_size, time.perf_counter()
+        self.data_skipped = self.consumed - state["consumed_samples"] + state.get("data_skipped", 0)
+        self.logged = time.perf_counter()
         if self.writer is not None:
             self.writer.go_back(back)
         if self.parts.mesh.rank == 0:
@@ -250,19 +244,22 @@ class Trainer:
         return measured | (coordinator.predicted_metrics() if coordinator else {})
 
     def _validate(self) -> dict[str, Any]:
-        """Mean loss over the first batches of the validation data, the same ones each time."""
+        """Mean loss over the next batches of the validation data; before training those of the first validation."""
         loader, log = self.parts.valid_loader, self.config.logging
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
         size = self.config.training.global_batch_size
         losses = []
+        start = self.consumed_valid
         for i in range(log.eval_iters):
             try:
-                batch = agreed(partial(loader.batch, i * size), self.parts.mesh)
+                batch = agreed(partial(loader.batch, start + i * size), self.parts.mesh)
             except IndexedDatasetError as error:  # on every process alike
                 self.data_problem = str(error)
                 return {}
             losses.append(self.parts.stepper.evaluate(batch, self.iteration))
+        if self.iteration > 0:
+            self.consumed_valid = start + log.eval_iters * size
         loss = sum(losses) / len(losses)
         if self._is_last_rank():
             runtime.say(validation_line(self.iteration, loss))
@@ -290,7 +287,7 @@ class Trainer:
             self.logged, self.logged_iteration = now, self.iteration
             tflops = peak = None
             if self.config.logging.log_throughput:
-                flops = iteration_flops(self.config.model, self.config.training.global_batch_size)
+                flops = iteration_flops(self.config.model, row["batch-size"])
                 tflops = flops / seconds / self.parts.mesh.world_size / 1e12
                 peak = peak_tflops(self.instruments.device)
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
@@ -304,9 +301,11 @@ class Trainer:
         state = {
             "run_id": self.start.run_id,
             "iteration": self.iteration,
-            "consumed_samples": self._consumed(),
+            "consumed_samples": self.consumed,
+            "consumed_valid_samples": self.consumed_valid,
             "data_skipped": self.data_skipped,
             "optimizer_steps": self.parts.optimizer.steps,
+            "scheduled_samples": self.parts.optimizer.samples,
             "nan_iterations": self.nan_iterations,
             "divergence": vars(self.divergence),
             "watch": self.watch.state(),
@@ -343,9 +342,9 @@ class Trainer:
             return
         for change in changed_options(self.config, state):
             LOGGER.warning(f"this run continues with a changed option, {change}")
-        steps = 0 if self.config.checkpoint.no_load_optim else state["optimizer_steps"]
-        self._take_state({**state, "optimizer_steps": steps})
-        self.data_skipped = state.get("data_skipped", 0)
+        anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
+        self._take_state({**state, **anew})
+        self.consumed, self.data_skipped = state["consumed_samples"], state.get("data_skipped", 0)
         if self.guard is not None:
             if state.get("guard"):
                 self.guard.load_state(state["guard"])
@@ -355,7 +354,8 @@ class Trainer:
     def _take_state(self, state: dict[str, Any]) -> None:
         """What a checkpoint's state says of counters, the optimiser and plans."""
         parts = self.parts
-        parts.optimizer.set_steps(state["optimizer_steps"])
+        parts.optimizer.set_steps(state["optimizer_steps"], state.get("scheduled_samples"))
+        self.consumed_valid = consumed_validation(self.config, state)
         self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # no good checkpoint is of a skipped one
         self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
         self.watch.load_state(state.get("watch", {}))

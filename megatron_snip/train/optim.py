@@ -1,4 +1,4 @@
-"""AdamW over FP32 master weights, and the learning-rate schedules.  Source: arXiv 1711.05101, Megatron-LM.
+"""AdamW over FP32 master weights.  Source: arXiv 1711.05101.
 
 The optimiser works on the local parts of sharded parameters as plain tensors: apex knows no DTensor, and
 plain tensors cost less.  Sharding comes back when the state is saved.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,25 +21,6 @@ from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tags import tags_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def learning_rate(t: TrainingConfig, iteration: int) -> float:
-    """Learning rate of an iteration, counted from 1: linear warm-up, then the decay style's curve."""
-    if t.lr_warmup_iters > 0 and iteration <= t.lr_warmup_iters:
-        return t.lr * iteration / t.lr_warmup_iters
-    if t.lr_decay_style == "constant":
-        return t.lr
-    end = t.lr_decay_iters or t.train_iters
-    if iteration > end:
-        return t.min_lr
-    if t.lr_decay_style == "WSD":
-        decay = t.lr_wsd_decay_iters or max(1, end // 10)
-        share = max(0.0, (iteration - (end - decay)) / decay)
-        return t.lr + (t.min_lr - t.lr) * share
-    share = (iteration - t.lr_warmup_iters) / max(1, end - t.lr_warmup_iters)
-    if t.lr_decay_style == "cosine":
-        share = 0.5 * (1.0 - math.cos(math.pi * share))
-    return t.lr + (t.min_lr - t.lr) * share
 
 
 def _fused_adam_of_apex() -> Any:
@@ -67,11 +47,15 @@ def check_optimizer_impl(t: TrainingConfig) -> None:
 
 
 class Optimizer:
-    """AdamW on this process's parts of the parameters, named as in the checkpoint."""
+    """AdamW on this process's parts of the parameters, named as in the checkpoint.
 
-    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
+    moments: whether it has memory for them; without it updates cannot be made, nor asked for.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations make none
+        self.samples = 0  # of the batches behind them, over which schedules run
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
         # shares memory with the parameter, so that an update in place is the parameter's
@@ -82,8 +66,8 @@ class Optimizer:
         decayed = [p for name, p in self._local.items() if tags[name].weight_decay]
         others = [p for name, p in self._local.items() if not tags[name].weight_decay]
         groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": config.weight_decay, "decays": True},
+            {"params": others, "weight_decay": 0.0, "decays": False},
         ]
         options: dict[str, Any] = {
             "lr": config.lr,
@@ -95,13 +79,18 @@ class Optimizer:
             self._adam = _fused_adam_of_apex()(groups, adam_w_mode=True, **options)
         else:
             self._adam = torch.optim.AdamW(groups, fused=True, **options)
-        for p in self._local.values():  # allocated now, so that a checkpoint can be read in place
+        self._has_moments = moments
+        for p in self._local.values() if moments else ():  # allocated now, so that a checkpoint can be read in place
             self._adam.state[p] = {name: torch.zeros_like(p) for name in MOMENTS}
         self.set_steps(0)
 
-    def set_steps(self, steps: int) -> None:
-        """Set the number of updates made, on which Adam's bias correction depends."""
+    def set_steps(self, steps: int, samples: int | None = None) -> None:
+        """Set the number of updates made, on which Adam's bias correction depends, and of the samples behind them.
+
+        samples: by default those of whole batches.
+        """
         self.steps = steps
+        self.samples = steps * self.config.global_batch_size if samples is None else samples
         if self.config.optimizer_impl == "apex":
             for group in self._adam.param_groups:
                 group["step"] = steps
@@ -110,8 +99,11 @@ class Optimizer:
                 self._adam.state[p]["step"] = torch.tensor(float(steps), device=p.device)
 
     @torch.no_grad()
-    def step(self, lr: float, coefficient: float) -> None:
-        """Update with the gradients times `coefficient` (the clipping of the whole mesh)."""
+    def step(self, lr: float, coefficient: float, weight_decay: float | None = None, samples: int = 0) -> None:
+        """Update with the gradients times `coefficient` (the clipping of the whole mesh) of a batch of `samples`.
+
+        weight_decay: of matrices; by default --weight-decay.
+        """
         for name, p in self._local.items():
             grad = self.parameters[name].grad
             p.grad = None if grad is None else local_of(grad)
@@ -120,8 +112,11 @@ class Optimizer:
             torch._foreach_mul_(grads, coefficient)
         for group in self._adam.param_groups:
             group["lr"] = lr
+            if group["decays"]:
+                group["weight_decay"] = self.config.weight_decay if weight_decay is None else weight_decay
         self._adam.step()
         self.steps += 1
+        self.samples += samples
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -143,7 +138,7 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """The state under `optim.<parameter>.<moment>`, sharded as its parameter, for a checkpoint."""
         out: dict[str, Tensor] = {}
-        for name, p in self.parameters.items():
+        for name, p in self.parameters.items() if self._has_moments else ():
             for moment, value in zip(MOMENTS, self.moments(name), strict=True):
                 if isinstance(p, DTensor):
                     value = DTensor.from_local(

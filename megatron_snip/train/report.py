@@ -1,279 +1,197 @@
-"""What happened in a run, from its folder alone: a summary as text, and report.html with pictures.
+"""report.html, what happened in a run: from its folder alone, beside other runs' where they are named.
 
-    python -m megatron_snip.train.report RUN_DIR
-
-Reads metrics.jsonl (one JSON object per iteration) and plans/*.json, writes report.html (self-contained),
-report_loss.png and report_plans.png, and report_divergence.png where there are statistics.
-Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be
-read are named in the report, and what was not recorded is left out.
+It is one file of 2 to 5 MB: pictures are thinned out (report_pictures), and nothing is loaded from anywhere
+(report_page).  A section that a run has nothing for is left out.  A new one is a function of the run that gives a
+`Section` or None, and an entry in ``_SECTIONS``.
 """
 
 from __future__ import annotations
 
-import base64
-import html
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line, parse_json, read_file
-from megatron_snip.snip.jsonfile import is_count, is_finite
+from megatron_snip.snip.jsonfile import is_finite, write_atomic
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import MEASURES
+from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.predict.objectives import get_objective
+from megatron_snip.train import report_pictures as pictures
+from megatron_snip.train.evaluations import read_evaluations, score_rows
+from megatron_snip.train.report_page import Section, folded, page, table
+from megatron_snip.train.run_folder import saved_options
+from megatron_snip.train.run_summary import Curve, Run, read_run, rows_of, summary_of
+from megatron_snip.train.setup import snip_shapes
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1080px }
-body { margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-p.path { color: #667; margin-top: .2rem; font-family: ui-monospace, monospace; font-size: 13px }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #e3e7ec; text-align: left }
-img { max-width: 100% } p.note { color: #8a4b00 } table.plans { font-size: 13px; margin-top: 1rem }
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run folder as read: metrics in file order, plans by iteration, and what could not be read."""
-
-    path: Path
-    metrics: list[dict[str, Any]]
-    plans: list[Plan]
-    notes: list[str]
-
-    def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of a metric, where it was recorded as a finite number."""
-        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if is_finite(m.get(key))]
-        return [iteration for iteration, _ in pairs], [float(value) for _, value in pairs]
+#: Lines of the table of plans; seconds that the solver gets for each point of the trade-off.
+MOST_LINES, POINT_SECONDS = 100, 1.0
+_KINDS = {"loss_divergence": "nats", "weight_divergence": "of the squared update"}
+_GIB = 2**30
 
 
-def read_run(run_dir: str | Path) -> Run:
-    """Read a run folder.  Raises UserError if it is no folder or holds neither metrics nor plans."""
-    path = Path(run_dir)
-    metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
-    if not metrics_file.is_file() and not plan_files:
-        raise UserError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
-    notes: list[str] = []
-    metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
-    plans = []
-    for file in plan_files:
-        try:
-            plans.append(Plan.load(file))
-        except ValueError as error:
-            notes.append(str(error))
-    return Run(path, metrics, sorted(plans, key=lambda plan: plan.iteration), notes)
+def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: Path | None = None) -> Path:
+    """Write a run's report, by default report.html in its folder; returns its path.
 
-
-def summary(run_dir: str | Path) -> dict[str, Any]:
-    """The run in numbers: name -> value, or None where it was not recorded.
-
-    Losses in nats; "fp4_share" of the last plan, 0..1; seconds of wall clock; shares of the total seconds.
+    others: folders of runs to compare with.  UserError if a folder holds no run, OSError if it cannot be written.
     """
-    return _summary(read_run(run_dir))
-
-
-def format_summary(run_dir: str | Path) -> str:
-    """``summary`` as a small table of text."""
-    rows = _rows(summary(run_dir))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def write_report(run_dir: str | Path) -> Path:
-    """Write report.html and its pictures into the run folder; returns the path of report.html."""
-    from megatron_snip.train import (
-        report_pictures,  # matplotlib takes a second that training need not wait for
-    )
-
-    run = read_run(run_dir)
-    sections = []
-    if run.metrics:
-        picture = report_pictures.loss(run.path / "report_loss.png", _curves(run), _plan_marks(run.plans))
-        sections.append(("Loss", "", picture))
-    if run.plans:
-        picture = report_pictures.plans(run.path / "report_plans.png", run.plans)
-        text = "Precision of each linear, block by block, as each plan set it."
-        sections.append(("Plans", text, picture))
-    if divergences := _divergences(run):
-        file = run.path / "report_divergence.png"
-        text = "By the last statistics, of the costliest format. Grey: none."
-        sections.append(("Divergences", text, report_pictures.divergences(file, divergences)))
-    more = [_plan_table(run.plans)] if run.plans else []
-    more += [_stage_table(stages)] if (stages := _last_stages(run)) else []
-    text = page(run.path.resolve().name, str(run.path), _rows(_summary(run)), run.notes, sections, more)
-    path = run.path / "report.html"
-    path.write_text(text, encoding="utf-8")
+    run, rest = read_run(run_dir), [read_run(other) for other in others]
+    found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
+    sections = [section for section in found if section is not None]
+    facts = rows_of(summary_of(run))
+    text = page(run.path.resolve().name, str(run.path), facts, run.notes, sections)
+    path = file or run.path / "report.html"
+    write_atomic(path, text)
     return path
 
 
-def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; a broken last line is expected of a killed run, others are noted."""
-    lines = read_file(file, "metrics", "cut them back", most=1 << 30).split(b"\n")
-    metrics, broken = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = parse_json(line)
-            if not isinstance(entry, dict) or not is_count(entry.get("iteration")):
-                raise UserError("no iteration")
-            metrics.append(entry)
-        except ValueError:
-            broken.append(number)
-    if broken and broken[-1] == len(lines):  # no newline behind it: cut off while it was written
-        broken.pop()
-    if broken:
-        notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
-    return metrics
+def _compared(run: Run, others: Sequence[Run]) -> Section | None:
+    """Loss with plan changes; with other runs, how far it lies from theirs."""
+    runs = dict(zip(_names([run, *others]), [run, *others]))
+    if not any(one.metrics for one in runs.values()):
+        return None
+    marks = [(plan.iteration, plan.achieved) for plan in run.plans]
+    shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
+    figures, text = [pictures.loss(shown, marks)], ""
+    (name, (mine, _)), *rest = shown.items()
+    for other, (theirs, _) in rest:
+        figure = pictures.difference(name, other, mine, theirs)
+        if figure is None:
+            run.notes.append(f"{name} and {other} have no iteration in common: there is no difference to show")
+        else:
+            figures.append(figure)
+            text = "Differences of the training loss at equal iterations; the band takes iterations as independent."
+    return Section("Loss", text, figures)
 
 
-def _summary(run: Run) -> dict[str, Any]:
-    def ends(key: str) -> tuple[float | None, float | None]:
-        values = run.column(key)[1]
-        return (values[0], values[-1]) if values else (None, None)
-
-    def total(key: str) -> float | None:
-        values = run.column(key)[1]
-        return sum(values) if values else None
-
-    seconds = total("iteration-time")
-    first_loss, last_loss = ends("lm loss")
-    first_validation, last_validation = ends("lm loss validation")
-    probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
-    last_plan = run.plans[-1] if run.plans else None
-    return {
-        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of the new weights
-        "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
-        "first_loss": first_loss,
-        "last_loss": last_loss,
-        "first_validation_loss": first_validation,
-        "last_validation_loss": last_validation,
-        "skipped": int(max(run.column("skipped")[1], default=0)),  # a running count
-        "plans": len(run.plans),
-        "fp4_share": last_plan.achieved if last_plan else None,
-        "target": last_plan.target if last_plan else None,
-        "target_unit": last_plan.target_unit if last_plan else None,
-        "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
-        "seconds": seconds,
-        "probe_seconds": probing,
-        "solver_seconds": solving,
-        "probe_share": probing / seconds if probing is not None and seconds else None,
-        "solver_share": solving / seconds if solving is not None and seconds else None,
-    }
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Folder names of runs; whole paths where they are not enough."""
+    short = [run.path.resolve().name for run in runs]
+    return short if len(set(short)) == len(short) else [str(run.path) for run in runs]
 
 
-def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The summary table: (name, value with its unit)."""
-
-    def pair(first: str, last: str) -> str:
-        if values[first] is None:
-            return "none recorded"
-        return f"{values[first]:.4f} -> {values[last]:.4f}"
-
-    def time(seconds: float | None, share: float | None) -> str:
-        if seconds is None:
-            return "none recorded"
-        of_run = f" ({share:.2%} of the run)" if share is not None else ""
-        return _duration(seconds) + of_run
-
-    reached = "no plan"
-    if values["fp4_share"] is not None:
-        unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
-        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
-    plans = str(values["plans"])
-    if values["last_churn"] is not None:
-        plans += f" (the last changed {values['last_churn']:.1%} of the linears)"
-    iterations = str(values["iterations"])
-    if values["skipped"]:
-        iterations += f" ({values['skipped']} skipped)"
-    return [
-        ("validation loss", pair("first_validation_loss", "last_validation_loss")),
-        ("training loss", pair("first_loss", "last_loss")),
-        ("in FP4", reached),
-        ("plans", plans),
-        ("iterations", iterations),
-        ("time in probes", time(values["probe_seconds"], values["probe_share"])),
-        ("time in solving, aside", time(values["solver_seconds"], values["solver_share"])),
-        ("time in all iterations", time(values["seconds"], None)),
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, _ = divmod(round(seconds), 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _curves(run: Run) -> dict[str, tuple[list[int], list[float]]]:
-    return {"training": run.column("lm loss"), "validation": run.column("lm loss validation")}
-
-
-def _plan_marks(plans: Sequence[Plan]) -> list[tuple[int, float]]:
-    """(iteration, FP4 share) of each plan."""
-    return [(plan.iteration, plan.achieved) for plan in plans]
-
-
-def _divergences(run: Run) -> dict[str, dict[str, float]]:
-    """Kind -> linear -> value at the coarsest format, from the last statistics file that can be read."""
-    for path in sorted(run.path.glob("stats/iter_*.json"), reverse=True):
-        try:
-            found = Predictions.of(Statistics.load(path))
-        except ValueError as error:
-            run.notes.append(str(error))
-            continue
-        tables = {"loss_divergence": found.loss, "weight_divergence": found.weight}
-        known = {kind: table for kind, table in tables.items() if table}
-        return {kind: {name: max(row.values()) for name, row in table.items()} for kind, table in known.items()}
-    return {}
-
-
-def page(
-    title: str,
-    path: str,
-    rows: Sequence[tuple[str, str]],
-    notes: Sequence[str],
-    sections: Sequence[tuple[str, str, Path]],
-    more: Sequence[str] = (),
-) -> str:
-    """A self-contained page: facts, notes, pictures with (heading, text, file), and further HTML."""
-    facts = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-    parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style>",
-        f"<h1>{html.escape(title)}</h1><p class='path'>{html.escape(path)}</p><table>{facts}</table>",
-        *(f"<p class='note'>{html.escape(note)}</p>" for note in notes),
-    ]
-    for heading, text, picture in sections:
-        data = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(f"<h2>{heading}</h2>{f'<p>{text}</p>' if text else ''}")
-        parts.append(f"<img alt='{heading}' src='data:image/png;base64,{data}'>")
-    return "\n".join([*parts, *more]) + "</html>\n"
-
-
-def _plan_table(plans: Sequence[Plan]) -> str:
-    """One line per plan: what it saves, how it was found, how much it changed."""
+def _plans(run: Run) -> Section | None:
+    if not run.plans:
+        return None
     heads = ("iteration", "objective", "target", "in FP4", "changed", "solver", "gap", "seconds", "hash")
     lines = []
-    for before, plan in zip([None, *plans], plans):
+    kept = set(pictures.picked(len(run.plans), MOST_LINES))
+    for number, (before, plan) in enumerate(zip([None, *run.plans], run.plans)):
         cells = [
             str(plan.iteration), plan.objective, plan.asked, f"{plan.achieved:.2%}",
             f"{plan.churn(before):.1%}" if before else "", plan.solver.status, f"{plan.solver.gap:.1e}",
             f"{plan.solver.seconds:.2f}", plan.hash,
         ]  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table class='plans'><tr>{head}</tr>{''.join(lines)}</table>"
+        lines += [cells] if number in kept else []
+    text = "Precision of each linear, block by block; bands of a cell from the top: fprop, dgrad, wgrad."
+    figures = [pictures.plans(run.plans), *([pictures.shares(run.plans)] if len(run.plans) > 1 else [])]
+    some = f" ({len(kept)} of {len(run.plans)} are listed)" if len(kept) < len(run.plans) else ""
+    return Section("Plans", text + some, figures, table(heads, lines))
 
 
-def _last_stages(run: Run) -> list[tuple[int, float, float]]:
-    """(stage, FP4 share, modelled time) of the last plan that several pipeline stages took; empty with one stage."""
+def _divergences(run: Run) -> Section | None:
+    """By iteration from metrics, by linear from the last statistics."""
+    figures = []
+    for kind, unit in _KINDS.items():
+        name = kind.replace("_", " ")
+        curves = _curves_of(run, f"snip/{kind}/")
+        blocks = {key.removeprefix("block_"): curve for key, curve in curves.items() if key.startswith("block_")}
+        kinds = {key: curve for key, curve in curves.items() if not key.startswith("block_")}
+        if any(len(xs) > 1 for xs, _ in kinds.values()):
+            figure = pictures.divergence_over_iterations(kinds, f"{name} ({unit})")
+            figures.append(figure | {"title": f"{name.capitalize()} by kind of linear"})
+            figure = pictures.blocks_over_iterations(dict(sorted(blocks.items())), unit)
+            figures.append(figure | {"title": f"{name.capitalize()} by block"})
+        if values := _by_linear(run, kind):
+            figure = pictures.divergence_heatmap(values, unit)
+            figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
+    text = "Of each linear's costliest format, in colour on a log scale. Empty cells: none."
+    return Section("Divergences", text, figures) if figures else None
+
+
+def _curves_of(run: Run, prefix: str) -> dict[str, Curve]:
+    """Metrics with a prefix, by the rest of their names."""
+    keys = dict.fromkeys(key for row in run.metrics for key in row if key.startswith(prefix))
+    return {key.removeprefix(prefix): run.column(key) for key in keys}
+
+
+def _by_linear(run: Run, kind: str) -> dict[str, float]:
+    """Linear -> value at the coarsest format, from the last statistics."""
+    if run.stats is None:
+        return {}
+    found = Predictions.of(run.stats)
+    return {n: max(row.values()) for n, row in (found.loss if kind == "loss_divergence" else found.weight).items()}
+
+
+def _measured(run: Run) -> Section | None:
+    """What low precision cost, by extra BF16 forwards, beside what statistics predicted: of each plan its last row."""
+    key = "snip/measured_loss_divergence_mean"
+    last: dict[str, Mapping[str, Any]] = {}
+    for row in run.metrics:
+        if is_finite(row.get(key)):
+            last[str(row.get("snip/plan_hash", ""))] = row
+    points = [
+        (int(row["iteration"]), float(row[key]), _number(row, f"{key.removesuffix('mean')}standard_error"),
+         _number(row, "snip/predicted_loss_divergence"))
+        for row in last.values()
+    ]  # fmt: skip
+    text = "Mean of the extra BF16 forwards under each plan, with bars of two standard errors, and what was predicted."
+    return Section("Measured against predicted", text, pictures.measured(points)) if points else None
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    return float(row[key]) if is_finite(row.get(key)) else None
+
+
+def _trade_off(run: Run) -> Section | None:
+    """Quality loss over what is saved, by the last statistics: the best plans, and the run's own."""
+    snip = run.options.get("snip", {})
+    if not run.plans or run.stats is None or run.options.get("precision", {}).get("precision") != "snip":
+        return None
+    try:
+        planner = _planner(run, run.stats)
+        objective = planner.config.snip.snip_objective
+        if not get_objective(objective).needs_stats:
+            return None
+        request = planner.request(objective)
+        frontier = planner.frontier(objective, time_limit=POINT_SECONDS, gap=1e-3)
+    except (ValueError, KeyError, TypeError, OSError) as error:  # options of another version, a table that is gone
+        run.notes.append(f"no trade-off is shown: {error}")
+        return None
+    known = set(planner.choices.options)
+    mine = [plan for plan in run.plans if set(plan.linears.values()) <= known]
+    dots = [(planner.saved_by(p), planner.quality_of(p, request), f"iteration {p.iteration}") for p in mine]
+    what = "FP4's share of the linears' FLOPs" if planner.choices.measure == "fp4" else "modelled GEMM time saved"
+    kept = [dots[i] for i in pictures.picked(len(dots) - 1, MOST_LINES)] if len(dots) > 1 else []
+    figure = pictures.pareto(
+        [(planner.saved_by(plan), planner.quality_of(plan, request)) for plan in frontier],
+        {**({"chosen (the last plan)": dots[-1:]} if dots else {}), **({"plans before it": kept} if kept else {})},
+        what,
+    )
+    text = f"By the statistics of iteration {run.stats.iteration} and the objective {objective}, for every plan."
+    return Section("Trade-off", f"{text} The target was {snip.get('snip_target')}.", [figure])
+
+
+def _planner(run: Run, stats: Statistics) -> Planner:
+    """Plans of the statistics as the run's options ask for them."""
+    groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
+    config = parse([], saved_options({"config": run.options}, groups))
+    if config.snip.snip_options == "auto":
+        config = config.replace(snip_options=measured_options(stats.formats))
+    shapes = snip_shapes(config)
+    if [shape.name for shape in shapes] != list(stats.names):
+        raise UserError("config.json and the statistics are of different models")
+    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
+
+def _stages(run: Run) -> Section | None:
+    """Balance of several pipeline stages under the last plan."""
     found: dict[int, dict[str, float]] = {}
     for row in run.metrics:
         stages: dict[int, dict[str, float]] = {}
@@ -281,33 +199,74 @@ def _last_stages(run: Run) -> list[tuple[int, float, float]]:
             if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and is_finite(value):
                 stages.setdefault(int(match[1]), {})[match[2]] = float(value)
         found = stages or found
-    return [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
+    last = [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
+    if not last:
+        return None
+    times = [time for _, _, time in last]
+    text = f"Under the last plan. The slowest takes {max(times) * len(times) / sum(times):.3f} times the mean."
+    return Section("Pipeline stages", text, [pictures.stages(last)])
 
 
-def _stage_table(stages: Sequence[tuple[int, float, float]]) -> str:
-    """One line per pipeline stage under the last plan."""
-    lines = [f"<tr><td>{stage}</td><td>{share:.2%}</td><td>{time:.4f}</td></tr>" for stage, share, time in stages]
-    return (
-        "<h2>Pipeline stages</h2><p>Under the last plan; times as shares of all linears' in BF16.</p>"
-        "<table class='stages'><tr><th>stage</th><th>in FP4</th><th>modelled time</th></tr>"
-        f"{''.join(lines)}</table>"
+def _pace(run: Run) -> Section | None:
+    """Tokens a second, the share of time that SNIP takes, memory."""
+    at, seconds = run.column("iteration-time")
+    if not at or not sum(seconds):
+        return None
+    figures, sizes = [], dict(zip(*run.column("batch-size")))
+    sequence = run.options.get("model", {}).get("seq_length")
+    if sequence and sizes:
+        pace = [(i, sizes[i] * sequence / s) for i, s in zip(at, seconds) if i in sizes and s > 0]
+        figures.append(
+            pictures.curves({"tokens/s": ([i for i, _ in pace], [v for _, v in pace])}, "tokens a second")
+            | {"title": "Pace"}
+        )
+    spent = {"probes": "probe_seconds", "waiting for the solver": "wait_seconds", "applying plans": "apply_seconds"}
+    so_far = np.cumsum(seconds)
+    shares: dict[str, Curve] = {}
+    for name, key in spent.items():
+        taken = dict(zip(*run.column(f"snip/{key}")))
+        if taken:
+            shares[name] = (at, (np.cumsum([taken.get(i, 0.0) for i in at]) / so_far).tolist())
+    if shares:
+        figures.append(pictures.curves(shares, "share of all time so far", ".1%") | {"title": "What SNIP takes"})
+    memory = {key: (xs, [y / _GIB for y in ys]) for key, (xs, ys) in _curves_of(run, "mem-").items() if xs}
+    if memory:
+        named = {key.removesuffix("-bytes"): curve for key, curve in memory.items()}
+        figures.append(pictures.curves(named, "GiB of rank 0") | {"title": "Memory"})
+    return Section("Pace and memory", "", figures) if figures else None
+
+
+def _benchmarks(run: Run) -> Section | None:
+    heads, rows = score_rows(read_evaluations(run.path, run.notes))
+    if not rows:
+        return None
+    text = "Scores of lm-evaluation-harness with standard errors, by iteration and what the linears' forward ran in."
+    return Section("Benchmarks", text, body=table(heads, rows))
+
+
+def _configuration(run: Run) -> Section | None:
+    """Options that differ from their defaults, versions, and all options to open."""
+    if not run.options:
+        return None
+    default = Config().to_dict()
+    groups = {name: group for name, group in run.options.items() if name in default and isinstance(group, dict)}
+    every = [(name, key, value) for name, group in groups.items() for key, value in group.items()]
+    changed = [[f"--{k.replace('_', '-')}", _shown(v)] for name, k, v in every if default[name].get(k) != v]
+    all_of = [[name, f"--{key.replace('_', '-')}", _shown(value)] for name, key, value in every]
+    made = run.options.get("versions")
+    versions = [[str(k), _shown(v)] for k, v in made.items()] if made else []
+    body = table(("option", "value"), changed) + (
+        table(("made with", "in the last start"), versions) if versions else ""
     )
+    text = "Options that are not at their defaults."
+    return Section("Configuration", text, (), body + folded("all options", table(("group", "option", "value"), all_of)))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the report of the folder named on the command line and print its summary."""
-    if len(arguments) != 1 or arguments[0].startswith("-") or not arguments[0]:
-        print("usage: python -m megatron_snip.train.report RUN_DIR", file=sys.stderr)
-        return 2
-    try:
-        path = write_report(arguments[0])
-    except (UserError, OSError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 1
-    print(format_summary(arguments[0]))
-    print(f"\n{path}")
-    return 0
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+#: Sections after the loss, in the page's order.
+_SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
+    _plans, _divergences, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+)  # fmt: skip

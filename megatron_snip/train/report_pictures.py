@@ -1,22 +1,19 @@
-"""The report's pictures, drawn with matplotlib's Agg canvas: loss, plans, divergences.
+"""The report's pictures as plotly figures in plain values: {"data": traces, "layout": axes, "title": text}, which
+`report_page` shows.
 
-Convention: every function takes plain values and the file to write, and returns that file.
-Heatmaps have a row per kind of linear and a column per block.  No pyplot: it holds global state.
+Convention: a curve is (iterations, values).  Curves are thinned out to MOST_POINTS, each bucket's least and greatest
+value kept; other things to what MOST_... says, the first and the last kept.  Heatmaps have a row per kind of linear and
+a column per block.  Colours stand out on white and on black; text and grid get the page's.
 """
 
 from __future__ import annotations
 
-import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import ListedColormap, LogNorm
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron_snip.formats import get_format
@@ -24,198 +21,18 @@ from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, KINDS
 from megatron_snip.snip.plan import Plan
 
-Axes = Any  # matplotlib is not checked by mypy
+Figure = dict[str, Any]
 Curve = tuple[Sequence[int], Sequence[float]]
 
-_INK, _FAINT, _EMPTY = "#1c2430", "#8792a2", "#e9ecf0"
-_TRAINING, _SMOOTH, _VALIDATION, _MARK = "#a9c0dd", "#4c7db3", "#123f7a", "#c8641b"
-_COLOURS = {"bf16": "#dfe5ec", "fp8": "#5b8fbf", "fp4": "#e8893c"}
-_SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#4d6b3c", "#8c2f1b")
-_MOST_LABELS, _MOST_PLANS = 12, 12  # half as many plans where each takes the whole width
+MOST_POINTS, MOST_MARKS, MOST_COLUMNS = 4000, 200, 200
+MOST_CELLS = 1_000_000  # linears of all plans that the slider holds
+_COLOURS = {"bf16": "#aab4c2", "fp8": "#5b8fbf", "fp4": "#e8893c"}
+_SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#6b8f4e", "#a5482f")
+_PALETTE = ("#3d7fc4", "#d9752b", *_SPARE_COLOURS)
+_RAW, _MARK = "#9db7d6", "#d9752b"
 
 
-def loss(path: Path, curves: Mapping[str, Curve], marks: Sequence[tuple[int, float]]) -> Path:
-    """Loss over iterations.  curves: "training", "validation"; marks: each plan's iteration and FP4 share."""
-    figure = _figure(10, 4.6)
-    axes: Axes = figure.add_subplot()
-    _tidy(axes)
-    iterations, values = curves["training"]
-    dot = {"marker": "o", "markersize": 3} if len(values) == 1 else {}
-    axes.plot(iterations, values, color=_TRAINING, linewidth=0.9, label="training", **dot)
-    if len(values) >= 50:
-        window = max(2, len(values) // 100)
-        style = {"color": _SMOOTH, "linewidth": 1.6}
-        axes.plot(iterations, _smooth(values, window), label=f"mean of {2 * window + 1}", **style)
-    iterations, values = curves["validation"]
-    if values:
-        style = {"color": _VALIDATION, "linewidth": 1.4, "marker": "o", "markersize": 4, "zorder": 4}
-        axes.plot(iterations, values, label="validation", **style)
-    _mark_plans(axes, marks)
-    _set_ranges(axes, curves)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside upper left", frameon=False, ncols=4)
-    return _save(figure, path)
-
-
-def plans(path: Path, all_plans: Sequence[Plan]) -> Path:
-    """One heatmap per plan: each cell a linear, its three bands fprop, dgrad and wgrad from the top.
-
-    Of many plans the first, the last and some between are shown.
-    """
-    return _save(_plans_figure(all_plans), path)
-
-
-def plan_png(plan: Plan) -> io.BytesIO:
-    """The heatmap of one plan as a PNG in memory."""
-    png = io.BytesIO()
-    _plans_figure([plan]).savefig(png, format="png", facecolor="white")
-    png.seek(0)
-    return png
-
-
-def pareto(
-    path: Path, frontier: Sequence[tuple[float, float]], others: Mapping[str, tuple[float, float]], what: str
-) -> Path:
-    """Quality loss over the share saved: solved plans as a line, others as named points; what: the x axis."""
-    figure = _figure(8, 4.8)
-    axes: Axes = figure.add_subplot()
-    _tidy(axes)
-    style = {"color": _VALIDATION, "linewidth": 1.4, "marker": "o", "markersize": 3.5, "zorder": 3}
-    axes.plot(*zip(*frontier), label="solved for each share", **style)
-    kinds = dict.fromkeys(name.rstrip("0123456789").rstrip("_") for name in others)
-    for kind, colour, marker in zip(kinds, (_MARK, *_SPARE_COLOURS * len(kinds)), "*osD^vPX" * len(kinds)):
-        points = [point for name, point in others.items() if name.rstrip("0123456789").rstrip("_") == kind]
-        axes.scatter(*zip(*points), color=colour, marker=marker, s=70 if marker == "*" else 34, zorder=4, label=kind)
-    axes.set_xlim(-0.03, 1.03)
-    axes.set_xlabel(what)
-    axes.set_ylabel("quality loss")
-    figure.legend(loc="outside upper left", frameon=False, ncols=4)
-    return _save(figure, path)
-
-
-def _plans_figure(all_plans: Sequence[Plan]) -> Figure:
-    names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
-    grid = _Grid(names)
-    kinds, blocks = grid.kinds, grid.blocks
-    columns = 1 if blocks > 40 else 2 if blocks > 16 else 3
-    most = _MOST_PLANS if columns > 1 else _MOST_PLANS // 2
-    picked = sorted(set(np.linspace(0, len(all_plans) - 1, min(len(all_plans), most)).round().astype(int)))
-    columns = min(columns, len(picked))
-    lines = -(-len(picked) // columns)
-    width = min(15.0, max(6.0, columns * (1.3 + 0.22 * max(blocks, 10))))
-    figure = _figure(width, 0.7 + lines * (0.75 + 0.24 * max(len(kinds), 5)))
-    places = figure.subplots(lines, columns, squeeze=False)
-    formats = _formats_of(all_plans)
-    for place, axes in enumerate(places.flat):
-        if place >= len(picked):
-            axes.set_visible(False)
-            continue
-        index = picked[place]
-        before = all_plans[picked[place - 1]] if place else None
-        _draw_plan(axes, all_plans[index], before, grid, formats)
-        if place % columns:
-            axes.tick_params(labelleft=False)
-        if place + columns < len(picked):
-            axes.tick_params(labelbottom=False)
-            axes.set_xlabel("")
-    handles = [Patch(facecolor=colour, label=name) for name, colour in formats.items()]
-    figure.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
-    if any(len(set(vars(p).values())) > 1 for plan in all_plans for p in plan.linears.values()):
-        figure.supxlabel("bands of a cell from the top: fprop, dgrad, wgrad", fontsize=9, color=_FAINT)
-    return figure
-
-
-def divergences(path: Path, values: Mapping[str, Mapping[str, float]]) -> Path:
-    """One heatmap per kind of divergence, log colour.  values: kind -> linear -> value; <= 0 stays grey."""
-    names = list(dict.fromkeys(name for linears in values.values() for name in linears))
-    grid = _Grid(names)
-    kinds, blocks = grid.kinds, grid.blocks
-    columns = 1 if blocks > 24 else len(values)
-    lines = -(-len(values) // columns)
-    width = min(15.0, max(6.0, columns * (2.4 + 0.26 * max(blocks, 10))))
-    figure = _figure(width, lines * (1.1 + 0.27 * max(len(kinds), 5)))
-    for place, (kind, linears) in enumerate(values.items()):
-        axes = figure.add_subplot(lines, columns, place + 1)
-        table = np.full((len(kinds), blocks), np.nan)
-        for name, value in linears.items():
-            if value > 0 and name in grid.cells:
-                table[grid.cells[name]] = value
-        axes.set_title(kind.replace("_", " "), loc="left", fontsize=11, color=_INK)
-        if np.isfinite(table).any():
-            low, high = float(np.nanmin(table)), float(np.nanmax(table))
-            norm = LogNorm(low, high if high > low else low * 1.01)
-            image = axes.imshow(table, norm=norm, cmap="YlOrRd", aspect="auto", interpolation="nearest")
-            figure.colorbar(image, ax=axes, pad=0.015, aspect=14)
-        _heatmap_axes(axes, kinds, blocks, bands=1)
-    return _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, facecolor="white")
-    return path
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_FAINT)
-    axes.tick_params(colors=_INK, labelsize=9, color=_FAINT)
-    axes.grid(axis="y", color=_EMPTY, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _smooth(values: Sequence[float], window: int) -> NDArray[np.float64]:
-    """Mean of each value and up to ``window`` neighbours on either side, as many on both."""
-    sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, float)]))
-    place = np.arange(len(values))
-    reach = np.minimum(window, np.minimum(place, len(values) - 1 - place))
-    return (sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1)
-
-
-def _set_ranges(axes: Axes, curves: Mapping[str, Curve]) -> None:
-    """Leave out the fall of the first twentieth and single spikes: they would flatten the rest."""
-    iterations = [iteration for places, _ in curves.values() for iteration in places]
-    if len(set(iterations)) == 1:
-        axes.set_xlim(iterations[0] - 1, iterations[0] + 1)
-    if len(iterations) < 40:
-        return
-    start = min(iterations) + 0.05 * (max(iterations) - min(iterations))
-    late = [v for places, values in curves.values() for i, v in zip(places, values) if i >= start]
-    low, top = min(late), float(np.percentile(late, 99.8))
-    if top > low:
-        axes.set_ylim(low - 0.05 * (top - low), top + 0.3 * (top - low))
-
-
-def _mark_plans(axes: Axes, marks: Sequence[tuple[int, float]]) -> None:
-    """A vertical line per plan; at most 12 of them labelled, at even steps back from the last."""
-    every = -(-len(marks) // _MOST_LABELS) or 1
-    for number, (iteration, share) in enumerate(marks):
-        axes.axvline(iteration, color=_MARK, linewidth=0.9, alpha=0.75, linestyle=(0, (4, 3)), zorder=1)
-        if (len(marks) - 1 - number) % every == 0:
-            label = axes.annotate(
-                f"{iteration}: {share:.1%} FP4",
-                (iteration, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, -2),
-                textcoords="offset points",
-                rotation=90,
-                va="top",
-                fontsize=8,
-                color=_MARK,
-                annotation_clip=True,
-            )
-            label.set_in_layout(False)  # a plan beyond the last recorded iteration must not squeeze the picture
-
-
-class _Grid:
+class Grid:
     """Where linears of our models stand in a heatmap: rows are kinds, columns blocks.  Other names have no cell."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -225,41 +42,320 @@ class _Grid:
         self.cells = {name: (self.kinds.index(kind), block) for name, (block, kind, _) in places.items()}
 
 
-def _formats_of(all_plans: Sequence[Plan]) -> dict[str, str]:
+def colours_of(plans: Sequence[Plan]) -> dict[str, str]:
     """Formats in use, widest elements first -> colour."""
-    found = {getattr(p, gemm) for plan in all_plans for p in plan.linears.values() for gemm in GEMMS}
+    found = {getattr(p, gemm) for plan in plans for p in plan.linears.values() for gemm in GEMMS}
     ordered = sorted(found, key=lambda name: (-get_format(name).element_bits, name))
     spare = iter(_SPARE_COLOURS * len(ordered))
     return {name: _COLOURS.get(name) or next(spare) for name in ordered}
 
 
-def _heatmap_axes(axes: Axes, kinds: Sequence[str], blocks: int, bands: int) -> None:
-    """Rows of ``bands`` pixels with the kinds' short names, columns of blocks, white lines between cells."""
-    centres = [row * bands + (bands - 1) / 2 for row in range(len(kinds))]
-    axes.set_yticks(centres, list(kinds), fontsize=9)
-    step = 1 if blocks <= 12 else 2 if blocks <= 24 else 5 if blocks <= 48 else 10
-    axes.set_xticks(range(0, blocks, step), [str(block) for block in range(0, blocks, step)], fontsize=8)
-    axes.tick_params(length=0, colors=_INK)
-    axes.spines[:].set_visible(False)
-    axes.set_facecolor(_EMPTY)
-    axes.set_xlim(-0.5, blocks - 0.5)
-    axes.set_ylim(max(1, len(kinds) * bands) - 0.5, -0.5)
-    line = {"color": "white", "zorder": 3}
-    axes.vlines(np.arange(1, blocks) - 0.5, -0.5, len(kinds) * bands - 0.5, linewidth=0.8, **line)
-    axes.hlines(np.arange(1, len(kinds)) * bands - 0.5, -0.5, blocks - 0.5, linewidth=1.6, **line)
-    axes.set_xlabel("block", fontsize=9, color=_INK)
+def picked(count: int, most: int) -> list[int]:
+    """At most so many of the numbers below ``count``, at even steps, the first and the last among them."""
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
-def _draw_plan(axes: Axes, plan: Plan, before: Plan | None, grid: _Grid, formats: Mapping[str, str]) -> None:
-    table = np.full((len(grid.kinds) * len(GEMMS), grid.blocks), np.nan)
+def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """The least and the greatest of each bucket of a long curve, in order; a short one as it is."""
+    xs, ys = np.asarray(curve[0], np.int64), np.asarray(curve[1], np.float64)
+    if len(xs) > most:
+        keep = {0, len(xs) - 1}
+        for bucket in np.array_split(np.arange(len(xs)), most // 2 - 1):
+            keep |= {int(bucket[ys[bucket].argmin()]), int(bucket[ys[bucket].argmax()])}
+        order = sorted(keep)
+        xs, ys = xs[order], ys[order]
+    return xs.tolist(), _rounded(ys)
+
+
+def smooth(values: Sequence[float], window: int) -> NDArray[np.float64]:
+    """Mean of each value and ``window`` neighbours on either side: values [N] -> [N - 2 window]."""
+    sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, float)]))
+    return (sums[2 * window + 1 :] - sums[: -2 * window - 1]) / (2 * window + 1)
+
+
+def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, float]]) -> Figure:
+    """Loss over iterations.  runs: name -> (training, validation); marks: iteration and FP4 share of new plans."""
+    data: list[Figure] = []
+    for number, (name, (training, validation)) in enumerate(runs.items()):
+        colour, prefix = _PALETTE[number % len(_PALETTE)], f"{name}: " if len(runs) > 1 else ""
+        window = max(2, len(training[0]) // 100) if len(training[0]) >= 50 else 0
+        raw = line(f"{prefix}training", training, _RAW if window else colour, width=1)
+        if window and len(runs) > 1:
+            raw["visible"] = "legendonly"
+        data.append(raw)
+        if window:
+            mean = (training[0][window:-window], smooth(training[1], window).tolist())
+            data.append(line(f"{prefix}mean of {2 * window + 1}", mean, colour))
+        if len(validation[0]):
+            data.append(line(f"{prefix}validation", validation, colour, mode="lines+markers", dash="dot"))
+    layout = _layout("iteration", "loss (nats a token)")
+    if marks:
+        data.append(_new_plans(marks))
+        layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+    if (span := _range([curve for pair in runs.values() for curve in pair])) is not None:
+        layout["yaxis"]["range"] = span
+    return {"data": data, "layout": layout}
+
+
+def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | None:
+    """How much the training loss lies above another run's: means over windows of common iterations, and the band of
+    two standard errors of each.  None where they have no iteration in common.
+    """
+    there = dict(zip(*theirs))
+    common = [(i, value - there[i]) for i, value in zip(*mine) if i in there]
+    if not common:
+        return None
+    window = max(8, len(common) // 100) if len(common) >= 16 else 1
+    parts = np.array_split(np.asarray(common, np.float64), len(common) // window)  # each [W, 2]
+    xs, means = [int(part[:, 0].mean()) for part in parts], [float(part[:, 1].mean()) for part in parts]
+    data = [line(f"mean of {window}" if window > 1 else f"{name} - {other}", (xs, means), _PALETTE[0])]
+    if window > 1:
+        errors = [2 * part[:, 1].std(ddof=1) / math.sqrt(len(part)) for part in parts]
+        low, high = (_rounded([m + sign * e for m, e in zip(means, errors)]) for sign in (-1, 1))
+        band: Figure = {
+            "type": "scatter", "x": xs + xs[::-1], "y": high + low[::-1], "fill": "toself", "hoverinfo": "skip",
+            "mode": "none", "fillcolor": "rgba(61,127,196,0.25)", "name": "two standard errors",
+        }  # fmt: skip
+        data.insert(0, band)
+    layout = _layout("iteration", f"{name} - {other} (nats)")
+    layout["yaxis"] |= {"zeroline": True, "zerolinecolor": "#8792a2"}
+    return {"data": data, "layout": layout}
+
+
+def plans(all_plans: Sequence[Plan]) -> Figure:
+    """The heatmap of the last plan, with "plans" in it for a slider over all: what each linear's cell shows.
+
+    Each cell is a linear, its three bands fprop, dgrad and wgrad from the top.
+    """
+    names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
+    grid, formats = Grid(names), colours_of(all_plans)
+    shown = [name for name in names if name in grid.cells]
+    options = list(dict.fromkeys(str(plan.linears[n]) for plan in all_plans for n in shown if n in plan.linears))
+    steps = []
+    for before, plan in zip([None, *all_plans], all_plans):
+        changed = f", {plan.churn(before):.0%} changed" if before else ""
+        text = f"iteration {plan.iteration}: {plan.achieved:.1%} in FP4{changed} (plan {plan.hash})"
+        steps.append((text, plan))
+    kept = picked(len(steps), max(2, MOST_CELLS // max(1, len(shown))))
+    codes = {option: chr(48 + number) for number, option in enumerate(options)}
+    slider = {
+        "linears": [[name, *grid.cells[name]] for name in shown],
+        "options": [[o, *(list(formats).index(fmt) for fmt in _three(o))] for o in options],
+        "steps": [
+            [text, "".join(codes[str(plan.linears[n])] if n in plan.linears else " " for n in shown)]
+            for text, plan in (steps[i] for i in kept)
+        ],
+        "rows": len(grid.kinds), "columns": grid.blocks,
+    }  # fmt: skip
+    edges = [row + part for row in range(len(grid.kinds)) for part in (0.04, 0.35, 0.65, 0.96)]
+    colours = [[place / len(formats), colour] for i, colour in enumerate(formats.values()) for place in (i, i + 1)]
+    layout = _heatmap_layout(grid.kinds, grid.blocks)
+    layout["yaxis"] |= {"range": [len(grid.kinds), 0], "tickvals": [row + 0.5 for row in range(len(grid.kinds))]}
+    heat = {
+        "type": "heatmap", "y": edges, "x0": 0, "dx": 1, "z": [], "zmin": -0.5, "zmax": len(formats) - 0.5, "xgap": 1,
+        "colorscale": colours, "showscale": False, "hovertemplate": "%{text}<extra></extra>", "name": "",
+    }  # fmt: skip
+    legend = [
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
+         "marker": {"symbol": "square", "size": 12, "color": colour}}
+        for name, colour in formats.items()
+    ]  # fmt: skip
+    return {"data": [heat, *legend], "layout": layout, "plans": slider}
+
+
+def _three(option: str) -> list[str]:
+    """The formats of a precision's three GEMMs, from its text."""
+    words = option.split("/")
+    return words if len(words) == len(GEMMS) else words * len(GEMMS)
+
+
+def shares(all_plans: Sequence[Plan]) -> Figure:
+    """What plans save and how much each changes, over iterations."""
+    at = [plan.iteration for plan in all_plans]
+    changed = [plan.churn(before) for before, plan in pairwise(all_plans)]
+    data = [line("in FP4", (at, [plan.achieved for plan in all_plans]), _PALETTE[1], shape="hv")]
+    if changed:
+        data.append(line("linears changed", (at[1:], changed), _PALETTE[0], mode="lines+markers"))
+    layout = _layout("iteration", "share")
+    layout["yaxis"] |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
+    return {"data": data, "layout": layout}
+
+
+def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
+    """A value per linear, by colour on a log scale; what is not above 0 stays empty."""
+    grid = Grid(values)
+    table: list[list[float | None]] = [[None] * grid.blocks for _ in grid.kinds]
     for name, (row, block) in grid.cells.items():
-        for band, gemm in enumerate(GEMMS) if name in plan.linears else ():
-            table[row * len(GEMMS) + band, block] = list(formats).index(getattr(plan.linears[name], gemm))
-    limits = {"vmin": -0.5, "vmax": len(formats) - 0.5}
-    colours = ListedColormap(list(formats.values()))
-    axes.imshow(table, cmap=colours, aspect="auto", interpolation="nearest", **limits)
-    _heatmap_axes(axes, grid.kinds, grid.blocks, bands=len(GEMMS))
-    title = f"iteration {plan.iteration}: {plan.achieved:.1%} FP4"
-    if before is not None:
-        title += f", {plan.churn(before):.0%} changed"
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        table[row][block] = values[name] if values[name] > 0 else None
+    layout = _heatmap_layout(grid.kinds, grid.blocks)
+    layout["yaxis"] |= {"tickvals": list(range(len(grid.kinds))), "range": [len(grid.kinds) - 0.5, -0.5]}
+    return {"data": [_log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}")], "layout": layout}
+
+
+def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
+    """One line for each name, on a log scale."""
+    data = [
+        line(name, (xs, [y if y > 0 else math.nan for y in ys]), _PALETTE[i % len(_PALETTE)], mode="lines+markers")
+        for i, (name, (xs, ys)) in enumerate(curves.items())
+    ]
+    ticks = _log_ticks([y for _, ys in curves.values() for y in ys if y > 0])
+    layout = _layout("iteration", what)
+    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return {"data": data, "layout": layout}
+
+
+def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
+    """A heatmap with a row for each block and a column for each of some iterations."""
+    at = sorted({i for xs, _ in curves.values() for i in xs})
+    at = [at[i] for i in picked(len(at), MOST_COLUMNS)]
+    rows = [dict(zip(*curve)) for curve in curves.values()]
+    table = [[row[i] if row.get(i, 0) > 0 else None for i in at] for row in rows]
+    layout = _layout("iteration", "block")
+    layout["xaxis"] |= {"type": "category", "nticks": 8}
+    layout["yaxis"] |= {"autorange": "reversed", "nticks": 10}
+    layout["height"] = 160 + 12 * min(max(len(rows), 5), 40)
+    places = {"x": [str(i) for i in at]}
+    return {
+        "data": [_log_heat(table, places, f"iteration %{{x}}, block %{{y}}: %{{customdata:.3g}} {what}")],
+        "layout": layout,
+    }
+
+
+def measured(points: Sequence[tuple[int, float, float | None, float | None]]) -> list[Figure]:
+    """Measured and predicted loss divergence: over iterations, and one over the other.
+
+    points: of each plan the iteration, the mean that was measured, its standard error and the prediction.
+    """
+    points = [points[i] for i in picked(len(points), MOST_MARKS)] if points else []
+    bars = {"type": "data", "array": [2 * p[2] if p[2] is not None else 0.0 for p in points], "thickness": 1.2}
+    at, means = [p[0] for p in points], [p[1] for p in points]
+    known = [(p[0], p[3]) for p in points if p[3] is not None]
+    data = [line("measured", (at, means), _PALETTE[0], mode="markers", error_y=bars)]
+    if known:
+        data.append(line("predicted", tuple(zip(*known)), _PALETTE[1], mode="lines+markers"))
+    figures: list[Figure] = [{"data": data, "layout": _layout("iteration", "loss divergence (nats)")}]
+    both = [(p[3], p[1], p[2], p[0]) for p in points if p[3] is not None]
+    if len(both) > 1:
+        ends = [min(p[0] for p in both), max(p[0] for p in both)]
+        bars = {**bars, "array": [2 * error if error is not None else 0.0 for _, _, error, _ in both]}
+        scatter = line("plans", ([p[0] for p in both], [p[1] for p in both]), _PALETTE[0], mode="markers", error_y=bars)
+        scatter |= {"text": [f"iteration {p[3]}" for p in both]}
+        equal = line("as predicted", (ends, ends), _PALETTE[1], dash="dot")
+        layout = _layout("predicted (nats)", "measured (nats)")
+        figures.append({"data": [equal, scatter], "layout": layout})
+    return figures
+
+
+def pareto(
+    frontier: Sequence[tuple[float, float]], others: Mapping[str, Sequence[tuple[float, float, str]]], what: str
+) -> Figure:
+    """Quality loss over the share saved: solved plans as a line, others as points with their text; what: the x axis."""
+    data = [line("solved for each share", tuple(zip(*frontier)), _PALETTE[0], mode="lines+markers")]
+    symbols = ("star", "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
+    for number, (name, points) in enumerate(others.items()):
+        dots = line(
+            name, ([p[0] for p in points], [p[1] for p in points]), (*_PALETTE[1:],)[number % 7], mode="markers"
+        )
+        dots["marker"] = {"symbol": symbols[number % len(symbols)], "size": 15 if number == 0 else 8}
+        data.append({**dots, "text": [text for _, _, text in points]})
+    layout = _layout(what, "quality loss")
+    layout["xaxis"] |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
+    return {"data": data, "layout": layout}
+
+
+def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
+    """(stage, FP4 share, modelled time) as bars."""
+    names = [f"stage {stage}" for stage, _, _ in found]
+    bars = {
+        "type": "bar", "x": names, "y": _rounded([time for _, _, time in found]), "marker": {"color": _PALETTE[0]},
+        "text": [f"{share:.1%} in FP4" for _, share, _ in found],
+        "name": "modelled time", "showlegend": False, "width": 0.5,
+    }  # fmt: skip
+    layout = _layout("", "modelled time, share of all in BF16")
+    slowest = max(time for _, _, time in found)
+    layout["shapes"] = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": slowest, "y1": slowest,
+         "line": {"color": _MARK, "dash": "dot", "width": 1}}
+    ]  # fmt: skip
+    return {"data": [bars], "layout": layout}
+
+
+def curves(lines: Mapping[str, Curve], what: str, tickformat: str = "") -> Figure:
+    """Plain lines over iterations; what: the y axis."""
+    layout = _layout("iteration", what)
+    layout["yaxis"] |= {"rangemode": "tozero", "tickformat": tickformat}
+    data = [line(name, curve, _PALETTE[i % len(_PALETTE)], width=1.3) for i, (name, curve) in enumerate(lines.items())]
+    return {"data": data, "layout": layout}
+
+
+def line(name: str, curve: Any, colour: str, *, width: float = 2, **more: Any) -> Figure:
+    """A line's trace; dash and shape go to the line, the rest to the trace."""
+    style = {"color": colour, "width": width} | {key: more.pop(key) for key in ("dash", "shape") if key in more}
+    single = {"mode": "markers"} if len(curve[0]) == 1 else {"mode": "lines"}
+    floats = any(isinstance(x, float) for x in curve[0])
+    xs, ys = (_rounded(curve[0]), _rounded(curve[1])) if floats else thinned(curve)
+    return {"type": "scatter", "name": name, "x": xs, "y": ys, "line": style, **single, **more}
+
+
+def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
+    """A vertical line for each new plan, on an axis of its own from 0 to 1."""
+    kept = [marks[i] for i in picked(len(marks), MOST_MARKS)]
+    texts = [f"plan from iteration {iteration}: {share:.1%} in FP4" for iteration, share in kept]
+    return {
+        "type": "scatter", "mode": "lines", "name": "new plan", "yaxis": "y2",
+        "line": {"color": _MARK, "width": 1, "dash": "dot"},
+        "x": [x for iteration, _ in kept for x in (iteration, iteration, None)], "y": [0, 1, None] * len(kept),
+        "text": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{text}<extra></extra>",
+    }  # fmt: skip
+
+
+def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Figure:
+    """A heatmap of logarithms whose colour bar and hover text tell the values."""
+    logs = [[None if v is None else round(math.log10(v), 4) for v in row] for row in table]
+    known = [v for row in logs for v in row if v is not None]
+    ticks = _log_ticks([10**v for v in known])
+    return {
+        "type": "heatmap", "z": logs, "customdata": [_rounded(row) for row in table], **places, "hoverongaps": False,
+        "colorscale": "YlOrRd", "reversescale": True, "xgap": 1, "ygap": 1,
+        "hovertemplate": text + "<extra></extra>",
+        "colorbar": {
+            "thickness": 10, "outlinewidth": 0,
+            "tickvals": [math.log10(t) for t in ticks], "ticktext": [f"{t:g}" for t in ticks],
+        },
+    }  # fmt: skip
+
+
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """Powers of ten over some values, at most six; with steps of 1, 2 and 5 where they are close together."""
+    low, high = (math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))) if values else (0, 1)
+    if high - low <= 2:
+        return [float(f"{digit}e{power}") for power in range(low, high + 1) for digit in (1, 2, 5)]
+    return [float(f"1e{power}") for power in range(low, high + 1, -(-(high - low) // 5))]
+
+
+def _layout(x: str, y: str) -> Figure:
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+
+
+def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
+    layout = _layout("block", "")
+    layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], "tickformat": "d"}
+    layout["yaxis"] |= {"showgrid": False, "zeroline": False, "ticktext": list(kinds)}
+    layout["height"] = 130 + 30 * max(len(kinds), 3)
+    return layout
+
+
+def _range(all_curves: Sequence[Curve]) -> list[float] | None:
+    """Leaves out the fall of the first twentieth and single spikes: they would flatten the rest."""
+    iterations = [i for xs, _ in all_curves for i in xs]
+    if len(iterations) < 40:
+        return None
+    start = min(iterations) + 0.05 * (max(iterations) - min(iterations))
+    late = [y for xs, ys in all_curves for x, y in zip(xs, ys) if x >= start]
+    low, top = min(late), float(np.percentile(late, 99.8))
+    return [low - 0.05 * (top - low), top + 0.3 * (top - low)] if top > low else None
+
+
+def _rounded(values: Iterable[Any]) -> list[Any]:
+    """Six significant digits, which no screen shows; None for what is not finite."""
+    return [float(f"{v:.6g}") if v is not None and math.isfinite(v) else None for v in values]

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip import runtime
-from megatron_snip.parallel.data import local_gradients
+from megatron_snip.parallel.data import is_copy, local_gradients
 from megatron_snip.parallel.pipeline import BatchLike
 from megatron_snip.runtime import SuspectDevice
 from megatron_snip.snip.measure.probe import Pass
@@ -154,12 +154,14 @@ class Rerun:
 
     def _local_result(self) -> LocalResult:
         share, square = self.stepper.local
-        sums = tuple(
-            (stage, name, bits_sum(gradient))
+        sums = [
+            # of the tied embedding, whose gradient is the sum of two stages', the first stage's place says less
+            (0 if is_copy(tags, self.stepper.mesh) else stage, name, bits_sum(gradient))
             for stage, module in self.stepper.pipeline.stages.items()
-            for name, gradient in local_gradients([module])  # in forward's order
-        )
-        return LocalResult(struct.pack("d", share), struct.pack("d", square), sums)
+            for name, tags, gradient in local_gradients([module])  # in forward's order
+        ]
+        sums.sort(key=lambda found: found[0])
+        return LocalResult(struct.pack("d", share), struct.pack("d", square), tuple(sums))
 
     def _gather(self, first: LocalResult, batch: BatchLike) -> list[Found]:
         """What all processes found, by rank; every process calls it."""
@@ -177,7 +179,7 @@ class Rerun:
             return -math.inf, 0, 0
         worst = max(range(len(losses)), key=lambda m: (not math.isfinite(losses[m]), losses[m]))
         samples = batch.sample_index[worst]
-        return losses[worst] * len(losses) * self.stepper.mesh.dp.size, int(samples.min()), int(samples.max())
+        return losses[worst] * len(losses) * self.stepper.mesh.dp_cp.size, int(samples.min()), int(samples.max())
 
     def _tell_equal(self, found: Sequence[Found], iteration: int, losses: str) -> None:
         worst = max((one.worst for one in found), key=lambda w: (math.isnan(w[0]) or w[0] == math.inf, w[0]))

@@ -25,7 +25,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import check_folder, parse_json, read_file
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
 from megatron_snip.model.spec import spec_of
-from megatron_snip.runtime import environment_rank
+from megatron_snip.runtime import environment_rank, made_with
 from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -279,7 +279,8 @@ def open_run_folder(config: Config, start: Start) -> None:
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
     drop_later_plans(run_dir, start.iteration)
-    write_atomic(run_dir / "config.json", json.dumps({"run_id": start.run_id, **config.to_dict()}, indent=1))
+    options = {"run_id": start.run_id, **config.to_dict(), "versions": made_with()}
+    write_atomic(run_dir / "config.json", json.dumps(options, indent=1))
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:

@@ -118,10 +118,17 @@ def settle_data(
 
 
 def _first_batches(config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None) -> str:
-    done, size = state["iteration"] if state else 0, config.training.global_batch_size
-    skipped = state.get("data_skipped", 0) if state else 0
-    problem = train.problem(done * size + skipped) if done < config.training.train_iters else ""
-    return problem or (valid.problem(0) if valid else "")
+    done, consumed = (state["iteration"], state["consumed_samples"]) if state else (0, 0)
+    problem = train.problem(consumed) if done < config.training.train_iters else ""
+    return problem or (valid.problem(consumed_validation(config, state)) if valid else "")
+
+
+def consumed_validation(config: Config, state: dict[str, Any] | None) -> int:
+    """Samples that validations have read; a checkpoint of before does not tell, and counts as Megatron-LM's does."""
+    if state is None:
+        return 0
+    log, done = config.logging, state["iteration"] // (config.logging.eval_interval or 1)
+    return state.get("consumed_valid_samples", done * log.eval_iters * config.training.global_batch_size)
 
 
 def _check_ids(config: Config, *loaders: Loader | None) -> None:

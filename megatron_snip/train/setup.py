@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.spec import linear_shapes, spec_of
+from megatron_snip.model.stages import stage_blocks
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
@@ -60,6 +61,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     plan of --precision plan.
     """
     validate(config, world_size)
+    config = config.with_iterations()
     m, p = config.model, config.precision
     spec_of(m)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model, m.vocab_size)
@@ -149,11 +151,6 @@ class Parts:
         return {**weights, **self.optimizer.tensors()}
 
 
-def _stages_of(config: Config) -> int:
-    pp, each = config.parallel.pipeline_model_parallel_size, config.parallel.num_layers_per_virtual_pipeline_stage
-    return pp if each is None else config.model.num_layers // each
-
-
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
     """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
@@ -161,42 +158,38 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     again = Recompute(
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
-    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device, again)
+    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp), t.seed, dtype, device, again)
     stages = build_stages(
         build,
-        num_stages=_stages_of(config),
+        stage_blocks(m.num_layers, config.parallel),
         tied=not m.untie_embeddings_and_output_weights,
         of=lambda s: s % pp == mesh.pp.rank,
     )
     strategy = config.parallel.data_parallel_sharding_strategy
     for stage in stages.values():
-        stage.loss_tokens = t.global_batch_size * m.seq_length
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
-            if mesh.dp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
+            if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
                 linear.weight_casts = None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
-        head = [stage.lm_head] if stage.lm_head is not None else []
-        shard_over_dp(stage, [*stage.layers.values(), *head], mesh, dtype, strategy)
+        shard_over_dp(stage, stage.units(), mesh, dtype, strategy)
         stage.allocate()
     return stages
 
 
-def build_pipeline(
-    config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device, microbatches: int | None = None
-) -> Pipeline:
-    """The pipeline over this process's stages; by default for an iteration's microbatches."""
+def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
+    """The pipeline over this process's stages."""
     m, t = config.model, config.training
-    s = m.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    own = m.seq_length // mesh.cp.size
+    s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     return Pipeline(
         dict(stages),
-        num_stages=_stages_of(config),
+        num_stages=len(stage_blocks(m.num_layers, config.parallel)),
         mesh=mesh,
         sharding=config.parallel.data_parallel_sharding_strategy,
-        microbatches=microbatches or config.num_microbatches(mesh.dp.size),
         activation=(t.micro_batch_size, s, m.hidden_size),
-        tokens=(t.micro_batch_size, m.seq_length),
+        tokens=(t.micro_batch_size, own),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
         device=device,
     )
@@ -205,31 +198,33 @@ def build_pipeline(
 def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
     """Loaders of training and validation; rank 0 fills the cache of sample indices before the others look."""
     d, t, log = config.data, config.training, config.logging
-    samples = t.global_batch_size * (log.eval_iters if log.eval_interval else 0)
+    validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
+    samples = t.global_batch_size * log.eval_iters * validations
     datasets = None
     for turn in (True, False):
         if turn == (mesh.rank == 0):
             datasets = build_datasets(
                 d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
-                t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
+                t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
                 config.model.vocab_size, d.data_cache_path,
             )  # fmt: skip
         if d.data_cache_path:
             mesh.barrier()
     assert datasets is not None
 
-    def loader(dataset: Dataset, prefetch: bool) -> Loader:
+    def loader(dataset: Dataset, batch_size: int | Callable[[int], int], prefetch: bool) -> Loader:
         return Loader(
-            dataset,
-            global_batch_size=t.global_batch_size,
+            Repeated(dataset),
+            global_batch_size=batch_size,
             micro_batch_size=t.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
+            cp=mesh.cp,
             prefetch=prefetch,
         )
 
     train, valid = datasets
-    return loader(Repeated(train), True), loader(valid, False) if valid is not None else None
+    return loader(train, t.batch_size, True), loader(valid, t.global_batch_size, False) if valid is not None else None
 
 
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:
@@ -242,12 +237,10 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             raise UserError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
-    shapes = linear_shapes(config.model) if known is None else known
-    layers, pp = 1 + max(shape.block for shape in shapes), config.parallel.pipeline_model_parallel_size
-    if pp < 1 or layers % pp:
-        raise UserError(f"--num-layers by pipeline parallel: {layers} is not a multiple of {pp}; change one")
-    each = layers // _stages_of(config.replace(num_layers=layers))
-    return [dataclasses.replace(shape, stage=shape.block // each % pp) for shape in shapes]
+    shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
+    stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
+    process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
+    return [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]
 
 
 def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
@@ -266,6 +259,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
         wide=not t.bf16,
+        gather=next(iter(parts.stages.values())).whole_sequences if parts.mesh.cp.size > 1 else None,
     )
     return Coordinator(
         config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
@@ -281,21 +275,32 @@ def mesh_of(config: Config, runtime: Runtime) -> Mesh:
         pp=p.pipeline_model_parallel_size,
         dp=dp,
         tp=p.tensor_model_parallel_size,
+        cp=p.context_parallel_size,
         replicate=config.replicas(dp),
+        tied=not config.model.untie_embeddings_and_output_weights,
         timeout_minutes=p.distributed_timeout_minutes,
     )
 
 
-def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True, mesh: Mesh | None = None) -> Parts:
+def build(
+    config: Config,
+    runtime: Runtime,
+    plan: Plan | None,
+    draw: bool = True,
+    mesh: Mesh | None = None,
+    *,
+    moments: bool = True,
+) -> Parts:
     """All parts of a run; every process calls it alike.
 
     draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.
+    moments: whether there is memory for the optimiser's, twice the weights', which only updates need.
     """
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
     if draw:
         draw_weights(stages.values())
-    optimizer = Optimizer(stages.values(), config.training)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     train_loader, valid_loader = build_loaders(config, mesh)
     stepper = Stepper(config, mesh, pipeline, optimizer)
@@ -319,7 +324,7 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
 def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
     """One line a format: who multiplies its GEMMs, by kind of linear where that differs."""
     told: dict[str, dict[str, set[str]]] = {}
-    tokens = config.training.micro_batch_size * config.model.seq_length
+    tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size

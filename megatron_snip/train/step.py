@@ -13,12 +13,18 @@ import torch.distributed as dist
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.llama import LlamaStage
-from megatron_snip.parallel.data import clip_coefficient, gradient_square_sum, sum_gradients_over_tp
+from megatron_snip.parallel.data import (
+    clip_coefficient,
+    gradient_square_sum,
+    sum_gradients_over_tp,
+    sum_tied_gradients,
+)
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.probe import Pass, PassRunner
-from megatron_snip.train.optim import Optimizer, learning_rate
+from megatron_snip.train.optim import Optimizer
+from megatron_snip.train.schedule import learning_rate, weight_decay
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Stepper:
             # has this one's address differs between processes, which must cast, and reduce over tp, alike.
             drop_weight_casts(stages)
         sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
+        sum_tied_gradients(stages, self.mesh)
         self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
         loss, square, stops = self._sum(*self.local, float(stop))
         # float32, so that the order in which the processes' squares were added does not show
@@ -86,10 +93,12 @@ class Stepper:
         if self.validate is not None:
             result = self.validate(result, batch, iteration)
         skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
-        lr = learning_rate(self.config.training, iteration)
+        t, behind = self.config.training, self.optimizer.samples
+        lr = learning_rate(t, behind)
         if not skipped:
             self.before_update()
-            self.optimizer.step(lr, result.clip)
+            samples = batch.sample_index.numel() * self.mesh.dp.size
+            self.optimizer.step(lr, result.clip, weight_decay(t, behind), samples)
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 

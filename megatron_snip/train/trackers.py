@@ -51,8 +51,8 @@ def check_trackers(config: Config) -> None:
             raise UserError(f"{option} needs {package}: pip install 'megatron_snip[{package}]', or drop the option")
 
 
-def start_trackers(config: Config, run_id: str, iteration: int) -> list[Tracker]:
-    """Those that the options ask for, of a run that goes on after an iteration."""
+def start_trackers(config: Config, run_id: str, iteration: int | None) -> list[Tracker]:
+    """Those that the options ask for, of a run that goes on after an iteration; None: to add to what is there."""
     trackers: list[Tracker] = []
     if config.logging.wandb_project:
         trackers.append(Wandb(config, run_id))
@@ -128,9 +128,9 @@ class TensorBoard:
 
     name = "TensorBoard"
 
-    def __init__(self, folder: str, iteration: int) -> None:
+    def __init__(self, folder: str, iteration: int | None) -> None:
         self._make = partial(importlib.import_module("torch.utils.tensorboard").SummaryWriter, folder, flush_secs=10)
-        self.writer: Any = self._make(purge_step=iteration + 1)
+        self.writer: Any = self._make(purge_step=None if iteration is None else iteration + 1)
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
@@ -181,6 +181,6 @@ class TensorBoard:
 
 def _picture(plan: Plan) -> Any:
     # matplotlib takes a second that runs without it need not wait for
-    from megatron_snip.train.report_pictures import plan_png
+    from megatron_snip.train.plan_picture import plan_png
 
     return plan_png(plan)

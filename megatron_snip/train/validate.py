@@ -13,6 +13,8 @@ from pathlib import Path
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
+from megatron_snip.model.stages import is_interleaved
+from megatron_snip.train.schedule import check_ramp, check_samples, check_schedule
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -21,8 +23,10 @@ RANGES: dict[str, tuple[str, ...]] = {
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "context_parallel_size",
         "num_distributed_optimizer_instances", "recompute_num_layers",
-        "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
+        "micro_batch_size", "global_batch_size", "train_samples", "train_iters", "lr_decay_iters", "lr_wsd_decay_iters",
+        "lr_decay_samples", "lr_wsd_decay_samples",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
         "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience", "world_size",
@@ -30,7 +34,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
-        "spike_deviations", "spike_nats", "manual_gc_interval",
+        "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
+        "start_weight_decay", "end_weight_decay",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -40,7 +45,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
     "0 to 4294967295": ("seed",),  # what numpy's generator takes
-    "a share, 0 to 1": ("snip_target",),
+    "a share, 0 to 1": ("snip_target", "lr_warmup_fraction"),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
     "a positive number up to 9999": lambda value: 1 <= value <= 9999,
@@ -71,9 +76,12 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
+    check_ramp(config.training)
+    config = config.with_iterations()
     _in_range(config)
+    check_samples(config)
     m, p, t = config.model, config.parallel, config.training
-    tp = p.tensor_model_parallel_size
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     dp = config.data_parallel_size(world_size)
     change_tp = "change it or --tensor-model-parallel-size"
     _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
@@ -85,21 +93,30 @@ def validate(config: Config, world_size: int) -> None:
     for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
         _divides(width, tp, f"{name} by tensor parallel", change_tp)
     _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
+    if cp > 1:
+        _divides(m.seq_length, 2 * cp * TILE, f"--seq-length in two pieces of whole {TILE}-token tiles for each of "
+                 f"{cp} context parallel processes", "change it or --context-parallel-size")  # fmt: skip
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
         raise UserError(
             f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
             "shorten the sequence or raise the limit"
         )
     if p.sequence_parallel:
-        _divides(m.seq_length, tp, "--seq-length by tensor parallel", "change it or drop --sequence-parallel")
-    _divides(t.global_batch_size, t.micro_batch_size * dp, "--global-batch-size by --micro-batch-size x data "
-             f"parallel ({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
+        axes = "tensor x context" if cp > 1 else "tensor"
+        way_out = "change it or drop --sequence-parallel"
+        _divides(m.seq_length, tp * cp, f"--seq-length by {axes} parallel", way_out)
+    for size in (t.global_batch_size, *t.batch_sizes):
+        what = "--global-batch-size" if size == t.global_batch_size else "a batch of --rampup-batch-size"
+        _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
+                 f"({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
         raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
     _validate_sharding(config, dp)
-    _validate_stages(config, config.num_microbatches(dp))
+    for size in t.batch_sizes:
+        _validate_stages(config, size // (t.micro_batch_size * dp))
     _validate_choices(config)
     _validate_pairs(config)
+    check_schedule(config.training)
     _validate_recompute(config)
     _validate_dry_run(config)
 
@@ -133,29 +150,14 @@ def _validate_sharding(config: Config, dp: int) -> None:
 
 def _validate_stages(config: Config, microbatches: int) -> None:
     m, pp = config.model, config.parallel.pipeline_model_parallel_size
-    each = config.parallel.num_layers_per_virtual_pipeline_stage
-    _divides(m.num_layers, pp, "--num-layers by pipeline parallel", "change one")
-    if pp > 1 and not m.untie_embeddings_and_output_weights:
-        raise UserError(
-            f"tied embeddings need both ends of the model in one process, and --pipeline-model-parallel-size "
-            f"is {pp}; add --untie-embeddings-and-output-weights or use one stage"
-        )
+    interleaved = is_interleaved(m.num_layers, config.parallel)
     if microbatches < pp:
         raise UserError(
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
             "raise --global-batch-size or lower --micro-batch-size"
         )
-    if each is None:
-        return
-    option = "--num-layers-per-virtual-pipeline-stage"
-    if pp == 1 or each < 1:
-        raise UserError(
-            f"{option} is {each} and --pipeline-model-parallel-size {pp}; "
-            "give 1 or more of the first and 2 or more of the second, or drop the first"
-        )
-    _divides(m.num_layers // pp, each, "layers a stage by layers a virtual stage", f"change {option}")
     # torch's interleaved schedule runs them in equal rounds of pp or a few more
-    rounds = microbatches // pp
+    rounds = microbatches // pp if interleaved else 1
     _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
 
 
@@ -193,7 +195,7 @@ def _validate_choices(config: Config) -> None:
 
 def _validate_pairs(config: Config) -> None:
     """UserError for two options that contradict each other, of which one would quietly win or the run would end."""
-    s, t, p = config.snip, config.training, config.parallel
+    s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
     if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
@@ -212,12 +214,6 @@ def _validate_pairs(config: Config) -> None:
         raise UserError(
             f"--profile-step-end {log.profile_step_end} is before --profile-step-start {log.profile_step_start}; "
             "change one"
-        )
-    if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
-    if t.lr_wsd_decay_iters is not None and t.lr_decay_style != "WSD":
-        raise UserError(
-            f"--lr-wsd-decay-iters is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
         )
     if config.model.use_rope_scaling and config.model.rope_low_freq_factor >= config.model.rope_high_freq_factor:
         raise UserError(

@@ -23,7 +23,7 @@ def save_run(options: dict[str, Any]) -> None:
 
 def collect(words: list[str], output: Path) -> Statistics:
     """tools/collect_stats.py on the ranks that are here."""
-    from tools import collect_stats
+    from megatron_snip.cli import collect_stats
 
     runtime.stop = dist.barrier  # the harness leaves the group
     collect_stats.main([*words, "--output", str(output)])

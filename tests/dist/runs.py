@@ -43,6 +43,7 @@ LAYOUTS = {
     "tp2 without sequence parallel": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2 interleaved": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "pp2 unequal": {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3},
     "tp2 x pp2 interleaved": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True,
         "num_layers_per_virtual_pipeline_stage": 1,

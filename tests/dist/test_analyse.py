@@ -12,6 +12,7 @@ from megatron_snip.snip.plan import Plan
 from tests.dist.converting import analyse
 from tests.dist.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
+from tests.unit.train.recorded import shown
 
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.dist
@@ -71,8 +72,11 @@ def test_plans_of_the_shares(analysed):
 
 def test_the_page_needs_nothing_else(analysed):
     text = (analysed[1] / "report.html").read_text()
-    assert text.count("src='data:image/png;base64,") == text.count("src=") == 2 and "href" not in text
+    assert "src=" not in text and "href=" not in text
     assert text.count("<tr><td>layers.") == 14
+    sections = shown(analysed[1] / "report.html")
+    assert [figure["title"] for figure in sections["Sensitivity"]] == ["fp8", "fp4"]
+    assert len(sections["Plans"][0]["plans"]["steps"]) == 2
 
 
 def test_sharded_it_is_the_same(model, analysed, tmp_path):

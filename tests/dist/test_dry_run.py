@@ -30,6 +30,20 @@ def test_collectives_are_those_of_a_run() -> None:
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
 
 
+@pytest.mark.slow
+def test_collectives_of_a_tied_model_in_unequal_stages() -> None:
+    options = {
+        **SMALL, "num_layers": 6, "pipeline_model_parallel_size": 3, "untie_embeddings_and_output_weights": False,
+        "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1,
+    }  # fmt: skip
+    real = run_ranks(real_collectives, 3, options, seconds=240.0)
+    config = options_of(options)
+    ranks = end_ranks(config, 3)
+    assert ranks == [0, 1, 2], "the middle has the most blocks"
+    for one in measure_all(config, 3, ranks):
+        assert [collectives(one.stretches[i].counts) for i in (0, 2)] == real[one.rank]
+
+
 @pytest.mark.parametrize(
     "options",
     [

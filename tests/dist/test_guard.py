@@ -148,7 +148,7 @@ def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout
     shutil.copytree(there / "checkpoints/iter_0000008", back / "checkpoints/iter_0000008")
     (back / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
     path = back / "checkpoints/iter_0000008/state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "guard": None}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "consumed_samples": 40, "guard": None}))
     prove(path)
     fresh, again = run(layout, back, load=str(back / "checkpoints"), **more)
     assert_equal(ranks, fresh)

@@ -21,12 +21,18 @@ WORDS = {
     "rope_high_freq_factor": "3.5", "rope_original_max_position_embeddings": "4096", "norm_epsilon": "1e-6",
     "untie_embeddings_and_output_weights": True, "init_method_std": "0.01", "vocab_size": "500",
     "make_vocab_size_divisible_by": "64", "tensor_model_parallel_size": "2", "pipeline_model_parallel_size": "3",
-    "num_layers_per_virtual_pipeline_stage": "1", "sequence_parallel": True,
-    "data_parallel_sharding_strategy": "optim_grads",
+    "num_layers_per_virtual_pipeline_stage": "1", "num_virtual_stages_per_pipeline_rank": "4",
+    "decoder_first_pipeline_num_layers": "5", "decoder_last_pipeline_num_layers": "6",
+    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+    "context_parallel_size": "2", "sequence_parallel": True, "data_parallel_sharding_strategy": "optim_grads",
     "num_distributed_optimizer_instances": "2", "distributed_backend": "gloo",
     "device": "cpu",
     "distributed_timeout_minutes": "2.5", "micro_batch_size": "2", "global_batch_size": "16", "train_iters": "7",
+    "rampup_batch_size": ["4", "2", "90"], "train_samples": "112", "lr_decay_samples": "96", "lr_warmup_samples": "32",
+    "lr_wsd_decay_samples": "48",
     "lr": "1e-3", "min_lr": "1e-5", "lr_decay_style": "WSD", "lr_decay_iters": "6", "lr_warmup_iters": "2",
+    "lr_warmup_fraction": "0.25", "lr_warmup_init": "1e-6", "lr_wsd_decay_style": "cosine",
+    "start_weight_decay": "0.05", "end_weight_decay": "0.2", "weight_decay_incr_style": "linear",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "clip_grad": "0.5", "seed": "5", "bf16": True,
     "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "2",
@@ -56,11 +62,16 @@ WORDS = {
 }  # fmt: skip
 #: Option names of Megatron-LM core 0.16.1 that exist here.
 MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
+--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
 --sequence-parallel --distributed-backend --distributed-timeout-minutes --num-layers --hidden-size --ffn-hidden-size
 --num-attention-heads --num-query-groups --kv-channels --seq-length --max-position-embeddings --rotary-base
 --norm-epsilon --untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by
---micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-decay-style --lr-decay-iters
---lr-warmup-iters --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad --seed --bf16
+--micro-batch-size --global-batch-size --rampup-batch-size --train-iters --train-samples --lr-decay-samples
+--lr-warmup-samples --lr-wsd-decay-samples --lr --min-lr --lr-decay-style --lr-decay-iters
+--lr-warmup-iters --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-iters --lr-wsd-decay-style
+--start-weight-decay --end-weight-decay --weight-decay-incr-style --weight-decay
+--adam-beta1 --adam-beta2 --adam-eps --clip-grad --seed --bf16
 --recompute-granularity --exit-interval --exit-duration-in-mins --exit-signal-handler --data-path --split
 --data-cache-path --mock-data --tokenizer-type --tokenizer-model --vocab-size --log-interval --eval-interval
 --eval-iters --save --load --save-interval --finetune --no-load-optim --log-throughput --wandb-project

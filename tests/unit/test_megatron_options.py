@@ -32,9 +32,9 @@ LLAMA3_8B = """
 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save saves --load saves --tensorboard-dir logs
 """
 #: What its message asks to change, and what is then given.
-LEFT_OUT = """apply-layernorm-1p train-samples lr-decay-samples lr-warmup-samples decoupled-lr decoupled-min-lr
+LEFT_OUT = """apply-layernorm-1p decoupled-lr decoupled-min-lr
 grad-reduce-in-bf16 fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"""
-INSTEAD = "--precision fp8 --train-iters 15258789 --lr-decay-iters 15228271 --lr-warmup-iters 30517"
+INSTEAD = "--precision fp8"
 
 
 def without(words: list[str], names: list[str]) -> list[str]:
@@ -63,7 +63,7 @@ def test_with_these_changes_it_runs(caplog):
         config = parse([*without(LLAMA3_8B.split(), LEFT_OUT.split()), *INSTEAD.split()])
     m = config.model
     assert (m.num_layers, m.hidden_size, m.num_query_groups, m.rotary_base) == (32, 4096, 8, 1e6)
-    assert (config.training.train_iters, config.precision.precision) == (15258789, "fp8")
+    assert (config.with_iterations().training.train_iters, config.precision.precision) == (15258789, "fp8")
     validate(config, 8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
@@ -81,9 +81,8 @@ def test_with_these_changes_it_runs(caplog):
         ("--normalization LayerNorm", "give RMSNorm"),
         ("--normalization", "--normalization: models here have RMSNorm"),
         ("--num-workers", "--num-workers: give it one value"),
-        ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000: the batch size is constant"),
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
-        ("--lr-warmup-init -1", "--lr-warmup-init -1: warm-up begins at 0"),
+        ("--attention-dropout -1", "--attention-dropout -1: there is no dropout"),
     ],
 )
 def test_what_is_not_here_names_the_way_out(words, said):

@@ -23,6 +23,8 @@ struct Form {
   int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
+  // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.
+  int64_t piece, sequence, first, second;
   uint32_t key0, key1, iteration;
   int32_t stochastic, output, scale, block_rows, block_cols;
   Grid grid;

@@ -68,6 +68,13 @@ FN const float* spread(float* blocks, int width, int shift, int cols, float* nat
   return out;
 }
 
+// The row of the whole, counted from the form's first one, that a row of the operand is.
+FN int64_t place_of(const Form& form, int64_t row) {
+  if (form.piece == 0) return row;
+  const int64_t number = row / form.piece;
+  return number / 2 * form.sequence + (number % 2 ? form.second : form.first) + row % form.piece;
+}
+
 // --- One strip: the rows of a block, at most kStrip columns
 
 template <class T, bool kCodes, bool kStochastic, bool kUniform>
@@ -103,7 +110,7 @@ FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t r
   I saturated{};
   for (int64_t i = 0; i < rows; ++i) {
     if constexpr (kStochastic)
-      random_draws(Philox(form, form.row0 + row + i), form.col0 + col, cols, s.draws);
+      random_draws(Philox(form, form.row0 + place_of(form, row + i)), form.col0 + col, cols, s.draws);
     const Line line = {encode, decode, shift, s.draws + ((form.col0 + col) & 7), rounder, ahead};
     line.cast(x + i * call.cols, out + i * call.cols, cols, stream, saturated);
   }

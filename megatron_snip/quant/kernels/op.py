@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_snip.quant import cast as specification
 from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference
 from megatron_snip.quant.kernels import cpu, triton_cast
-from megatron_snip.quant.rounding import RoundingKey
+from megatron_snip.quant.rounding import RoundingKey, Rows
 
 _CONSTANTS = len(Constants._fields)
-_FIELDS = _CONSTANTS + 7
+_FIELDS = _CONSTANTS + 11
 _MASK32 = 0xFFFFFFFF
 
 
@@ -107,9 +107,9 @@ def _numbers(form: Form, output: Output) -> list[int]:
     """A form as _FIELDS integers of 64 bits; a key's seed and stream in halves, which together are as good."""
     constants, key = form.constants(output), form.key
     if key is None:
-        return [*constants, -1, 0, 0, 0, 0, 0, 0]
+        return [*constants, -1, *[0] * 10]
     halves = [key.seed & _MASK32, key.seed >> 32 & _MASK32, key.stream & _MASK32, key.stream >> 32 & _MASK32]
-    return [*constants, key.iteration, *halves, key.row0, key.col0]
+    return [*constants, key.iteration, *halves, key.row0, key.col0, *(key.rows or (0, 0, 0, 0))]
 
 
 def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
@@ -117,11 +117,11 @@ def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
     forms, outputs = [], []
     for first in range(0, len(numbers), _FIELDS):
         rest = numbers[first + _CONSTANTS : first + _FIELDS]
-        iteration, seed_low, seed_high, stream_low, stream_high, row0, col0 = rest
+        iteration, seed_low, seed_high, stream_low, stream_high, row0, col0, *rows = rest
         key = None
         if iteration >= 0:
             seed, stream = seed_low | seed_high << 32, stream_low | stream_high << 32
-            key = RoundingKey(seed, iteration, stream, row0, col0)
+            key = RoundingKey(seed, iteration, stream, row0, col0, rows=Rows(*rows) if any(rows) else None)
         form, output = Form.of(Constants(*numbers[first : first + _CONSTANTS]), key)
         forms.append(form)
         outputs.append(output)

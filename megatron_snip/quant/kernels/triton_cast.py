@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +28,37 @@ from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Qua
 
 if TYPE_CHECKING:
     from megatron_snip.quant.kernels.triton_steps import FormSpec
-    from megatron_snip.quant.rounding import RoundingKey
+    from megatron_snip.quant.rounding import RoundingKey, Rows
 
 MAX_BLOCK = 128
 
 # Offsets inside a tile are 32-bit: a tile of 128 rows spans less than 2**31 elements.
 _MAX_SIDE = 1 << 24
 
-# A program's columns, its rows in registers and its warps: 32 elements a thread, and blocks of MAX_BLOCK columns.
-# Chosen by registers, spills and counted instructions of the compiled code, not by a clock: none was at hand.
-_COLS, _CHUNK, _WARPS = 128, 32, 4
+# A program's columns: a whole block of MAX_BLOCK.
+_COLS = 128
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
+
+
+class Tiling(NamedTuple):
+    """How many rows of x a program has in registers at once, and by how many warps."""
+
+    chunk: int
+    warps: int
+
+
+#: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
+#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, the one with
+#: the fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+TILINGS = {
+    (128, False): Tiling(32, 4),
+    (128, True): Tiling(16, 4),
+    (32, False): Tiling(32, 8),
+    (32, True): Tiling(32, 8),
+    (16, False): Tiling(16, 4),
+    (16, True): Tiling(16, 4),
+}
+_ANY = Tiling(32, 4)  # for other blocks
 
 _MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 _FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
@@ -84,6 +104,14 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
+def tiling(forms: Sequence[Form]) -> Tiling:
+    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once."""
+    side = max(max(form.block) for form in forms)
+    chosen = TILINGS.get((side, any(form.key is not None for form in forms)), _ANY)
+    high = any(chosen.chunk < form.block[0] <= _ANY.chunk for form in forms)
+    return _ANY if high else chosen
+
+
 def cast(
     x: Tensor,
     forms: Sequence[Form],
@@ -108,7 +136,8 @@ def cast(
             made.saturated.zero_()
     first = 0
     while first < len(forms):
-        both = len({form.block[0] for form in forms[first : first + 2]} - set(range(_CHUNK + 1))) < 2
+        pair = forms[first : first + 2]
+        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair).chunk}) < 2
         chosen = slice(first, first + 1 + both)
         _launch(x, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=dtype not in (None, x.dtype))
         if count and _twins(forms[chosen], outputs[chosen]):
@@ -141,18 +170,19 @@ def _launch(
         phase = -1 if form.key is None else form.key.col0 & 7
         specs.append(_spec(form.constants(output), phase, fp8, twins))
         strides = (0, 0) if made.scales is None else made.scales.stride()
-        arguments += [made.values, made.scales, made.saturated, *strides, *_words(form.key)]
+        arguments += [made.values, made.scales, made.saturated, *strides, *_random(form.key, x.device)]
     if len(forms) == 1:
         specs.append(None)
-        arguments += [None, None, None, 0, 0, *_words(None)]
+        arguments += [None, None, None, 0, 0, *_random(None, x.device)]
     if twins:
         specs[1] = None
-    rows = max(_CHUNK, *(form.block[0] for form in forms))
+    chunk, warps = tiling(forms)
+    rows = max(chunk, *(form.block[0] for form in forms))
     even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
     grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
-            *arguments, *specs, rows, _COLS, _CHUNK, How(even, rounded), num_warps=_WARPS, **_OPTIONS
+            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **_OPTIONS
         )
 
 
@@ -199,12 +229,43 @@ def _spec(constants: Constants, phase: int, fp8: bool, twins: bool) -> FormSpec:
     )
 
 
-def _words(key: RoundingKey | None) -> list[int]:
-    """A key as the kernel takes it: 32-bit words as signed integers, so that their size never asks for a new kernel."""
+def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
+    """A key as the kernel takes it: words that stay for a run, and where the kernel reads iteration, row0 and rows.
+
+    Words are 32 bits as signed integers, so that their size never asks for a new kernel.
+    """
     if key is None:
-        return [0] * 6
-    words = (*key.words, key.row0 & 0xFFFFFFFF, key.row0 >> 32, key.col0 >> 3, key.iteration)
-    return [(word + 2**31) % 2**32 - 2**31 for word in words]
+        return [0, 0, 0, None, None, None]
+    words = [(word + 2**31) % 2**32 - 2**31 for word in (*key.words, key.col0 >> 3)]
+    iteration, row0 = (None, None) if key.clock is None else key.clock
+    return [
+        *words,
+        _on_device(key.iteration, device) if iteration is None else iteration,
+        _on_device(key.row0, device) if row0 is None else row0,
+        None if key.rows is None else _rows_on_device(key.rows, device),
+    ]
+
+
+def _on_device(number: int, device: torch.device) -> Tensor:
+    """A number as int64 [1], written once for all casts of an iteration or microbatch.
+
+    Another stream would not wait for what was written, and a CUDA graph may live longer than what is kept.
+    """
+    if device.type != "cuda":
+        return _written(number, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.full((1,), number, device=device)
+    return _written(number, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _written(number: int, device: torch.device, stream: int) -> Tensor:
+    return torch.full((1,), number, device=device)
+
+
+@cache
+def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
+    return torch.tensor(rows, device=device)  # the same for the whole run, and so in a CUDA graph
 
 
 def takes_codes(quantized: Quantized) -> bool:
@@ -222,7 +283,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     block_rows, block_cols = quantized.block
-    rows, cols = max(_CHUNK, block_rows), _COLS
+    rows, cols = max(_ANY.chunk, block_rows), _COLS
     grid = (-(-codes.shape[0] // rows) * -(-codes.shape[1] // cols),)
     with torch.cuda.device_of(codes):
         triton_kernels.dequantize_kernel[grid](

@@ -285,28 +285,43 @@ def _cast_tall(
         _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, HOW)
 
 
+@triton.jit
+def _words(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
+    """The words of ``draws_of``, of what a form's key gives and of where iteration, row0 and pieces lie."""
+    low = 0
+    high = 0
+    now = 0
+    DRAWS: tl.constexpr = F is not None and F.phase >= 0
+    if DRAWS:
+        first = tl.load(row0)
+        low, high, now = first.to(tl.int32), (first >> 32).to(tl.int32), tl.load(iteration).to(tl.int32)
+    return key0, key1, low, high, group0, now, pieces
+
+
 # fmt: off
 @triton.jit(do_not_specialize=[
-    "key0_a", "key1_a", "row0_low_a", "row0_high_a", "group0_a", "iteration_a",
-    "key0_b", "key1_b", "row0_low_b", "row0_high_b", "group0_b", "iteration_b",
+    "key0_a", "key1_a", "group0_a", "iteration_a", "row0_a", "pieces_a",
+    "key0_b", "key1_b", "group0_b", "iteration_b", "row0_b", "pieces_b",
 ])
 def cast_kernel(
     x, x_stride, rows, cols, tensor_amax,
     out_a, scales_a, saturated_a, scale_row_a, scale_col_a,
-    key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a,
+    key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a,
     out_b, scales_b, saturated_b, scale_row_b, scale_col_b,
-    key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b,
+    key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, HOW: tl.constexpr,
 ):
     """A tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, in forms A and B (or None).
 
     The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
     take their amax on the first way, and are cast on a second one.
+    iteration, row0: int64 each, in memory, which may change between two replays of a CUDA graph.  pieces: int64 [4] in
+    memory, rounding.py's Rows; None: rows stand one after another.
     """
     place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a, place_b)
-    words_a = (key0_a, key1_a, row0_low_a, row0_high_a, group0_a, iteration_a)
-    words_b = (key0_b, key1_b, row0_low_b, row0_high_b, group0_b, iteration_b)
+    words_a = _words(key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a, A)
+    words_b = _words(key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b, B)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS

@@ -149,9 +149,14 @@ def _philox(c0, c1, c2, c3, k0, k1):
 def draws_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """(draw + 1/2) * 2**-16 of elements from (row, col) of x on, draws being 16-bit integers: float32 [ROWS, COLS].
 
-    words: key (two), row0 (low, high), col0 >> 3, of which F.phase is the rest, iteration, all as int32 bit patterns.
+    words: key (two), row0 (low, high), col0 >> 3, of which F.phase is the rest, iteration, all as int32 bit patterns;
+    and where rounding.py's Rows lie, or None.
     """
-    key0, key1, row0_low, row0_high, group0, iteration = words
+    key0, key1, row0_low, row0_high, group0, iteration, pieces = words
+    if pieces is not None:  # of which a tile never lies in two
+        number = row // tl.load(pieces)
+        begin = tl.load(pieces + 2 + number % 2)
+        row = number // 2 * tl.load(pieces + 1) + begin + row % tl.load(pieces)
     k0, k1, c3 = key0.to(tl.uint32), key1.to(tl.uint32), iteration.to(tl.uint32)
     start = row0_low.to(tl.uint32)
     low = start + (row + tl.arange(0, ROWS)[:, None]).to(tl.uint32)

@@ -5,7 +5,7 @@
 A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q, k and v themselves it would
 not do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one
 key or value is felt by the losses of many queries, which are independent of each other.  Source: docs/numerics.md.
-T tokens, A query and G key/value heads of this process, D channels of a head, F formats.
+T tokens of this process, A query and G key/value heads of this process, D channels of a head, F formats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import Operands
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
 
-#: q [T, A D], k [T, G D] and v [T, G D] of whole sequences -> [T, A D]
+#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences -> [T, A D]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -30,32 +30,53 @@ class Failure:
     """What went wrong first in this process's part of a probe; "" so far.
 
     Text, not the exception: that would hold the memory of the frames it passed.  ``probes`` are let go of with it.
+    ``elsewhere``: it went wrong on a process that this one cannot go on without.
     """
 
     def __init__(self) -> None:
         self.text = ""
+        self.elsewhere = False
         self.probes: list[LinearProbe] = []
+
+    @property
+    def happened(self) -> bool:
+        """Whether measuring is over."""
+        return self.elsewhere or bool(self.text)
 
     def note(self, error: BaseException | str) -> None:
         """Keep the first, and free what was measured: the pass itself may need the memory."""
-        for probe in self.probes:
-            probe.weight_error.clear()
+        self.free()
         kind = f"{type(error).__name__}: " if isinstance(error, BaseException) else ""
         self.text = self.text or f"{kind}{str(error).strip()}".splitlines()[0]
+
+    def free(self) -> None:
+        """Let go of what was measured."""
+        for probe in self.probes:
+            probe.weight_error.clear()
 
 
 class BlockProbe:
     """Measures a block's linears; ``observer(name)`` is what a linear is given.
 
     attend: None where no linear is of kind q, k or v.  own: whether it is the model's own, with the same bits.
+    gather: what a process of cp has of all sequences [T, C] -> the whole of them [cp T, C]; None where it has all.
 
     Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
     """
 
     def __init__(
-        self, probes: Mapping[str, LinearProbe], attend: Attend | None, tp: Axis, failure: Failure, *, own: bool = True
+        self,
+        probes: Mapping[str, LinearProbe],
+        attend: Attend | None,
+        tp: Axis,
+        failure: Failure,
+        *,
+        own: bool = True,
+        cp: Axis | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.probes, self.attend, self.tp, self.failure, self.own = dict(probes), attend, tp, failure, own
+        self.probes, self.attend, self.failure, self.own = dict(probes), attend, failure, own
+        self.tp, self.cp, self.gather = tp, cp, gather
         self.formats = next(iter(self.probes.values())).formats
         # by the global row of a microbatch's first token: several may be in flight
         self._shown: dict[int, dict[str, Shown | None]] = {}
@@ -70,7 +91,7 @@ class BlockProbe:
         row0, counted = operands.call.key.row0, _Counted(operands, self.tp)
         shown = self._shown.setdefault(row0, {})
         shown[name] = None
-        if not self.failure.text:
+        if not self.failure.happened:
             try:
                 shown[name] = self.probes[name].measure(counted.operands)
             except Exception as error:
@@ -81,6 +102,11 @@ class BlockProbe:
 
     def _give_up(self, error: Exception) -> None:
         self.failure.note(error)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of what was measured."""
+        self.failure.free()
         for shown in self._shown.values():
             shown.update(dict.fromkeys(shown))
 
@@ -90,7 +116,9 @@ class BlockProbe:
             return
         device = next(iter(self.probes.values())).device
         sums = None
-        if not self.failure.text:
+        if self.gather is not None and self.cp is not None and self.attend is not None:
+            shown = self._with_whole_sequences(shown, self.cp, self.gather)
+        if not self.failure.happened:
             try:
                 sums = self._token_sums(shown)
             except Exception as error:
@@ -104,6 +132,32 @@ class BlockProbe:
         for probe, row in zip(self.probes.values(), squares, strict=True):
             for fmt, value in zip(self.formats, row, strict=True):
                 probe.sums.add(f"token/{fmt}", value, share)
+
+    def _with_whole_sequences(
+        self, shown: Mapping[str, Shown | None], cp: Axis, gather: Callable[[Tensor], Tensor]
+    ) -> Mapping[str, Shown | None]:
+        """The same with outputs and errors of k and v [cp T, G D], in one collective that all of cp make or none."""
+        keys = [name for name in self.probes if self.probes[name].shape.kind in ("k", "v")]
+        parts = None
+        if not self.failure.happened:
+            try:
+                ones = {name: cast(Shown, shown[name]) for name in keys}
+                tensors = [x for one in ones.values() for x in (one.output, *one.errors.values()) if x is not None]
+                parts = torch.cat(tensors, dim=1)
+                parts.new_empty(2 * cp.size, *parts.shape)  # what gathering takes, before others wait for it
+            except Exception as error:
+                self._give_up(error)
+        failed = torch.tensor([float(parts is None)], device=next(iter(self.probes.values())).device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=cp.group)
+        if failed.item() or parts is None:
+            self.failure.elsewhere = True
+            self._forget()
+            return shown
+        wholes = iter(gather(parts).chunk(len(tensors), dim=1))
+        for name, one in ones.items():
+            output = next(wholes)
+            ones[name] = dataclasses.replace(one, output=output, errors={fmt: next(wholes) for fmt in one.errors})
+        return {**shown, **ones}
 
     def _token_sums(self, shown: Mapping[str, Shown | None]) -> Tensor:
         """[7 F, T] of all linears and formats, partial along tp."""

@@ -42,11 +42,11 @@ def row_step(out_features: int) -> int:
 class Place:
     """How a linear is cut: along tp, by output channels (column-parallel) or input channels; and over shard.
 
-    dp counts the processes that see the same weight, replicate those that update the same part of it.
+    dp_cp counts the processes that see the same weight, replicate those that update the same part of it.
     """
 
     tp: Axis
-    dp: Axis
+    dp_cp: Axis
     replicate: Axis
     shard: Axis
     column_parallel: bool
@@ -124,10 +124,10 @@ class LinearProbe:
         # along tp a tensor is either whole on every process, and counted once, or cut into shards
         once = 1.0 if place.tp.is_first else 0.0
         column = place.column_parallel
-        # and a weight is the same on all of dp and in every microbatch
+        # and a weight is the same on all of dp and cp and in every microbatch
         self._share = {
             "input": once if column else 1.0,
-            "weight": 1.0 / place.dp.size,
+            "weight": 1.0 / place.dp_cp.size,
             "grad_output": 1.0 if column else once,
         }
         self._seen = False
@@ -250,7 +250,7 @@ class LinearProbe:
         return error
 
     def add_updates(self, updates: Updates, clip: float) -> None:
-        """Add the update's size and its change by E_w, which by now is the sum over microbatches and dp."""
+        """Add the update's size and its change by E_w, which by now is the sum over microbatches, dp and cp."""
         share, shard = 1.0 / self.place.replicate.size, self.place.shard
         whole = updates.changes(self.shape.name, [], clip)[0]
         self.sums.add("update", whole, share)

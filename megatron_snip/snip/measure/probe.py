@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tensor import Region
@@ -71,6 +72,7 @@ class Probe:
         device: torch.device,
         wide: bool,
         own_attends: bool = True,
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.linears, self.attends, self.updates = linears, attends, updates
         self.shapes = tuple(shapes)  # of the whole model
@@ -78,6 +80,7 @@ class Probe:
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.wide = wide  # with Region.wide, where the compute is float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
+        self.gather = gather  # under context parallelism: a process's part of sequences [T, C] -> the whole of them
 
     def run(
         self,
@@ -119,7 +122,11 @@ class Probe:
     def _note_idle(self, probes: Mapping[str, LinearProbe], failure: Failure) -> None:
         """A linear that backward did not come to has nothing to show."""
         for name, probe in probes.items():
-            if self.formats and not failure.text and not any(sum_.startswith("token/") for sum_ in probe.sums.names):
+            if (
+                self.formats
+                and not failure.happened
+                and not any(sum_.startswith("token/") for sum_ in probe.sums.names)
+            ):
                 failure.note(f"no gradient came to {name}; leave it out")
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
@@ -164,7 +171,9 @@ class Probe:
 
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
         shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
-        places = {dim: Place(mesh.tp, mesh.dp, mesh.replicate, mesh.shard, column_parallel=dim == 0) for dim in (0, 1)}
+        places = {
+            dim: Place(mesh.tp, mesh.dp_cp, mesh.replicate, mesh.shard, column_parallel=dim == 0) for dim in (0, 1)
+        }
         return {
             name: LinearProbe(shapes[name], self.formats, places[linear.split_dim], self.device, updates=updates)
             for name, linear in self.linears.items()
@@ -179,7 +188,10 @@ class Probe:
             block = probe.shape.block
             groups.setdefault((block, "" if block in self.attends else name), {})[name] = probe
         for (block, _), mine in groups.items():
-            together = BlockProbe(mine, self.attends.get(block), self.mesh.tp, failure, own=self.own_attends)
+            together = BlockProbe(
+                mine, self.attends.get(block), self.mesh.tp, failure,
+                own=self.own_attends, cp=self.mesh.cp, gather=self.gather,
+            )  # fmt: skip
             for name in mine:
                 self.linears[name].observer = together.observer(name)
         try:
@@ -189,10 +201,10 @@ class Probe:
                 linear.observer = None
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
-        """Over dp, in place: u is not linear, so errors are summed over the whole batch first."""
-        for probe in probes if self.mesh.dp.size > 1 else ():
+        """Over dp and cp, in place: u is not linear, so errors are summed over the whole batch first."""
+        for probe in probes if self.mesh.dp_cp.size > 1 else ():
             for error in probe.weight_error.values():
-                dist.all_reduce(error, group=self.mesh.dp.group)
+                dist.all_reduce(error, group=self.mesh.dp_cp.group)
 
     def _add_updates(self, probes: Iterable[LinearProbe], clip: float) -> None:
         for probe in probes:

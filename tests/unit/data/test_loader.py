@@ -156,3 +156,24 @@ def test_threads_end():
 def test_a_batch_that_does_not_divide_is_refused(batch, micro, ranks):
     with pytest.raises(ValueError, match=f"--global-batch-size {batch} is no multiple of .* {micro} times {ranks}"):
         make(Numbered(), 0, ranks, batch, micro)
+
+
+def test_batches_that_grow_follow_each_other():
+    """Each sample once and in order, whatever the batches, read ahead or not, and from any of them on."""
+
+    def size(consumed):
+        return 4 if consumed < 8 else 8 if consumed < 24 else 12
+
+    starts = [0, 4, 8, 16, 24, 36]
+    for options in ({}, {"prefetch": False}):
+        loader, seen = make(Numbered(), batch=size, **options), []
+        for consumed in starts:
+            seen += loader.batch(consumed).sample_index.flatten().tolist()
+        assert seen == list(range(48)) and loader.cursor(4, 3) == 24 and loader.cursor(24, 0) == 24
+        assert len(loader.batch(16).tokens) == 4 and len(loader.make(16, 2).tokens) == 1
+        loader.close()
+    dataset = Numbered()
+    loader = make(dataset, batch=size)
+    loader.batch(4)
+    loader.close()
+    assert sorted(index for index, _ in dataset.read) == list(range(4, 24)), "the next two, at their own sizes"

@@ -7,8 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_snip.data import sample_index
-from megatron_snip.data.sample_index import blending_index, epochs_needed, gpt_index, split_ranges
+from megatron_snip.data.sample_index import epochs_needed, gpt_index, split_ranges
 
 
 def slow_gpt_order(lengths, first, last, num_samples, seq_length, seed):
@@ -99,28 +98,6 @@ def test_epochs_needed(tokens, samples, seq_length, epochs):
     assert epochs_needed(tokens, samples, seq_length) == epochs
 
 
-def slow_blend(weights, size):
-    chosen, counts = [], [0] * len(weights)
-    for i in range(size):
-        errors = [w * max(float(i), 1.0) - c for w, c in zip(weights, counts)]
-        best = max(range(len(weights)), key=lambda k: (errors[k], -k))
-        chosen.append((best, counts[best]))
-        counts[best] += 1
-    return chosen
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
-def test_blend_against_a_plain_reference(count, monkeypatch):
-    random = np.random.RandomState(count)
-    for weights in [random.rand(count), np.ones(count), random.randint(1, 4, size=count).astype(float)]:
-        weights = (weights / weights.sum()).tolist()
-        for limit in (0, 100):  # both implementations
-            monkeypatch.setattr(sample_index, "LOOP_BLEND_LIMIT", limit)
-            arrays = blending_index(weights, 500)
-            pairs = list(zip(arrays["dataset_index"].tolist(), arrays["dataset_sample_index"].tolist()))
-            assert pairs == slow_blend(weights, 500)
-
-
 def test_split_by_hand():
     assert split_ranges("99,1,0", 1000) == ((0, 990), (990, 1000), None)
     assert split_ranges("969,30,1", 57) == ((0, 55), (55, 57), (57, 57))
@@ -164,15 +141,6 @@ class TestWithMegatron:
             assert np.array_equal(ours["sample_index"], theirs) and ours["sample_index"].dtype == theirs.dtype
             shuffled = self.gpt._build_shuffle_index(len(theirs) - 1, len(theirs) - 1, state)
             assert np.array_equal(ours["shuffle_index"], shuffled)
-
-    @pytest.mark.parametrize("weights", [[0.3, 0.7], [1 / 3] * 3, [0.5, 0.25, 0.125, 0.125], [0.01] * 100])
-    def test_blending_index(self, weights):
-        size = 3000
-        dataset, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        self.helpers.build_blending_indices(dataset, number, weights, len(weights), size, False)
-        ours = blending_index(weights, size)
-        assert np.array_equal(ours["dataset_index"], dataset) and ours["dataset_index"].dtype == dataset.dtype
-        assert np.array_equal(ours["dataset_sample_index"], number)
 
     def test_split(self):
         for split in ("99,1,0", "969,30,1", "1,1,1", "98,2", "100", "0.7,0.2,0.1", "3,3,1", "0,1,0"):

@@ -187,3 +187,14 @@ def test_null_tokenizer_needs_a_vocabulary():
         build_tokenizer("NullTokenizer")
     with pytest.raises(ValueError, match="--vocab-size is 1"):
         build_tokenizer("NullTokenizer", vocab_size=1)
+
+
+def test_what_a_tokenizer_puts_before_a_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}))
+    for template, bos in (("$A", None), ("<s> $A", 1), ("<s> $A </s>", 1), ("$A </s>", None)):
+        special = [("<s>", 1), ("</s>", 2)]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        found = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        assert found.bos == bos and found.encode("a") == [0], template

@@ -94,6 +94,15 @@ def test_who_gives_no_sign_of_life_is_missing(make, monkeypatch):
     assert said.startswith("rank 1 (process ") and said.endswith(" gives no sign of life")
 
 
+def test_who_was_killed_has_ended_once_the_kernel_has_cleared_it_away(make, monkeypatch):
+    states = iter([None, None, "has ended", None])
+    monkeypatch.setattr(watch, "process_state", lambda pid: next(states))
+    first, second, _ = make(0, 3), make(1, 3), make(2, 3)
+    freeze(second)
+    (said,) = first.missing()
+    assert said.startswith("rank 1 (process ") and said.endswith(" has ended")
+
+
 def test_who_has_failed_itself_is_not_to_blame(make, monkeypatch):
     monkeypatch.setattr(watch, "process_state", lambda pid: None)
     first, second, third = make(0, 3), make(1, 3), make(2, 3)

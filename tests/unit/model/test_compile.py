@@ -40,7 +40,7 @@ def make(lone_mesh):
     ) -> LlamaStage:
         m = dataclasses.replace(MODEL, model_name=name)
         build = Build(m, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"), recompute)
-        (made,) = build_stages(build, num_stages=1, tied=False, of=lambda s: True).values()
+        (made,) = build_stages(build, [range(build.model.num_layers)], tied=False, of=lambda s: True).values()
         made.allocate()
         draw_weights([made])
         for block in made.blocks().values() if backend is not None else ():

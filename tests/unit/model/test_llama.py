@@ -43,7 +43,9 @@ def make(lone_mesh):
         seed: int = 1,
     ) -> dict[int, LlamaStage]:
         build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"), recompute)
-        made = build_stages(build, num_stages=num_stages, tied=tied, of=lambda s: True)
+        each = m.num_layers // num_stages
+        blocks = [range(s * each, (s + 1) * each) for s in range(num_stages)]
+        made = build_stages(build, blocks, tied=tied, of=lambda s: True)
         for stage in made.values():
             stage.allocate()
         draw_weights(made.values())
@@ -135,7 +137,7 @@ def test_a_weight_depends_on_seed_and_place_alone():
 
 def test_stages_are_made_without_memory(lone_mesh):
     build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
-    (stage,) = build_stages(build, num_stages=1, tied=False, of=lambda s: True).values()
+    (stage,) = build_stages(build, [range(build.model.num_layers)], tied=False, of=lambda s: True).values()
     assert all(p.is_meta for p in stage.parameters())
 
 

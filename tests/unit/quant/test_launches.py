@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant import Casts, Clock, LinearCall, LinearPrecision, RoundingKey
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.scaled_mm import Hopper
 from megatron_snip.quant.three_gemms import Backends, three_gemms
@@ -49,8 +49,15 @@ class Launches(TorchDispatchMode):
         return Kernel()
 
 
-def step(precision: str, master: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What forward and backward of one linear launch after an optimiser step; kept: whether the weight's casts are."""
+def step(
+    precision: str, master: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch, key: RoundingKey = KEY
+) -> list[str]:
+    """What forward and backward of one linear launch after an optimiser step; kept: whether the weight's casts are.
+
+    The iteration and the row of KEY, which a microbatch's first linear writes to the device, are there already.
+    """
+    triton_cast._written.cache_clear()
+    triton_cast._random(KEY, torch.device("meta"))
     launches = Launches()
     monkeypatch.setattr(op, "_traced", lambda x: False)
     monkeypatch.setattr(triton_cast, "_on_nvidia", lambda x: True)
@@ -60,7 +67,7 @@ def step(precision: str, master: torch.dtype, kept: bool, monkeypatch: pytest.Mo
     x = torch.empty(256, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)
     w = torch.empty(384, 640, dtype=master, device="meta", requires_grad=True)
     g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
-    call = LinearCall(LinearPrecision.parse(precision), KEY, weight_casts=Casts() if kept else None)
+    call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=Casts() if kept else None)
     with launches:
         y = three_gemms(x, w, call, Backends(Hopper(), Hopper(), Hopper()))
         torch.autograd.grad(y, (x, w), g)
@@ -84,3 +91,13 @@ def test_formats_that_differ_are_cast_from_one_read_too(monkeypatch):
 def test_a_weight_that_is_not_kept_is_cast_where_it_is_used(monkeypatch):
     names = step("fp4", torch.float32, False, monkeypatch)
     assert len(names) == 7 and names.count("cast_kernel") == 4
+
+
+def test_what_random_bits_depend_on_is_written_once_a_microbatch_or_not_at_all(monkeypatch):
+    """A CUDA graph with a clock has nothing to write: who replays it sets the clock."""
+    later = RoundingKey(seed=1, iteration=3, stream=3, row0=128)
+    names = step("fp4", torch.float32, True, monkeypatch, later)
+    assert len(names) == 8 and names.count("full") == 2
+    assert triton_cast._written.cache_info().currsize == 4, "two forms of a gradient share them"
+    timed = RoundingKey(seed=1, iteration=3, stream=3, row0=128, clock=Clock.at(later, "meta"))
+    assert len(step("fp4", torch.float32, True, monkeypatch, timed)) == 6

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.cli import collect_stats
+from megatron_snip.cli.collect_stats import main
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.made_up import assert_same
-from tools import collect_stats
-from tools.collect_stats import main
 
 TOOL = Path(collect_stats.__file__)
 

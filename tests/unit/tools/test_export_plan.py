@@ -46,23 +46,26 @@ def load(path) -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_megatron_matches_each_module_exactly_once(stages, save):
+@pytest.mark.parametrize("lengths", [[12], [6, 6], [9, 3]])
+def test_megatron_matches_each_module_exactly_once(lengths, save):
     """By megatron-core's own reader, on the names that its modules have in a stage."""
     recipes = pytest.importorskip("megatron.core.quantization.quant_config")
-    out = export(save("nvfp4_rht", "mxfp8", "bf16"), "megatron", "--pipeline-model-parallel-size", str(stages))
+    stages = len(lengths)
+    uneven = ["--decoder-last-pipeline-num-layers", str(lengths[-1])] if len({*lengths}) > 1 else []
+    words = ["--pipeline-model-parallel-size", str(stages), *uneven]
+    out = export(save("nvfp4_rht", "mxfp8", "bf16"), "megatron", *words)
     plan = Plan.load(out.parent / "plan.json")
     assert sorted(path.name for path in out.iterdir()) == [f"stage_{stage}.yaml" for stage in range(stages)]
     seen = set()
     for stage in range(stages):
         recipe = recipes.RecipeConfig.from_yaml_file(str(out / f"stage_{stage}.yaml"))
-        for local in range(BLOCKS // stages):
+        for local in range(lengths[stage]):
             for module in {*MEGATRON.values()}:
                 name = f"decoder.layers.{local}.{module}"
                 context = recipes.MatchContext(module_path=name, layer_number=local)
                 matched = [matcher.match(context) for matcher in recipe.matchers]
                 (key,) = [key for key in matched if key is not None]
-                block = stage * (BLOCKS // stages) + local
+                block = sum(lengths[:stage]) + local
                 ours = [plan.linears[s.name] for s in SHAPES if s.block == block and MEGATRON[s.kind] == module]
                 most = next(f for f in ("bf16", "mxfp8", "nvfp4_rht") if LinearPrecision.uniform(f) in ours)
                 assert key == most.removesuffix("_rht"), "the most precise of those that are one there"
@@ -159,4 +162,4 @@ def test_errors_are_one_line(target, save, capsys, tmp_path):
 def test_stages_divide_the_blocks(save, capsys):
     path = save("mxfp8")
     assert main([str(path), "--to", "megatron", "--output", "x", "--pipeline-model-parallel-size", "5"]) == 1
-    assert "--pipeline-model-parallel-size 5 does not divide 12 blocks" in capsys.readouterr().err
+    assert "--num-layers by pipeline parallel: 12 is not a multiple of 5; change one" in capsys.readouterr().err

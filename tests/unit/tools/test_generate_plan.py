@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.cli.generate_plan import main
 from megatron_snip.config import Config
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearShape
@@ -20,7 +21,7 @@ from megatron_snip.train import loop
 from megatron_snip.train.metrics import read_metrics
 from tests.unit.snip.made_up import changed, without_updates
 from tests.unit.tools.conftest import TINY
-from tools.generate_plan import main
+from tests.unit.train.recorded import named, shown
 
 NAMES = ["best", "random_0", "random_1", "abs_err", "rel_err", "layer_id", "layer_type"]
 
@@ -49,11 +50,11 @@ def test_plans_and_their_table(generate, tmp_path, finished_run):
     said = generate("--efficiency-saving", "0.6")
     plans = {name: Plan.load(tmp_path / f"plans/{name}.json") for name in NAMES}
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
-        *(f"{name}.json" for name in NAMES), "pareto.json", "pareto.png",
+        *(f"{name}.json" for name in NAMES), "pareto.json", "pareto.html",
     }  # fmt: skip
     heads, *rows, last = [re.split(r"  +", line) for line in said.splitlines()]
     assert heads == ["plan", "FP4 share", "loss div. (nats)", "weight div.", "quality loss (snip)", "gap"]
-    assert [row[0] for row in rows] == NAMES and last == [f"plans and pareto.png are in {tmp_path}/plans"]
+    assert [row[0] for row in rows] == NAMES and last == [f"plans and pareto.html are in {tmp_path}/plans"]
     predictions = Predictions.of(Statistics.load(finished_run / "stats/iter_0000003.json"))
     for (name, plan), row in zip(plans.items(), rows, strict=True):
         assert 0.6 <= plan.fp4_share(shapes()) == plan.achieved and plan.target == 0.6 and plan.iteration == 3
@@ -88,7 +89,8 @@ def test_the_frontier(generate, tmp_path):
     at_target = next(p for p in frontier if p["target"] == 0.62)
     assert at_target["quality_loss"] == pytest.approx(best["quality_loss"], rel=1e-4)
     assert found["plans"].keys() == set(NAMES)
-    assert (tmp_path / "plans/pareto.png").read_bytes().startswith(b"\x89PNG")
+    traces = named(shown(tmp_path / "plans/pareto.html")["Trade-off"][0])
+    assert len(traces["solved for each share"]["x"]) == len(found["frontier"]) and traces["best"]["text"] == ["best"]
 
 
 def test_the_trainers_options_hold(generate, tmp_path):
@@ -145,7 +147,7 @@ def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, caps
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
         *(f"{n}.json" for n in plans),
         "pareto.json",
-        "pareto.png",
+        "pareto.html",
     }
     assert "best" in capsys.readouterr().out
 

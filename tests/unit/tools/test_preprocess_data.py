@@ -195,3 +195,32 @@ def test_a_bad_row_is_named(tmp_path, capsys):
     pq.write_table(pa.table({"text": ["1 2", None]}), tmp_path / "a.parquet")
     assert main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "o"), *NULL]) == 1
     assert f'{tmp_path / "a.parquet"} row 1 is unusable: it has no key "text"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", preprocess_data.REFUSED)
+def test_megatrons_options_without_a_meaning_here_tell_what_to_do(tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        main(["--input", "a", "--output-prefix", "o", *NULL, option])
+    assert f"{option}: {preprocess_data.REFUSED[option]}" in capsys.readouterr().err
+
+
+def test_a_sample_is_the_same_documents_of_every_kind_of_input(tmp_path, monkeypatch, capsys):
+    docs = [[i, i + 1, 7] for i in range(900)]
+    plain = Path(write(tmp_path / "a.jsonl", docs))
+    texts = [json.loads(line)["text"] for line in plain.read_text().splitlines()]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    monkeypatch.setattr(documents_of, "PIECE_BYTES", 3000)
+    found = {}
+    for source, *more in (["a.jsonl"], ["a.parquet"], ["a.jsonl", "--workers", "2"], ["a.jsonl", "--sample-seed", "1"]):
+        words = ["--input", str(tmp_path / source), "--output-prefix", str(tmp_path / "o"), *NULL, *more]
+        assert main([*words, "--sample-fraction", "0.1"]) == 0
+        found[source, *more] = read(tmp_path / "o_text_document")
+    taken = found["a.jsonl",]
+    assert 60 < len(taken) < 120 and taken == sorted(taken)  # 90 are expected, 9 is the standard deviation
+    assert taken == found["a.parquet",] == found["a.jsonl", "--workers", "2"]
+    assert len([doc for doc in found["a.jsonl", "--sample-seed", "1"] if doc in taken]) < 30
+    with pytest.raises(SystemExit):
+        main([*words, "--sample-fraction", "1.5"])
+    assert "--sample-fraction is 1.5; give a share" in capsys.readouterr().err
+    assert main([*words, "--sample-fraction", "1e-9"]) == 1
+    assert "holds no text in its sample of 1e-09" in capsys.readouterr().err

@@ -132,3 +132,24 @@ def test_what_does_not_help_alone_is_named_too(peaks) -> None:
 def test_bad_options(options, said, peaks, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         dry_run.dry_run(Config().replace(**{**OPTIONS, **options}))
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "options", "ranks"),
+    [
+        (2, 4, {}, [0, 2]),
+        (4, 8, {}, [0, 3]),
+        (4, 8, {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 2}, [0, 3]),
+        (4, 8, {"decoder_last_pipeline_num_layers": 2}, [0, 3]),
+        (4, 7, {"decoder_first_pipeline_num_layers": 1}, [0, 1, 3]),
+        (
+            4,
+            6,
+            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            [0, 1, 3],
+        ),
+    ],
+)
+def test_the_stage_that_may_need_the_most_is_measured(pp, layers, options, ranks) -> None:
+    config = Config().replace(**{**OPTIONS, **options, "pipeline_model_parallel_size": pp, "num_layers": layers})
+    assert dry_run.end_ranks(config, 4) == ranks

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.config import Config
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.train import loop
+from megatron_snip.train import loop, same_data
 from megatron_snip.train.step import Stepper
 
 SNIP = {
@@ -125,6 +126,74 @@ def test_every_iteration_has_its_row(train_here, tmp_path):
     state = read_state(tmp_path / "run/checkpoints", 4)
     assert (state["optimizer_steps"], state["consumed_samples"], state["nan_iterations"]) == (4, 8, 0)
     assert state["config"]["model"]["hidden_size"] == 128
+
+
+def reading(monkeypatch) -> list[tuple[str, list[int]]]:
+    """What is trained on and validated with from here on: ("step" or "evaluate", numbers of the samples)."""
+    read: list[tuple[str, list[int]]] = []
+    for name in ("step", "evaluate"):
+        plain = getattr(Stepper, name)
+
+        def seen(self, batch, *args, name=name, plain=plain, **how):
+            read.append((name, batch.sample_index.flatten().tolist()))
+            return plain(self, batch, *args, **how)
+
+        monkeypatch.setattr(Stepper, name, seen)
+    return read
+
+
+def test_a_batch_that_grows_takes_the_samples_in_order_and_resumes_inside(train_here, tmp_path, monkeypatch):
+    """2, 4 and 6 sequences, then 8: also through a probe and a resume in the middle of the ramp."""
+    options = {
+        **SNIP, "snip_target": 0.5, "snip_start": 3, "snip_interval": 9, "global_batch_size": 8, "lr_warmup_samples": 9,
+        "rampup_batch_size": (2, 2, 12), "train_iters": 0, "train_samples": 44, "snip_probe_tokens": 600,
+    }  # fmt: skip
+    read = reading(monkeypatch)
+    whole = train_here(**options, run_dir=str(tmp_path / "whole"))
+    sizes = [2, 2, 4, 6, 8, 8, 8]  # at 0, 2, 4 and 8, then past the ramp; the 6 samples that are left make no batch
+    assert [row["batch-size"] for row in whole] == sizes
+    assert [row["consumed-samples"] for row in whole] == [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert [i for name, samples in read if name == "step" for i in samples] == list(range(sum(sizes)))
+    assert whole[0]["learning-rate"] == 0.0 and whole[3]["learning-rate"] == pytest.approx(1e-2 * 8 / 9)
+    assert Statistics.load(tmp_path / "whole/stats/iter_0000003.json").tokens == 4 * 128, "the batch in force"
+    del read[:]
+    train_here(**options, exit_interval=3)
+    rows = train_here(**options, load=str(tmp_path / "run/checkpoints"))
+    assert curve(rows) == curve(whole) and [row["batch-size"] for row in rows] == sizes
+    assert [row["snip/plan_hash"] for row in rows] == [row["snip/plan_hash"] for row in whole]
+
+
+def test_validations_move_on_and_a_resume_goes_on_with_them(train_here, tmp_path, monkeypatch):
+    options = {"train_iters": 7, "eval_interval": 2, "eval_iters": 2}
+    read = reading(monkeypatch)
+    whole = train_here(**options, run_dir=str(tmp_path / "whole"))
+    validated = [samples for name, samples in read if name == "evaluate"]
+    # before training those of the first validation; then after iterations 2, 4, 6 and the last
+    assert validated == [[0, 1], [2, 3], *([i, i + 1] for i in range(0, 16, 2))]
+    told = [row.get("lm loss validation") for row in whole]
+    assert len({loss for loss in told if loss is not None}) == 5
+    del read[:]
+    train_here(**options, exit_interval=4)
+    saves = tmp_path / "run/checkpoints"
+    assert read_state(saves, 4)["consumed_valid_samples"] == 8
+    rows = train_here(**options, load=str(saves))
+    assert [row.get("lm loss validation") for row in rows] == told
+    assert [samples for name, samples in read if name == "evaluate"] == validated
+
+
+def test_a_checkpoint_of_before_counts_validations_as_megatron_does():
+    config = Config().replace(eval_interval=10, eval_iters=3, global_batch_size=4)
+    assert same_data.consumed_validation(config, {"iteration": 29}) == 2 * 3 * 4
+    assert same_data.consumed_validation(config, {"iteration": 29, "consumed_valid_samples": 5}) == 5
+    assert same_data.consumed_validation(config, None) == 0
+
+
+def test_an_iteration_without_an_update_does_not_move_the_rate(train_here, tmp_path, monkeypatch):
+    """The first update has the rate at 0 samples, each other one that of the samples behind the updates before it."""
+    break_steps(monkeypatch, {2})
+    rows = train_here(lr_warmup_iters=4, train_iters=4, rerun_mode="disabled")
+    assert [row["learning-rate"] for row in rows] == pytest.approx([0.0, 0.0025, 0.0025, 0.005])
+    assert read_state(tmp_path / "run/checkpoints", 4)["scheduled_samples"] == 6
 
 
 def break_steps(monkeypatch, bad: set[int], *, loss: float = math.nan) -> None:

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
 from megatron_snip.config import Config
@@ -246,7 +247,9 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
             "notes.json",
         ]
     written = json.loads((run / "config.json").read_text())
+    made = written.pop("versions")
     assert written == {"run_id": "abc", **config.to_dict()}
+    assert made["torch"] == torch.__version__ and made["device"].startswith("CPU") and made["processes"] == 1
     assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
 
 

@@ -182,6 +182,9 @@ def test_stages_of_linears_are_pipeline_processes(config):
     chunked = deep.replace(num_layers_per_virtual_pipeline_stage=2)
     stages = [shape.stage for shape in setup.snip_shapes(chunked)[::7]]
     assert stages == [0, 0, 1, 1, 0, 0, 1, 1]
+    uneven = deep.replace(decoder_first_pipeline_num_layers=6, num_virtual_stages_per_pipeline_rank=2)
+    stages = [shape.stage for shape in setup.snip_shapes(uneven)[::7]]
+    assert stages == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_shapes_of_the_coordinator_are_the_weights(config, lone_mesh):

@@ -52,6 +52,8 @@ def error(world: int = WORLD, **changes) -> str:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
         {"data_parallel_sharding_strategy": "no_shard"},
+        {"train_iters": 0, "train_samples": 90, "rampup_batch_size": (12, 6, 9), "lr_warmup_samples": 3},
+        {"train_iters": 3, "train_samples": 90},  # as a saved run has them
         {"eval_iters": 0},  # Megatron's way to say: no validation
     ],
 )
@@ -76,7 +78,10 @@ def numeric_options() -> set[str]:
 
 
 def test_every_numeric_option_has_a_range():
-    own_rules = {"profile_ranks", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage"}
+    own_rules = {
+        "profile_ranks", "rampup_batch_size", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    }  # fmt: skip
     assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
@@ -85,6 +90,13 @@ def test_numbers_out_of_range_are_named(kind, name):
     too_high = {"0 or more and less than 1": 1.0, "0 to 4294967295": 2**32, "a share, 0 to 1": 1.01}
     for value in (-1, float("nan"), float("inf"), too_high.get(kind, -2)):
         assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give {kind}"
+
+
+def test_a_world_size_that_context_parallel_does_not_divide():
+    said = error(12, context_parallel_size=2)
+    assert said.startswith(
+        "world size 12 is not a multiple of tensor x pipeline x context parallel = 2 x 2 x 2; start 8"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 13])
@@ -109,6 +121,7 @@ CASES = [
     ({"ffn_hidden_size": 511}, ["--ffn-hidden-size by tensor parallel: 511 is not a multiple of 2"]),
     ({"num_layers": 7}, ["--num-layers by pipeline parallel: 7 is not a multiple of 2"]),
     ({"num_layers_per_virtual_pipeline_stage": 3}, ["layers a virtual stage: 4 is not a multiple of 3"]),
+    ({"decoder_first_pipeline_num_layers": 8}, ["--decoder-first-pipeline-num-layers 8 leaves 0 of 8 blocks to 1"]),
     ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give 1 or more"]),
     (
         {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
@@ -119,8 +132,8 @@ CASES = [
         ["microbatches by rounds of the interleaved pipeline: 5 is not a multiple of 2", "--global-batch-size"],
     ),
     (
-        {"untie_embeddings_and_output_weights": False},
-        ["tied embeddings", "--pipeline-model-parallel-size is 2", "add --untie-embeddings-and-output-weights"],
+        {"context_parallel_size": 3, "pipeline_model_parallel_size": 1},
+        ["--seq-length in two pieces of whole 128-token tiles for each of 3 context", "256 is not a multiple of 768"],
     ),
     ({"seq_length": 192}, ["--seq-length by the quantisation tile: 192 is not a multiple of 128"]),
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
@@ -197,6 +210,32 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--profile-step-end 12 is before --profile-step-start 13; change",
         ),
         ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's processes are 0 to 11; leave it out"),
+        ({"lr": 1e-3, "lr_warmup_init": 2e-3}, "--lr-warmup-init 0.002 is above --lr 0.001"),
+        (
+            {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
+            "--lr-warmup-fraction and --lr-warmup-iters",
+        ),
+        ({"lr_warmup_samples": 2}, "--lr-warmup-samples is for runs that are given in samples; give --train-samples"),
+        ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is for runs that are given"),
+        ({"rampup_batch_size": (4, 4, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 4 9; give START INCREM"),
+        ({"rampup_batch_size": (6, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is 6 2 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 0, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 0 9; give START INCREM"),
+        ({"rampup_batch_size": (4, 2), "global_batch_size": 6}, "--rampup-batch-size is 4 2; give START INCREMENT"),
+        ({"train_samples": 90}, "--train-iters is 10, and --train-samples 90 makes 3; drop one"),
+        ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters is for runs that are given"),
+        (
+            {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
+            "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
+        ),
+        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
+        (
+            {"weight_decay_incr_style": "linear", "end_weight_decay": 1.0},
+            "--weight-decay-incr-style linear needs --start",
+        ),
+        (
+            {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
+        ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},

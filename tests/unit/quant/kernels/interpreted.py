@@ -22,9 +22,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from megatron_snip.formats import Element, Format, format_names, get_format
-from megatron_snip.quant import RoundingKey
+from megatron_snip.quant import Clock, RoundingKey
 from megatron_snip.quant.cast import Cast, Form, Output, Quantized, allocate, cast_reference, finite_amax
 from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.rounding import Rows
 from megatron_snip.quant.scales import tensor_scale
 from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
 
@@ -130,6 +131,15 @@ def weights() -> Iterator[Case]:
     yield Case(x, [plain("mxfp8", "weight", 1), plain("fp8", "weight", 1)], ["values", "codes"], True, torch.bfloat16)
 
 
+def of_two_pieces() -> Iterator[Case]:
+    """Rows that stand elsewhere in the whole, as context parallelism has them; across a step of the row's high word."""
+    for name, piece, sequences in (("fp4", 128, 1), ("mxfp4", 32, 2)):
+        rows = Rows(piece, 4 * piece, piece, 2 * piece)
+        key = RoundingKey(7, 3, 9, 2**32 - 3 * piece, 3, rows=rows)
+        forms = [plain(name, "grad_output", dim, key) for dim in (1, 0)]
+        yield Case(operands((2 * piece * sequences, 40), torch.bfloat16)[0], forms, ["codes", "operand"], fp8=True)
+
+
 def odd_ones() -> Iterator[Case]:
     """Layouts and mixtures that a launch has to see through."""
     wide = operands((40, 300), torch.float32)[1]
@@ -178,6 +188,19 @@ def cast_differences(case: Case) -> list[str]:
     return [f"{forms} {case.outputs} {case.x.dtype} {list(case.x.shape)} fp8 {case.fp8}: {what}" for what in found]
 
 
+def clocks() -> Iterator[str]:
+    """Where a clock that is set anew, as between two replays of a CUDA graph, gives other bits than a key like it."""
+    x = operands((130, 40), torch.bfloat16)[0]
+    clock = Clock.at(RoundingKey(0, 0, 0), "cpu")
+    for now in (RoundingKey(7, 3, 9, 2**32 - 5, 8), RoundingKey(7, 2**32 - 1, 9, 2**63 - 200, 8)):
+        clock.set(now)
+        key = RoundingKey(7, 0, 9, 0, 8, clock)
+        forms = [[plain("fp4", "grad_output", dim, one) for dim in (1, 0)] for one in (key, now)]
+        made = triton_cast.cast(x, forms[0], ["codes", "operand"], None)
+        found = differences(made, cast_reference(x, forms[1], ["codes", "operand"]), ["codes", "operand"])
+        yield from (f"clock at {now}: {what}" for what in found)
+
+
 def dequantised() -> Iterator[str]:
     """Where dequantisation differs: every byte as a code, in codes by rows and by columns."""
     for name in ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4", "e6m1"):
@@ -206,10 +229,10 @@ def main() -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
     count, problems = 0, []
     with mock.patch.object(interpreter, "_convert_float", convert):
-        for case in itertools.chain(every_format(), pairs(), weights(), odd_ones()):
+        for case in itertools.chain(every_format(), pairs(), weights(), of_two_pieces(), odd_ones()):
             count += 1
             problems += cast_differences(case)
-        problems += [*dequantised(), *largest()]
+        problems += [*clocks(), *dequantised(), *largest()]
     print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
     return 1 if problems else 0
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import Format, get_format
-from megatron_snip.quant import RoundingKey
+from megatron_snip.quant import Clock, RoundingKey
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast
 
@@ -85,8 +85,32 @@ def test_the_package_works_without_triton():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_tiling_follows_blocks_and_rounding():
+    key, tilings = RoundingKey(1, 2, 3), triton_cast.TILINGS
+    fp4, mxfp4 = ([Form(get_format(name), "input", dim, key) for dim in (1, 0)] for name in ("fp4", "mxfp4"))
+    assert triton_cast.tiling(fp4) == tilings[128, True] != tilings[128, False]
+    assert triton_cast.tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128, False]
+    assert triton_cast.tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16, False]
+    assert tilings[128, True].chunk < 32 <= triton_cast.tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
+    assert triton_cast.tiling([form(tile=64)]) == triton_cast._ANY
+
+
 def test_words_of_a_key_are_its_bits():
     key = RoundingKey(seed=1, iteration=2**32 - 1, stream=3, row0=2**40 + 2**31, col0=2**34 - 1)
-    words = [word & 0xFFFFFFFF for word in triton_cast._words(key)]
-    assert words == [*key.words, 2**31, 2**8, 2**31 - 1, 2**32 - 1]
-    assert all(-(2**31) <= word < 2**31 for word in triton_cast._words(key))
+    *words, iteration, row0, _ = triton_cast._random(key, torch.device("cpu"))
+    assert [word & 0xFFFFFFFF for word in words] == [*key.words, 2**31 - 1]
+    assert all(-(2**31) <= word < 2**31 for word in words)
+    assert iteration.tolist() == [2**32 - 1] and row0.tolist() == [2**40 + 2**31]
+
+
+def test_a_clock_stands_for_iteration_and_row_but_a_weights_row():
+    clock = Clock.at(RoundingKey(1, 5, 3, row0=6), "cpu")
+    key = RoundingKey(1, 0, 3, clock=clock)
+    _, _, _, iteration, row0, _ = triton_cast._random(
+        key.for_operand("dgrad", "grad_output", None, 8), torch.device("cpu")
+    )
+    assert iteration is clock.iteration and row0 is clock.row0
+    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("fprop", "weight", 7, 8), torch.device("cpu"))
+    assert iteration is clock.iteration and row0.tolist() == [7]
+    clock.set(RoundingKey(1, 2**32 - 1, 3, row0=2**62))
+    assert clock.iteration.tolist() == [2**32 - 1] and clock.row0.tolist() == [2**62]

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, compile_ahead, resources
 from megatron_snip.formats import get_format
-from megatron_snip.quant import RoundingKey, quantize
+from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast, triton_kernels
 
@@ -110,6 +110,7 @@ def test_ragged_float32(compiled, output):
 
 def test_new_random_bits_need_no_new_kernel(compiled):
     keys = [RoundingKey(0, 0, 0), RoundingKey(1, 2**32 - 1, 3, 2**40 + 16, 2**33), RoundingKey(5, 1, 6, 1, 8)]
+    keys.append(RoundingKey(5, 1, 6, clock=Clock(*torch.zeros(3, dtype=torch.int64)[1:].split(1))))  # not aligned
     operand = torch.empty(64, 256, dtype=torch.bfloat16)
     kernels = set()
     for key in keys:

@@ -1,0 +1,1 @@
+"""What a command line runs: the mains of the scripts in tools/, which the installed package has too."""

@@ -1,0 +1,143 @@
+r"""Probe a checkpoint: the statistics that plans are made of, without training.
+
+    python tools/collect_stats.py --load runs/my/checkpoints
+    torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
+        --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
+
+--load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
+batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
+not taken from it.  --load DIR of a Hugging Face Llama tells the model alone; data, batch and seq-length are then given.
+Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
+did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.data.loader import Batch
+from megatron_snip.errors import UserError
+from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.interop.huggingface import check_model
+from megatron_snip.snip.coordinator import batches_of
+from megatron_snip.snip.measure.probe import ProbeFailed
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
+from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+def probe_config(config: Config, iteration: int, batches: int) -> Config:
+    """Options with which a probe, and nothing else, is built."""
+    t = config.training  # a run that has ended has no next batch
+    longer = {} if t.train_samples else {"train_iters": max(t.train_iters, iteration + batches)}
+    return config.replace(
+        precision="snip",
+        precision_plan=None,
+        snip_target=0.0,  # nothing is planned
+        snip_objective="snip",  # whatever the run's was called
+        eval_interval=None,
+        wandb_project=None,
+        **longer,
+    )
+
+
+def prepare(
+    config: Config, start: Start, batches: int, *, updates: bool = True
+) -> tuple[Parts, Callable[[int], Batch], int]:
+    """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
+
+    updates: whether the probe looks at updates, and so at the optimiser's moments.  Every process calls it.
+    UserError for bad input.
+    """
+    assert start.load is not None
+    config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
+    config = with_defaults(config)
+    state = start.state or {"weights_alone": True, "optimizer_steps": 0}
+    alone = state.get("weights_alone", False)  # the probe is then of the first update
+    if start.state is None:
+        check_model(start.load, config.model)
+    else:
+        refuse_other_model(config, state, finetune=alone)
+    p = config.parallel
+    here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
+    start = agree_on(config, start)
+    parts = build(config, here, None, draw=False, moments=updates)
+    read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
+    parts.optimizer.set_steps(state["optimizer_steps"])
+    consumed = state.get("consumed_samples", 0)
+    size = parts.train_loader.size(consumed)
+    assert parts.coordinator is not None
+    parts.coordinator.probe.tokens = size * config.model.seq_length
+
+    def batch(ahead: int) -> Batch:
+        return parts.train_loader.make(consumed + ahead * size, size)
+
+    runtime.seed_iteration(config.training.seed, start.iteration + 1)
+    return parts, batch, start.iteration + 1
+
+
+def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
+    """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
+
+    Every process calls it.  UserError for bad input.
+    """
+    size = config.training.batch_size((start.state or {}).get("consumed_samples", 0))
+    batches = batches_of(config.snip, size * config.model.seq_length)
+    parts, batch, iteration = prepare(config, start, batches)
+    assert parts.coordinator is not None
+    begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)
+    try:
+        stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
+    except ProbeFailed as error:  # on every process alike
+        raise UserError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
+    finally:
+        parts.train_loader.close()
+    LOGGER.info(f"probed {batches} batches: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
+    return stats, parts.mesh.rank == 0
+
+
+def write(stats: Statistics, output: Path, load: Path) -> None:
+    """Save, and say what there is and what is next."""
+    if bad := stats.not_finite:
+        LOGGER.warning(f"statistics not finite, plans hold them at the base option: {', '.join(bad)}")
+    stats.save(output)
+    print(
+        f"{output}: {len(stats.shapes)} linears in {', '.join(stats.formats)}, before iteration {stats.iteration}, "
+        f"loss {stats.loss:.4f}; next: python tools/generate_plan.py --stats {output} --load {load}",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; UserError for bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--output", type=path_word, default="stats.json", help="for tools/generate_plan.py (default: stats.json)"
+    )
+    own, rest = parser.parse_known_args(arguments)
+    output = Path(own.output)
+    check_output("--output", output)
+    config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
+    stats, writes = collect(config, start)
+    if writes:
+        try:
+            write(stats, output, Path(config.checkpoint.load or ""))
+        except OSError as error:
+            raise UserError(f"--output was not written: {one_line(error)}") from None
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    with runtime.report_errors():
+        main(sys.argv[1:])

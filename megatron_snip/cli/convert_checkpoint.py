@@ -1,0 +1,288 @@
+r"""Hugging Face Llama or Qwen3 to and from checkpoints of pretrain_llama.py.
+
+    python tools/convert_checkpoint.py import --hf meta-llama/ --save checkpoints/llama
+    python tools/convert_checkpoint.py export --load runs/my/checkpoints --hf exported/ [--ckpt-step 1000]
+
+`import` writes a checkpoint of weights alone, which `--load DIR --finetune` starts a new run from at any layout, and
+beside it `model.toml`, the model's options for --config, and the tokenizer.  (--load also takes a Hugging Face folder
+as it is.)  `export` writes safetensors, config.json, the tokenizer, the plan in force and a model card, for
+AutoModelForCausalLM.from_pretrained.  Tensors go through memory one by one, files of an export one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from tqdm import tqdm
+
+from megatron_snip import __version__, runtime
+from megatron_snip.checkpoint.manifest import check, read_state
+from megatron_snip.checkpoint.saver import Saver
+from megatron_snip.checkpoint.storage import CheckedReader, load_tensors
+from megatron_snip.config import CheckpointConfig, Config
+from megatron_snip.errors import UserError
+from megatron_snip.files import check_output, path_word
+from megatron_snip.interop.huggingface import (
+    hf_config,
+    is_hf_folder,
+    load_hf,
+    model_options,
+    shapes_of,
+)
+from megatron_snip.mesh import build_mesh
+from megatron_snip.model.spec import ModelSpec, spec_of
+from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.train.run_folder import find_checkpoint, saved_options
+
+#: Files of a Hugging Face folder that travel with the weights.
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
+#: What our checkpoints put before a weight's name.
+OURS = "model."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Bytes of one file of an export: what it needs of memory beside one tensor.
+MOST_OF_A_FILE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of an export: our name and theirs, shape, bytes as written, and the file that it goes to."""
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+    size: int
+    file: int
+
+
+class _Lazy(DefaultSavePlanner):
+    """Asks for each tensor when it is written, so that one is in memory at a time."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._read(index.fqn)
+
+
+def copy_files(source: Path, names: Sequence[str], target: Path) -> list[str]:
+    """Copy those of the named files that are there -> their names."""
+    found = [name for name in names if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize: int, most: int) -> list[Entry]:
+    """Distribute tensors over files of at most ``most`` bytes, in order; a larger tensor has a file of its own."""
+    entries, file, used = [], 0, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * itemsize
+        if used and used + size > most:
+            file, used = file + 1, 0
+        entries.append(Entry(name, spec.hf_name(name.removeprefix(OURS)), tuple(shape), size, file))
+        used += size
+    return entries
+
+
+def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
+    """A table of names, shapes and files, and how much there is."""
+    lines = [f"{name:<48} {'x'.join(map(str, shape)):>14}  {file}" for name, shape, file in rows]
+    return "\n".join([*lines, f"{len(rows)} tensors, {total / 1e9:.2f} GB"])
+
+
+def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
+    """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
+    if not is_hf_folder(hf):
+        raise UserError(f"--hf {hf} holds no config.json beside .safetensors files; give the folder of a model")
+    options = model_options(hf)
+    config = Config().replace(**options)
+    tied = not config.model.untie_embeddings_and_output_weights
+    spec = spec_of(config.model)
+    found = {spec.our_name(name): shape for name, shape in shapes_of(hf).items() if "rotary" not in name}
+    shapes = {f"{OURS}{n}": s for n, s in found.items() if n and not (tied and n == "lm_head.weight")}
+    rows = [(spec.hf_name(name.removeprefix(OURS)), shape, name) for name, shape in shapes.items()]
+    total = 4 * sum(map(math.prod, shapes.values()))
+    if dry_run:
+        print(told(rows, total))
+        return
+    if save.exists() and any(save.iterdir()):
+        raise UserError(f"--save {save} is not empty; give a new folder")
+    runtime.start("gloo", 10.0, device="cpu")
+    saver = Saver(save, CheckpointConfig(), build_mesh("cpu", pp=1, dp=1, tp=1), secrets.token_hex(8), 0)
+    with tqdm(total=2 * total, unit="B", unit_scale=True, desc="import") as bar:  # looked at, then written
+
+        def read(name: str) -> Tensor:
+            tensor = torch.empty(shapes[name])
+            load_hf(hf, {name.removeprefix(OURS): tensor}, spec)
+            bar.update(tensor.nbytes)
+            return tensor
+
+        state = {
+            "run_id": saver.run_id, "iteration": 0, "consumed_samples": 0, "data_skipped": 0, "optimizer_steps": 0,
+            "nan_iterations": 0, "config": config.to_dict(), "snip": None, "weights_alone": True,
+        }  # fmt: skip
+        places = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # no memory
+        saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
+    saver.close()
+    runtime.stop()
+    tokenizer = copy_files(hf, [*TOKENIZER, GENERATION], save)
+    if any(name in tokenizer for name in TOKENIZER):
+        options |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(save.resolve())}
+    write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
+    print(
+        f"{save}: {len(rows)} tensors; next: pretrain_llama.py --config {save}/model.toml --load {save} --finetune ..."
+    )
+
+
+def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_run: bool) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder."""
+    folder, iteration = find_checkpoint(load, step)
+    if iteration is None:
+        raise UserError(f"--load {load}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
+    state = read_state(folder, iteration)
+    config = Config().replace(**saved_options(state, ("model", "training", "data", "precision", "parallel")))
+    reader = CheckedReader(folder / f"iter_{iteration:07d}", check(folder, iteration))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    shapes = {name: tuple(saved[name].size) for name in saved if name.startswith(OURS)}
+    dtype = dtype or ("bfloat16" if config.training.bf16 else "float32")
+    entries = plan_entries(shapes, spec_of(config.model), DTYPES[dtype].itemsize, MOST_OF_A_FILE)
+    count, total = entries[-1].file + 1, sum(entry.size for entry in entries)
+    names = (
+        ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
+    if dry_run:
+        print(told([(entry.theirs, entry.shape, names[entry.file]) for entry in entries], total))
+        return
+    if hf.exists() and any(hf.iterdir()):
+        raise UserError(f"--hf {hf} is not empty; give a new folder")
+    aside = hf.with_name(f"{hf.name}.partial")
+    check_output("--hf", aside / INDEX)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
+        for i, name in enumerate(names):
+            write_file(aside / name, [entry for entry in entries if entry.file == i], folder, iteration, dtype, bar)
+    if count > 1:
+        places = {entry.theirs: names[entry.file] for entry in entries}
+        write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    write_beside(aside, config, state, dtype)
+    if hf.exists():
+        hf.rmdir()
+    aside.rename(hf)
+    print(f"{hf}: {len(entries)} tensors of iteration {iteration} in {dtype}, {total / 1e9:.2f} GB")
+
+
+def write_file(path: Path, entries: Sequence[Entry], folder: Path, iteration: int, dtype: str, bar: Any) -> None:
+    """One file of an export."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError("export needs safetensors; pip install 'megatron_snip[hf]'") from None
+    tensors = {}
+    for entry in entries:
+        tensor = torch.empty(entry.shape)
+        load_tensors(folder, iteration, {entry.ours: tensor})
+        tensors[entry.theirs] = tensor.to(DTYPES[dtype])
+        bar.update(entry.size)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str) -> None:
+    """config.json, tokenizer, plan and model card."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    settings = hf_config(config.model, tied=tied)
+    rope = settings["rope_parameters"]
+    older = {"rope_theta": rope["rope_theta"]}  # where releases before transformers 5, and other programs, look
+    if rope["rope_type"] != "default":
+        older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    spec = spec_of(config.model)
+    about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
+    write_json(hf / "config.json", {**about, **settings, **older})
+    if (tokenizer := config.data.tokenizer_model) is not None:
+        source = Path(tokenizer)
+        if source.is_dir():
+            copy_files(source, [*TOKENIZER, GENERATION], hf)
+        elif source.is_file():
+            shutil.copyfile(source, hf / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model"))
+        else:
+            print(f"the tokenizer {source} is not there any more; copy it to {hf.name} by hand", file=sys.stderr)
+    plan = (state.get("snip") or {}).get("plan")
+    if plan is not None:
+        write_json(hf / PLAN, plan)
+    write_atomic(hf / "README.md", card(config, state, plan))
+
+
+def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str:
+    """A model card: what was trained, how, and in which precision."""
+    m, t, p = config.model, config.training, config.parallel
+    precision = config.precision.precision
+    if plan is not None:
+        precision += f", {plan['achieved']:.0%} of the linears' FLOPs in FP4 at the end ({PLAN})"
+    rows = {
+        "blocks, width, SwiGLU": f"{m.num_layers}, {m.hidden_size}, {m.ffn_hidden_size}",
+        "heads, key/value heads": f"{m.num_attention_heads}, {m.query_groups}",
+        "vocabulary": f"{m.padded_vocab_size}",
+        "tokens trained on": f"{state.get('consumed_samples', 0) * m.seq_length:,}",
+        "iteration": f"{state['iteration']:,} of {t.train_iters:,}",
+        "batch, sequence length": f"{t.global_batch_size}, {m.seq_length}",
+        "learning rate": f"{t.lr:g} to {t.min_lr:g}, {t.lr_decay_style}",
+        "compute": "BF16" if t.bf16 else "float32",
+        "precision of the linears": precision,
+        "layout": f"tp {p.tensor_model_parallel_size}, pp {p.pipeline_model_parallel_size}",
+        "run": f"{state['run_id']}",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+    return f"{head}# {spec_of(m).architecture} trained with megatron_snip {__version__}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON."""
+    write_atomic(path, json.dumps(value, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; UserError for bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    which = parser.add_subparsers(dest="which", required=True)
+    into = which.add_parser("import", help="Hugging Face to a checkpoint")
+    into.add_argument("--hf", type=path_word, required=True, help="folder of config.json and safetensors")
+    into.add_argument("--save", type=path_word, required=True, help="a new folder of checkpoints")
+    out = which.add_parser("export", help="a checkpoint to Hugging Face")
+    out.add_argument("--load", type=path_word, required=True, help="a folder of checkpoints, or an iter_ folder")
+    out.add_argument("--ckpt-step", type=int, help="the iteration (default: the newest)")
+    out.add_argument("--hf", type=path_word, required=True, help="a new folder")
+    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 of a --bf16 run, else float32)")
+    for one in (into, out):
+        one.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    own = parser.parse_args(argv)
+    if own.which == "import":
+        import_hf(Path(own.hf), Path(own.save), dry_run=own.dry_run)
+    else:
+        export_hf(own.load, own.ckpt_step, Path(own.hf), dtype=own.dtype, dry_run=own.dry_run)
+
+
+if __name__ == "__main__":
+    with runtime.report_errors():
+        main(sys.argv[1:])

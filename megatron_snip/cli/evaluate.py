@@ -1,0 +1,336 @@
+r"""Scores of a model on benchmarks of EleutherAI's lm-evaluation-harness, as it is or as a plan quantises it.
+
+    python tools/evaluate.py runs/my/checkpoints --tasks zero-shot
+    python tools/evaluate.py runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
+    torchrun --nproc_per_node 8 tools/evaluate.py llama/ --tensor-model-parallel-size 8 --bf16 \
+        --tasks mmlu --num-fewshot 5
+    python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
+
+MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names,
+files of tasks, and the list ``zero-shot``.  Linears run in BF16 format without --plan; --plan FILE or own (that of the
+checkpoint, or the run's --precision) quantises their forward as in training.  Scores go into
+evaluations/iter_0001000.json of the run folder, report.html, and where the run logs to, wandb and TensorBoard; --output
+FILE writes there alone.  Tasks that let a model write text are refused.  Options of the trainer may follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_snip import runtime
+from megatron_snip.config import TILE, Config
+from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_snip.errors import UserError
+from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.interop.huggingface import check_model, is_hf_folder
+from megatron_snip.model.llama import LlamaStage
+from megatron_snip.model.spec import spec_of
+from megatron_snip.quant import LinearPrecision, check_linear
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.evaluations import Evaluation, Scores, evaluation_file, score_rows
+from megatron_snip.train.report import write_report
+from megatron_snip.train.run_folder import (
+    Start,
+    read_tensors,
+    refuse_other_model,
+    run_id_of,
+    saved_options,
+    with_saved_options,
+)
+from megatron_snip.train.setup import agree_on, build_model, check, mesh_of, with_defaults
+from megatron_snip.train.trackers import check_trackers, start_trackers
+
+LOGGER = logging.getLogger("megatron_snip")
+#: Lists of tasks by a name of ours.  zero-shot: the benchmarks of TinyLlama's model card, on whose checkpoints SNIP's
+#: authors train (https://huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1195k-token-2.5T).
+PRESETS = {"zero-shot": ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "boolq", "piqa")}
+#: Kinds of requests that are scored.
+SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
+#: The plan beside an exported model.
+HF_PLAN = "precision_plan.json"
+
+
+def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
+    """lm-eval's task manager, and the tasks that the words name; UserError for what cannot be scored."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include-path {include_path} is no folder; give one that holds tasks' YAML files")
+    names = [task for word in words.split(",") for task in PRESETS.get(word.strip(), (word.strip(),))]
+    manager = _manager(names, include_path)
+    for name in names:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            near = difflib.get_close_matches(name, [*PRESETS, *manager.all_tasks], n=1, cutoff=0.0)[0]
+            raise UserError(f"--tasks names no task {name!r}; did you mean {near}? --include-path DIR adds your own")
+    try:
+        found = manager.load(names)["tasks"]
+    except Exception as error:  # datasets, its files and the network fail in many ways
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(f"--tasks {words}: cannot be loaded ({first}); check the task's file and its data") from error
+    for name, task in found.items():
+        if (kind := task.get_config("output_type")) not in SCORED:
+            raise UserError(
+                f"--tasks: {name} is of kind {kind}, and this scores text and writes none; leave it out, or export the "
+                "model with tools/convert_checkpoint.py and use lm_eval's own command"
+            )
+    return manager, names
+
+
+def _manager(names: Sequence[str], include_path: str | None) -> Any:
+    """lm-eval's index of tasks.  Its own takes ten seconds, which tasks of one's own need not wait for."""
+    from lm_eval.tasks import TaskManager
+
+    own = TaskManager(include_path=include_path, include_defaults=False)
+    kinds = {name: own.task_index[name].kind.name for name in names if name in own.all_tasks}
+    if all(kinds.get(name) == "TASK" or (name not in kinds and Path(name).is_file()) for name in names):
+        return own  # a group may name tasks of lm-eval's
+    return TaskManager(include_path=include_path)
+
+
+def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Plan | None]:
+    """What the linears' forward runs in: the options' --precision, or the plan that --plan names."""
+    if word is None:
+        return config, None
+    if config.precision.precision != "bf16":
+        raise UserError(f"--plan {word} and --precision {config.precision.precision} are given; drop one")
+    if word != "own":
+        return config, Plan.load(word)
+    if start.state is None:
+        path = Path(str(start.load)) / HF_PLAN
+        if not path.is_file():
+            raise UserError(f"--plan own: {start.load} has no {HF_PLAN}; give --plan FILE, or drop it")
+        return config, Plan.load(path)
+    if (saved := (start.state.get("snip") or {}).get("plan")) is not None:
+        return config, Plan.from_dict(saved, f"plan of {start.load}")
+    own = Config().replace(**saved_options(start.state, ("precision", "snip")))
+    kind = own.precision.precision
+    if kind == "plan":
+        return config, Plan.load(str(own.precision.precision_plan))
+    return config.replace(precision=own.snip.snip_warmup_precision if kind == "snip" else kind), None
+
+
+def check_plan(plan: Plan, config: Config, device: Any) -> None:
+    """UserError if a plan is of another model or cannot run here."""
+    plan.check_names(spec_of(config.model).linear_names(config.model.num_layers), "--plan")
+    for precision in set(plan.linears.values()):
+        check_linear(config.precision.linear_impl, precision, device)
+
+
+def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start, int]:
+    """Options of the model, its compute and its layout, where its weights are, and tokens that are read at once.
+
+    UserError for what does not go together.
+    """
+    words = ["--load", own.model, *rest]
+    config, start = with_saved_options(words, ("model", "data"))
+    if start.state is not None:
+        config, start = with_saved_options([*words, *_compute(start.state, rest)], ("model", "data"))
+    elif config.data.tokenizer_model is None:
+        config = config.replace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=own.model)
+    if config.data.tokenizer_type == "NullTokenizer":
+        raise UserError(f"{own.model} names no tokenizer; give --tokenizer-type and --tokenizer-model")
+    world, p = runtime.environment_world_size(), config.parallel
+    if p.pipeline_model_parallel_size > 1 or world != p.tensor_model_parallel_size:
+        raise UserError(
+            f"{world} processes, --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
+            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; evaluate runs tensor parallel alone: "
+            "start as many processes as --tensor-model-parallel-size says"
+        )
+    m = config.model
+    longest = m.max_position_embeddings or m.seq_length
+    length = min(own.max_length or longest, longest)
+    config = config.replace(
+        seq_length=-(-length // TILE) * TILE, max_position_embeddings=None, micro_batch_size=1, global_batch_size=1,
+        train_iters=1, lr_warmup_iters=0, data_path=(), train_data_path=(), valid_data_path=(), mock_data=True,
+        eval_interval=None, wandb_project=None, tensorboard_dir=None, sequence_parallel=False,
+    )  # fmt: skip
+    return config, start, length
+
+
+def _compute(state: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
+    """--bf16 where the run computed in it and the options say nothing else."""
+    said = {word.partition("=")[0] for word in rest} & {"--bf16", "--no-bf16"}
+    return ["--bf16"] if state["config"]["training"].get("bf16") and not said else []
+
+
+def run_folder_of(start: Start) -> Path | None:
+    """The folder of the checkpoint's run, where it stood or beside its checkpoints; None if it is not there."""
+    if start.state is None or start.load is None:
+        return None
+    for folder in (start.load.parent, Path(start.state["config"]["logging"].get("run_dir", ""))):
+        try:
+            if run_id_of(folder) == start.run_id:
+                return folder
+        except UserError:  # another program's config.json
+            continue
+    return None
+
+
+def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Runtime) -> LlamaStage:
+    """The model with its weights, each linear at its precision.  Every process calls it."""
+    if start.state is None:
+        assert start.load is not None
+        check_model(start.load, config.model)
+    else:
+        refuse_other_model(config, start.state, finetune=True)
+    start = agree_on(config, start)
+    (stage,) = build_model(config, mesh_of(config, here), here.device).values()
+    read_tensors(start, {f"model.{name}": p.detach() for name, p in stage.named_parameters()})
+    for name, linear in stage.linears().items():
+        linear.precision = plan.linears[name] if plan else LinearPrecision.parse(config.precision.precision)
+    return stage.eval()
+
+
+def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Scores]:
+    """lm-eval's results: task -> metric -> (value, standard error); another filter than none is part of the name."""
+    found: dict[str, Scores] = {}
+    for task, values in results.items():
+        scores: dict[str, tuple[float, float | None]] = {}
+        for key, value in values.items():
+            metric, _, kept = key.partition(",")
+            if not kept or metric.endswith("_stderr") or isinstance(value, (str, bool)):
+                continue
+            error = values.get(f"{metric}_stderr,{kept}")
+            name = metric if kept == "none" else f"{metric}, {kept}"
+            scores[name] = (float(value), float(error) if isinstance(error, (int, float)) else None)  # or "N/A"
+        if scores:
+            found[task] = scores
+    return found
+
+
+def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> dict[str, Scores]:
+    """lm-eval over all tasks; the scores on rank 0, nothing elsewhere.  Every process calls it."""
+    import lm_eval
+
+    begin = time.perf_counter()
+    results = lm_eval.simple_evaluate(
+        model=model, tasks=names, num_fewshot=own.num_fewshot, limit=own.limit, task_manager=manager,
+        log_samples=False, bootstrap_iters=own.bootstrap,
+    )  # fmt: skip
+    if results is None:
+        return {}
+    LOGGER.info(f"scored {len(names)} tasks in {time.perf_counter() - begin:.1f} s")
+    return scores_of(results["results"])
+
+
+def keep(path: Path, run_dir: Path | None, start: Start, precision: str, scores: Mapping[str, Scores]) -> str:
+    """Write the scores, the report and what the run logs to; returns what the terminal shows."""
+    evaluation = Evaluation.load(path) if path.is_file() else Evaluation(start.iteration)
+    if evaluation.iteration != start.iteration:
+        raise UserError(f"{path} is of iteration {evaluation.iteration}, not {start.iteration}; give another --output")
+    evaluation = evaluation.with_scores(precision, scores)
+    evaluation.save(path)
+    if run_dir is not None and start.state is not None:
+        track(run_dir, start, evaluation.row(precision))
+    heads, rows = score_rows([Evaluation(start.iteration, {precision: dict(scores)})])
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
+
+
+def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
+    """The run's report, wandb and TensorBoard; the scores' file is there whatever fails here."""
+    assert start.state is not None
+    try:
+        write_report(run_dir)
+        config = tracked(start.state)
+        for tracker in start_trackers(config.replace(run_dir=str(run_dir)), start.run_id, None):
+            tracker.log(row, None, None)
+            tracker.finish()
+    except Exception as error:
+        LOGGER.warning(f"the scores are not in the report, wandb or TensorBoard: {error}")
+
+
+def tracked(state: Mapping[str, Any]) -> Config:
+    """The run's own options, which say where it logs to."""
+    return Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
+
+
+def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This command's options, and the trainer's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", type=path_word, help="a folder of checkpoints, one of them, or a Hugging Face folder")
+    parser.add_argument(
+        "--tasks", required=True, help=f"of lm-eval, by comma; also {', '.join(PRESETS)}, and YAML files"
+    )
+    parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan's FILE, or own")
+    parser.add_argument("--include-path", type=path_word, help="folder of your own tasks")
+    parser.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's)")
+    parser.add_argument("--limit", type=int, help="questions of each task, for a try (default: all)")
+    parser.add_argument("--batch-size", type=int, default=8, help="requests that run at once (default: 8)")
+    parser.add_argument("--max-length", type=int, help="tokens that are read at once (default: the model's)")
+    parser.add_argument(
+        "--add-bos", action=argparse.BooleanOptionalAction,
+        help="begin texts with the tokenizer's BOS (default: as the tokenizer of a Hugging Face folder does; not for a "
+        "run's checkpoint, whose training does not)",
+    )  # fmt: skip
+    parser.add_argument("--bootstrap", type=int, default=1000, help="draws for a standard error (default: 1000)")
+    parser.add_argument(
+        "--output", type=path_word, help="file of scores (default: in the run folder, or evaluation.json)"
+    )
+    return parser.parse_known_args(arguments)
+
+
+def check_own(own: argparse.Namespace) -> None:
+    """UserError for a number out of range."""
+    for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1), ("max_length", 2), ("bootstrap", 0)):
+        value = getattr(own, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
+
+
+def bos_of(own: argparse.Namespace, tokenizer: Tokenizer, *, hf: bool) -> int | None:
+    """What texts begin with; UserError if it is asked for and the tokenizer has none."""
+    wanted = own.add_bos if own.add_bos is not None else hf
+    if own.add_bos and tokenizer.bos is None:
+        raise UserError("--add-bos is given, and the tokenizer puts nothing before a text; drop it")
+    return tokenizer.bos if wanted else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; UserError for bad input."""
+    own, rest = parse_own(arguments)
+    check_own(own)
+    config, start, length = options_of(own, rest)
+    run_dir = None if own.output else run_folder_of(start)
+    path = Path(own.output or (evaluation_file(run_dir, start.iteration) if run_dir else "evaluation.json"))
+    check_output("--output", path)
+    if run_dir is not None and start.state is not None:
+        check_trackers(tracked(start.state))
+    config, plan = plan_of(own.plan, config, start)
+    config, given = check(config, runtime.environment_world_size())  # a plan by --precision plan
+    plan, config = plan or given, with_defaults(config)
+    manager, names = load_tasks(own.tasks, own.include_path)
+    p, d = config.parallel, config.data
+    here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
+    if plan is not None:
+        check_plan(plan, config, here.device)
+    tokenizer = build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size)
+    bos = bos_of(own, tokenizer, hf=is_hf_folder(Path(own.model)))
+    stage = make_model(config, start, plan, here)
+    from megatron_snip.interop.lm_eval_model import SnipLM  # lm-eval is known to be here
+
+    model = SnipLM(stage, tokenizer, max_length=length, batch_size=own.batch_size, bos=bos)
+    scores = run(own, model, manager, names)
+    if here.rank == 0:
+        precision = f"plan {plan.hash}" if plan else config.precision.precision
+        try:
+            print(f"{keep(path, run_dir, start, precision, scores)}\n\n{path}", flush=True)
+        except OSError as error:
+            raise UserError(f"--output was not written: {one_line(error)}") from None
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    with runtime.report_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,188 @@
+r"""Make plans from statistics: SNIP's, those that it is compared with, and the trade-off as a picture.
+
+    python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
+        --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
+
+Writes to --output-dir best.json (objective --snip-objective, by default snip), random_0.json ..., layer_id.json,
+layer_type.json and, where the statistics have what they need, abs_err.json and rel_err.json, each for
+`pretrain_llama.py --precision plan --precision-plan FILE`,
+and pareto.json and pareto.html: the quality loss that has to be paid for each share saved.
+
+The model's shape is in the statistics; where --load, the run folder that they lie in
+(RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages,
+SNIP's options) comes from the trainer's options, on the command line or by --config FILE.  --efficiency-saving,
+--options and --granularity are short for --snip-target, --snip-options and --snip-granularity; --snip-fix,
+--snip-stage-constraint, --gemm-times and the rest work as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
+from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
+from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.planner import BASELINES, Planner
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.report_page import Section, page
+from megatron_snip.train.report_pictures import pareto
+from megatron_snip.train.run_folder import saved_options, with_saved_options
+from megatron_snip.train.setup import snip_shapes
+
+_SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
+
+
+def read_config(words: Sequence[str], stats: Path) -> Config:
+    """The options of a command line, with the model of --load or of the run folder that the statistics lie in."""
+    config, run = parse(words), stats.parent.parent / "config.json"
+    if config.checkpoint.load:
+        config, _ = with_saved_options(words, ("model",))
+    elif stats.parent.name == "stats" and run.is_file():
+        try:
+            options = parse_json(read_file(run, "run's options", "give --load or --config"))
+            saved = saved_options({"config": options}, ("model",))
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{run}: cannot be read ({error}); give the model's shape by --load or --config") from None
+        config = parse(words, saved)
+    return config
+
+
+def make_planner(config: Config, path: Path) -> Planner:
+    """Read the statistics and check the options against them; UserError names what does not fit."""
+    stats = Statistics.load(path)
+    sizes = {shape.name: (shape.out_features, shape.in_features) for shape in stats.shapes}
+    shapes = snip_shapes(config, stats.shapes if config.model.num_layers < 1 else None)
+    told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
+    if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
+        raise UserError(
+            f"{path}: statistics of {len(sizes)} linears, the model has {len(told)}; {odd[0]} is "
+            f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
+            "model that they were collected from, or none"
+        )
+    if not 0 <= config.snip.snip_target <= 1:
+        raise UserError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
+    if config.snip.snip_options == "auto":
+        config = config.replace(snip_options=measured_options(stats.formats))
+    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
+
+def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
+    return " x ".join(map(str, sizes[name])) if name in sizes else "not there"
+
+
+def make_plans(planner: Planner, num_random: int, seed: int) -> dict[str, Plan]:
+    """File name -> plan; the one of --snip-objective first."""
+    plans = {"best": planner.solve(planner.config.snip.snip_objective)}
+    plans |= {f"random_{i}": planner.solve("random", seed + i) for i in range(num_random)}
+    return plans | {name: planner.solve(name) for name in planner.baselines}
+
+
+def describe(planner: Planner, plan: Plan, predictions: Predictions, request: SolveRequest) -> dict[str, Any]:
+    """A plan in numbers, for the table and pareto.json."""
+    return {
+        "target": plan.target,
+        "saved": planner.saved_by(plan),
+        "fp4_share": plan.achieved,
+        "loss_divergence": predictions.total_loss_divergence(plan.linears),
+        "weight_divergence": predictions.total_weight_divergence(plan.linears),
+        "quality_loss": planner.quality_of(plan, request),
+        "bound": plan.solver.bound,
+        "gap": plan.solver.gap,
+        "status": plan.solver.status,
+        "hash": plan.hash,
+    }
+
+
+def table(rows: dict[str, dict[str, Any]], objective: str) -> str:
+    """A line per plan; the quality loss of all is that of the best's objective, the gap that of its own."""
+    heads = ["plan", "FP4 share", "loss div. (nats)", "weight div.", f"quality loss ({objective})", "gap"]
+    lines = [heads]
+    for name, row in rows.items():
+        known = [
+            "-" if row[key] is None else f"{row[key]:.4g}"
+            for key in ("loss_divergence", "weight_divergence", "quality_loss")
+        ]
+        lines.append([name, f"{row['fp4_share']:.2%}", *known, f"{row['gap']:.1e}"])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def generate(config: Config, stats: Path, output_dir: Path, num_random: int, seed: int) -> str:
+    """Write everything to a folder; returns the table.  UserError for bad input, before anything is written."""
+    if num_random < 0 or seed < 0:
+        raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
+    check_output("--output-dir", output_dir / "best.json")
+    planner, objective = make_planner(config, stats), config.snip.snip_objective
+    plans, frontier = make_plans(planner, num_random, seed), planner.frontier(objective)
+    predictions, request = Predictions.of(planner.stats), planner.request(objective)
+    rows = {name: describe(planner, plan, predictions, request) for name, plan in plans.items()}
+    points = [describe(planner, plan, predictions, request) for plan in frontier]
+    for name, plan in plans.items():
+        plan.save(output_dir / f"{name}.json")
+    about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
+    write_atomic(output_dir / "pareto.json", json.dumps({**about, "plans": rows, "frontier": points}, indent=1) + "\n")
+    kinds: dict[str, list[tuple[float, float, str]]] = {}
+    for name, row in rows.items():
+        kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
+        kind.append((row["saved"], row["quality_loss"], name))
+    what = "FP4's share of the linears' FLOPs" if about["measure"] == "fp4" else "share of modelled GEMM time saved"
+    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, what)
+    facts = [("statistics", str(stats)), ("objective", objective), ("target", str(config.snip.snip_target))]
+    write_atomic(
+        output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], [Section("Trade-off", "", [figure])])
+    )
+    bad = planner.stats.not_finite
+    held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
+    left = [name for name in BASELINES if name not in planner.baselines]
+    why = f"\nno {' and '.join(left)}: these statistics have fprop's operands alone; {WHERE_UPDATES}" if left else ""
+    return table(rows, objective) + held + why
+
+
+def in_own_words(message: str, own: argparse.Namespace) -> str:
+    """An error with the options' names as they were given."""
+    for short, name in _SHORT.items():
+        if getattr(own, short) is not None:
+            message = message.replace(f"--{name.replace('_', '-')}", f"--{short.replace('_', '-')}")
+    return message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--stats", required=True, type=path_word, help="statistics of tools/collect_stats.py or of a run"
+    )
+    parser.add_argument("--efficiency-saving", type=float, help="share to save: FP4's of the linears' FLOPs")
+    parser.add_argument("--options", help="precisions a linear may take, by comma")
+    parser.add_argument("--granularity", help="linear, gemm or fused")
+    parser.add_argument("--num-random", type=int, default=5, help="random plans (default: 5)")
+    parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
+    parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
+    own, rest = parser.parse_known_args(arguments)
+    try:
+        given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
+        stats = Path(own.stats)
+        config = read_config(rest, stats).replace(**given)
+        text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed)
+    except (UserError, OSError) as error:
+        print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
+        return 1
+    print(f"{text}\nplans and pareto.html are in {own.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Indexed datasets that are built in several goes: what a killed process wrote is where the next one goes on.
+
+While it is built, ``<prefix>.partial/`` holds for the n-th dataset ``n.bin``, its tokens, and ``n.lengths``, int32
+tokens of each document, empty ones included; ``progress.json`` says how much of them counts and what the caller has to
+know to go on; ``lock`` is held by the process that writes.  What lies behind a mark is written over by the next go, so
+that the datasets are the same bytes however often the work was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_snip.data.indexed import IndexedDatasetBuilder
+from megatron_snip.errors import UserError
+from megatron_snip.files import about, atomic_output, check_folder, parse_json, read_file, temporary_beside
+
+LOGGER = logging.getLogger("megatron_snip.data")
+VERSION = 1
+
+
+class _Builder(IndexedDatasetBuilder):
+    """A builder whose tokens and lengths lie in files of ours until `finalize`."""
+
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, path: Path, mark: Mapping[str, Any] | None) -> None:
+        self._tokens = path
+        if mark and path.stat().st_size < mark["tokens"] * np.dtype(dtype).itemsize:
+            raise ValueError(f"{path} is shorter than it was")
+        super().__init__(prefix, dtype, path)
+        self._kept = path.with_suffix(".lengths")
+        with about(self._kept):
+            self._kept_stream = open(self._kept, "r+b" if mark else "w+b")  # noqa: SIM115 - lives until closed
+        if mark:
+            self._go_on(mark)
+        self._stream.truncate(self._stream.tell())  # of longer work that was killed without a mark
+
+    def _go_on(self, mark: Mapping[str, Any]) -> None:
+        lengths = np.fromfile(self._kept_stream, "<i4", mark["documents"])
+        if len(lengths) != mark["documents"] or int(lengths.sum(dtype=np.int64)) != mark["tokens"]:
+            raise ValueError(f"{self._kept} does not fit the tokens")
+        self._lengths.frombytes(lengths[lengths > 0].astype(np.intc).tobytes())
+        self._documents.frombytes(np.cumsum(lengths > 0, dtype=np.int64).tobytes())
+        self._num_tokens, self._least, self._largest = mark["tokens"], mark["least"], mark["largest"]
+        self._stream.seek(mark["tokens"] * self.dtype.itemsize)
+
+    def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
+        """Append many documents, as the base class does, and keep their lengths."""
+        super().add_encoded(data, lengths)
+        with about(self._kept):
+            self._kept_stream.write(np.asarray(lengths, "<i4").tobytes())
+
+    def mark(self) -> dict[str, Any]:
+        """What has been added so far, which lies on the disk when this returns."""
+        for stream, path in ((self._stream, self._bin_temporary), (self._kept_stream, self._kept)):
+            with about(path):
+                stream.flush()
+                os.fsync(stream.fileno())
+        return {
+            "tokens": self.num_tokens, "documents": self.num_documents,
+            "least": self._least, "largest": self._largest,
+        }  # fmt: skip
+
+    def finalize(self) -> None:
+        """Give the files their names, as the base class does; the tokens keep the one they had here, too.
+
+        So the work can be gone on from until all datasets are there, wherever a kill falls.
+        """
+        self._bin_temporary = temporary_beside(self.prefix + ".bin")
+        try:
+            os.link(self._tokens, self._bin_temporary)
+        except OSError:  # a file system without hard links
+            self._bin_temporary = self._tokens
+        super().finalize()
+
+    def abort(self) -> None:
+        """Let go of the files, and leave them."""
+        if self._bin_temporary != self._tokens:
+            self._bin_temporary.unlink(missing_ok=True)
+        self._open = False
+        for stream in (self._stream, self._kept_stream):
+            with contextlib.suppress(OSError):  # a full disk has been told of already
+                stream.close()
+
+
+class ResumableBuilders:
+    """One builder for each of ``prefixes``, all of ``dtype``, in a folder that outlives the process.
+
+    ``identity`` is what the results depend on: a folder of another one is refused.  ``found`` is what `mark` was given
+    last in it, None where there is nothing to go on from.  As a context manager it lets go of the folder: it removes it
+    after `finalize` and where no mark was made, and leaves it to the next go otherwise.
+    UserError for a folder of another identity, and for one that another process writes to.
+    """
+
+    def __init__(
+        self, folder: Path, prefixes: Sequence[str], dtype: npt.DTypeLike, identity: Mapping[str, Any]
+    ) -> None:
+        check_folder("the folder of unfinished work", folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._identity = folder, {"version": VERSION, **identity}
+        self._progress = folder / "progress.json"
+        self.builders: list[_Builder] = []
+        self._lock = self._take_lock()
+        try:
+            self.found: Any = self._open_all(prefixes, dtype)
+        except BaseException:
+            self._let_go(remove=not self.marked)
+            raise
+
+    def _open_all(self, prefixes: Sequence[str], dtype: npt.DTypeLike) -> Any:
+        """Open the builders; returns where to go on."""
+        state = self._read()
+        paths = [self.folder / f"{number}.bin" for number in range(len(prefixes))]
+        if state:
+            try:
+                for prefix, path, mark in zip(prefixes, paths, state["datasets"], strict=True):
+                    self.builders.append(_Builder(prefix, dtype, path, mark))
+                return state["at"]
+            except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+                LOGGER.warning(f"{self.folder} cannot be gone on from, the work begins anew: {error}")
+                for builder in self.builders:
+                    builder.abort()
+                self._progress.unlink()
+        self.builders = [_Builder(prefix, dtype, path, None) for prefix, path in zip(prefixes, paths, strict=True)]
+        return None
+
+    def _take_lock(self) -> int:
+        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"{self.folder} is being written by another process; wait for it, or end it") from None
+        except OSError as error:  # a file system without locks
+            LOGGER.warning(f"{self.folder} cannot be locked ({error}); start nothing else with this output")
+        return descriptor
+
+    def _read(self) -> dict[str, Any] | None:
+        if not self._progress.exists():
+            return None
+        try:
+            state = parse_json(read_file(self._progress, "progress", f"remove {self.folder}"))
+            identity = state["identity"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self._progress} is no record of progress ({error}); remove {self.folder}") from None
+        mine = json.loads(json.dumps(self._identity))
+        if identity != mine:
+            other = [name for name in mine if identity.get(name) != mine[name]] or ["version"]
+            raise UserError(
+                f"{self.folder} holds unfinished work with another {other[0]}; go on with the same options and inputs, "
+                "or remove it to begin anew"
+            )
+        return state
+
+    def mark(self, at: Any) -> None:
+        """Put on the disk all that has been added, and ``at``, a JSON value that tells where to go on."""
+        state = {"identity": self._identity, "at": at, "datasets": [builder.mark() for builder in self.builders]}
+        with atomic_output(self._progress) as path, path.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(state, indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @property
+    def marked(self) -> bool:
+        """Whether there is anything that a next go would go on from."""
+        return self._progress.exists()
+
+    def finalize(self, at: Any) -> None:
+        """Give all datasets their names.  ``at`` is where the work has ended, for a kill on the way."""
+        if self.marked:
+            self.mark(at)
+        for builder in self.builders:
+            builder.finalize()
+        self._progress.unlink(missing_ok=True)
+
+    def __enter__(self) -> ResumableBuilders:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go(remove=not self.marked)
+
+    def _let_go(self, *, remove: bool) -> None:
+        for builder in self.builders:
+            builder.abort()
+        if remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)

@@ -1,0 +1,80 @@
+"""Context parallelism: every process of an axis has a part of each sequence's tokens.
+
+A sequence of S tokens is cut into 2 cp pieces, and process r has pieces r and 2 cp - 1 - r one after the other, so that
+causal attention is as much work for each.  All but attention works on the tokens that are there; attention gathers
+keys and values, which grouped queries make small.
+Source: Megatron-LM's get_batch_on_this_cp_rank; arXiv 2407.21783, section 3.3.2, which gathers too.
+Shapes: B sequences, S tokens, s = S/cp of them of this process, A query and G key/value heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_snip.mesh import Axis
+from megatron_snip.parallel.beside import all_gather, reduce_scatter
+from megatron_snip.quant.rounding import Rows
+
+
+def rows_of(seq_length: int, axis: Axis) -> Rows | None:
+    """Where this process's rows stand among those of whole sequences; None where they are whole."""
+    if axis.size == 1:
+        return None
+    piece = seq_length // (2 * axis.size)
+    return Rows(piece, seq_length, axis.rank * piece, (2 * axis.size - 1 - axis.rank) * piece)
+
+
+def pieces(seq_length: int, axis: Axis) -> list[slice]:
+    """The positions in a sequence of this process's tokens, in their order."""
+    rows = rows_of(seq_length, axis)
+    if rows is None:
+        return [slice(0, seq_length)]
+    return [slice(begin, begin + rows.piece) for begin in (rows.first, rows.second)]
+
+
+def own_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """This process's part [..., s] of whole sequences [..., S]."""
+    parts = [x[..., piece] for piece in pieces(x.shape[-1], axis)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
+    """[B, s, C] of each process -> [B, S, C] in order; the gradient is summed over them."""
+    whole: Tensor = _Gather.apply(x, axis) if axis.size > 1 else x
+    return whole
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
+    """Queries [B, A, P, D] of a sequence's positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole."""
+    grouped, length, end = q.shape[1] != k.shape[1], q.shape[2], begin + q.shape[2]
+    if begin == 0:  # the first rows of a square: no mask is needed
+        return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=True, enable_gqa=grouped)
+    mask: Any = causal_lower_right(length, end)
+    if q.device.type == "cpu":  # which has no kernel for it, and would warn
+        mask = torch.ones(length, end, dtype=torch.bool).tril(begin)
+    return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask, enable_gqa=grouped)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        parts = x.new_empty((axis.size, *x.shape))
+        all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+        pieces = parts.unflatten(2, (2, -1))  # [cp, B, 2, piece, C]
+        ordered = torch.cat([pieces[:, :, 0], pieces[:, :, 1].flip(0)])  # [2 cp, B, piece, C]
+        return ordered.transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        axis = ctx.axis
+        first, second = grads[0].unflatten(1, (2 * axis.size, -1)).transpose(0, 1).chunk(2)
+        parts = torch.stack([first, second.flip(0)], dim=2).flatten(2, 3)  # [cp, B, s, C]
+        own = parts.new_empty(parts.shape[1:])
+        reduce_scatter(own, parts.flatten(0, 1), group=axis.group)
+        return own, None

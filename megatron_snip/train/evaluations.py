@@ -1,0 +1,127 @@
+"""Scores of a run's checkpoints on benchmarks: a file for each checkpoint.
+
+    evaluations/iter_0001000.json
+    {"version": 1, "iteration": 1000,
+     "scores": {"bf16": {"arc_easy": {"acc": [0.31, 0.01]}}, "plan 0123456789abcdef": {...}}}
+
+Convention: scores[precision of the forward][task][metric] is the value with its standard error, null where none is
+known.  Another evaluation of the same checkpoint adds to the file, and replaces what it measured again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.snip.jsonfile import (
+    JsonFileError,
+    check_fields,
+    check_version,
+    is_count,
+    is_number,
+    is_object,
+    read_json,
+    write_atomic,
+)
+
+_WAY_OUT = "evaluate the checkpoint again, or move the file away"
+_FIELDS = {"version": is_count, "iteration": is_count, "scores": is_object}
+#: Metric -> (value, standard error or None).
+Scores = Mapping[str, tuple[float, float | None]]
+
+
+def _is_score(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and is_number(value[0])
+        and (value[1] is None or is_number(value[1]))
+    )
+
+
+def _is_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_score, value.values()))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is known of one checkpoint: precision of the forward -> task -> metric -> (value, standard error)."""
+
+    iteration: int
+    scores: dict[str, dict[str, Scores]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read a file; UserError for anything else than what ``save`` writes."""
+        values = read_json(path, "evaluation", _WAY_OUT)
+        try:
+            check_version(values, 1)
+            check_fields(values, _FIELDS, "")
+            for precision, tasks in values["scores"].items():
+                check_fields(tasks, dict.fromkeys(tasks, _is_scores), f"scores.{precision}.", _EXPECTED)
+        except JsonFileError as error:
+            raise JsonFileError(f"{path}: {error}; {_WAY_OUT}") from None
+        scores: dict[str, dict[str, Scores]] = {
+            precision: {task: {m: (v, e) for m, (v, e) in metrics.items()} for task, metrics in tasks.items()}
+            for precision, tasks in values["scores"].items()
+        }
+        return cls(values["iteration"], scores)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        values = {"version": 1, "iteration": self.iteration, "scores": self.scores}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(values, indent=1) + "\n")
+
+    def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
+        """This and what was measured since."""
+        return Evaluation(self.iteration, {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}})
+
+    def row(self, precision: str) -> dict[str, Any]:
+        """What wandb and TensorBoard get: ``evaluation/<precision>/<task>/<metric>``, a plan without its hash."""
+        word = precision.partition(" ")[0]
+        tasks = self.scores[precision]
+        values = {
+            f"evaluation/{word}/{t}/{m}": value for t, metrics in tasks.items() for m, (value, _) in metrics.items()
+        }
+        return {"iteration": self.iteration, **values}
+
+
+_EXPECTED: Mapping[Callable[[Any], bool], str] = {_is_scores: "metrics, each a number and its standard error"}
+
+
+def evaluation_file(run_dir: Path, iteration: int) -> Path:
+    """Where a run folder keeps the scores of a checkpoint."""
+    return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
+
+
+def read_evaluations(run_dir: Path, notes: list[str]) -> list[Evaluation]:
+    """All of a run folder by iteration; what cannot be read is noted."""
+    found = []
+    for path in sorted(run_dir.glob("evaluations/iter_*.json")):
+        try:
+            found.append(Evaluation.load(path))
+        except ValueError as error:
+            notes.append(str(error))
+    return sorted(found, key=lambda evaluation: evaluation.iteration)
+
+
+def shown(value: float, error: float | None) -> str:
+    """A score with its standard error."""
+    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def score_rows(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table: a row for each metric of a task, a column for each checkpoint and precision."""
+    columns = [(each, precision) for each in evaluations for precision in each.scores]
+    names = {
+        (task, metric): None for each, p in columns for task, metrics in each.scores[p].items() for metric in metrics
+    }
+    rows = []
+    for task, metric in names:
+        found = (each.scores[precision].get(task, {}).get(metric) for each, precision in columns)
+        rows.append([task, metric, *("" if score is None else shown(*score) for score in found)])
+    return ["task", "metric", *(f"{each.iteration}, {precision}" for each, precision in columns)], rows

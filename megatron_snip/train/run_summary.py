@@ -1,0 +1,199 @@
+"""What a run folder tells: rows of metrics, plans, options, and a summary of them in numbers.
+
+Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be
+read are named in notes, and what was not recorded is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.errors import UserError
+from megatron_snip.files import parse_json, read_file
+from megatron_snip.snip.jsonfile import is_count, is_finite
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.cost import MEASURES
+
+Curve = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as read: metrics in file order, plans by iteration, and what could not be read.
+
+    options: config.json, {} without one; stats: the last statistics that can be read.
+    """
+
+    path: Path
+    metrics: list[dict[str, Any]]
+    plans: list[Plan]
+    notes: list[str]
+    options: dict[str, Any]
+    stats: Statistics | None
+
+    def column(self, key: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a metric, where it was recorded as a finite number."""
+        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if is_finite(m.get(key))]
+        return [iteration for iteration, _ in pairs], [float(value) for _, value in pairs]
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder.  Raises UserError if it is no folder or holds neither metrics nor plans."""
+    path = Path(run_dir)
+    metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
+    if not metrics_file.is_file() and not plan_files:
+        raise UserError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
+    notes: list[str] = []
+    metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
+    plans = []
+    for file in plan_files:
+        try:
+            plans.append(Plan.load(file))
+        except ValueError as error:
+            notes.append(str(error))
+    plans.sort(key=lambda plan: plan.iteration)
+    return Run(path, metrics, plans, notes, _read_options(path / "config.json", notes), _last_stats(path, notes))
+
+
+def summary(run_dir: str | Path) -> dict[str, Any]:
+    """The run in numbers: name -> value, or None where it was not recorded.
+
+    Losses in nats; "fp4_share" of the last plan, 0..1; seconds of wall clock; shares of the total seconds.
+    """
+    return summary_of(read_run(run_dir))
+
+
+def format_summary(run_dir: str | Path) -> str:
+    """``summary`` as a small table of text."""
+    rows = rows_of(summary(run_dir))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; a broken last line is expected of a killed run, others are noted."""
+    lines = read_file(file, "metrics", "cut them back", most=1 << 30).split(b"\n")
+    metrics, broken = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = parse_json(line)
+            if not isinstance(entry, dict) or not is_count(entry.get("iteration")):
+                raise UserError("no iteration")
+            metrics.append(entry)
+        except ValueError:
+            broken.append(number)
+    if broken and broken[-1] == len(lines):  # no newline behind it: cut off while it was written
+        broken.pop()
+    if broken:
+        notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
+    return metrics
+
+
+def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
+    """config.json; what cannot be read is noted."""
+    if not file.is_file():
+        return {}
+    try:
+        found = parse_json(read_file(file, "options of a run", "move it aside", most=1 << 20))
+        if not isinstance(found, dict):
+            raise UserError("no options")
+        return {name: group for name, group in found.items() if isinstance(group, dict)}
+    except ValueError as error:
+        notes.append(f"{file}: cannot be read ({error})")
+        return {}
+
+
+def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
+    """The last statistics that can be read."""
+    for file in sorted(path.glob("stats/iter_*.json"), reverse=True):
+        try:
+            return Statistics.load(file)
+        except ValueError as error:
+            notes.append(str(error))
+    return None
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """``summary`` of a run that has been read."""
+
+    def ends(key: str) -> tuple[float | None, float | None]:
+        values = run.column(key)[1]
+        return (values[0], values[-1]) if values else (None, None)
+
+    def total(key: str) -> float | None:
+        values = run.column(key)[1]
+        return sum(values) if values else None
+
+    seconds = total("iteration-time")
+    first_loss, last_loss = ends("lm loss")
+    first_validation, last_validation = ends("lm loss validation")
+    probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
+    last_plan = run.plans[-1] if run.plans else None
+    return {
+        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of the new weights
+        "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+        "first_validation_loss": first_validation,
+        "last_validation_loss": last_validation,
+        "skipped": int(max(run.column("skipped")[1], default=0)),  # a running count
+        "plans": len(run.plans),
+        "fp4_share": last_plan.achieved if last_plan else None,
+        "target": last_plan.target if last_plan else None,
+        "target_unit": last_plan.target_unit if last_plan else None,
+        "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
+        "seconds": seconds,
+        "probe_seconds": probing,
+        "solver_seconds": solving,
+        "probe_share": probing / seconds if probing is not None and seconds else None,
+        "solver_share": solving / seconds if solving is not None and seconds else None,
+    }
+
+
+def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary table: (name, value with its unit)."""
+
+    def pair(first: str, last: str) -> str:
+        if values[first] is None:
+            return "none recorded"
+        return f"{values[first]:.4f} -> {values[last]:.4f}"
+
+    def time(seconds: float | None, share: float | None) -> str:
+        if seconds is None:
+            return "none recorded"
+        of_run = f" ({share:.2%} of the run)" if share is not None else ""
+        return _duration(seconds) + of_run
+
+    reached = "no plan"
+    if values["fp4_share"] is not None:
+        unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
+        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
+    plans = str(values["plans"])
+    if values["last_churn"] is not None:
+        plans += f" (the last changed {values['last_churn']:.1%} of the linears)"
+    iterations = str(values["iterations"])
+    if values["skipped"]:
+        iterations += f" ({values['skipped']} skipped)"
+    return [
+        ("validation loss", pair("first_validation_loss", "last_validation_loss")),
+        ("training loss", pair("first_loss", "last_loss")),
+        ("in FP4", reached),
+        ("plans", plans),
+        ("iterations", iterations),
+        ("time in probes", time(values["probe_seconds"], values["probe_share"])),
+        ("time in solving, aside", time(values["solver_seconds"], values["solver_share"])),
+        ("time in all iterations", time(values["seconds"], None)),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, _ = divmod(round(seconds), 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

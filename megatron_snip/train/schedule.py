@@ -1,0 +1,143 @@
+"""What changes over a run by a schedule: learning rate, weight decay, the batch.
+
+Source: Megatron-LM core 0.16.1, optimizer_param_scheduler.py and get_optimizer_param_scheduler of training.py; the
+values are equal to Megatron's, to the last bit.
+Convention: schedules run over the samples behind the updates made so far.  The first update has the rate at 0 samples,
+and an iteration without an update moves nothing.  What is given in iterations counts as whole batches of
+--global-batch-size samples; with --train-samples everything is given in samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_snip.config import Config, TrainingConfig
+from megatron_snip.errors import UserError
+
+#: --lr-wsd-decay-style -> share of the way from --min-lr up to --lr, by the share of the decay that is behind.
+WSD_STYLES = {
+    "linear": lambda behind: 1.0 - behind,
+    "cosine": lambda behind: 0.5 * (math.cos(math.pi * behind) + 1.0),
+    "exponential": lambda behind: 2.0 * math.pow(0.5, behind) - 1.0,
+    "minus_sqrt": lambda behind: 1.0 - math.sqrt(behind),
+}
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """How long the parts of a schedule take, in samples."""
+
+    warmup: float  # a fraction of the decay need not be whole
+    decay: int  # from 0 on, warm-up included
+    wsd: int  # the end of the decay
+    training: int
+
+
+def _spans(t: TrainingConfig) -> _Spans:
+    if t.train_samples is not None:
+        unit, training, warmup = 1, t.train_samples, float(t.lr_warmup_samples)
+        decay, wsd = t.lr_decay_samples or training, t.lr_wsd_decay_samples
+    else:
+        unit, training, warmup = t.global_batch_size, t.train_iters, float(t.lr_warmup_iters)
+        decay, wsd = t.lr_decay_iters or training, t.lr_wsd_decay_iters
+    warmup = warmup * unit if t.lr_warmup_fraction is None else t.lr_warmup_fraction * (decay * unit)
+    return _Spans(warmup, decay * unit, (wsd or max(1, decay // 10)) * unit, training * unit)
+
+
+def learning_rate(t: TrainingConfig, samples: int) -> float:
+    """Rate of the update that so many samples are behind: linear warm-up, then the decay style's curve."""
+    spans = _spans(t)
+    if spans.warmup > 0 and samples <= spans.warmup:
+        return t.lr_warmup_init + (t.lr - t.lr_warmup_init) * float(samples) / float(spans.warmup)
+    if t.lr_decay_style == "constant":
+        return t.lr
+    if samples > spans.decay:
+        return t.min_lr
+    if t.lr_decay_style == "inverse-square-root":
+        return max(t.min_lr, t.lr * max(spans.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
+    return t.min_lr + _height(t, spans, samples) * (t.lr - t.min_lr)
+
+
+def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
+    """Share of the way from --min-lr up to --lr, of the styles that have one."""
+    if t.lr_decay_style == "WSD":
+        begin = spans.decay - spans.wsd
+        return 1.0 if samples <= begin else WSD_STYLES[t.lr_wsd_decay_style](float(samples - begin) / float(spans.wsd))
+    behind = float(samples - spans.warmup) / float(spans.decay - spans.warmup)
+    return WSD_STYLES[t.lr_decay_style](behind)
+
+
+def weight_decay(t: TrainingConfig, samples: int) -> float:
+    """Weight decay of the update that so many samples are behind."""
+    if t.weight_decay_incr_style == "constant":
+        return t.weight_decay
+    start, end, training = t.start_weight_decay or 0.0, t.end_weight_decay or 0.0, _spans(t).training
+    if samples > training:
+        return end
+    behind = float(samples) / float(training)
+    if t.weight_decay_incr_style == "cosine":
+        behind = 0.5 * (math.cos(math.pi * (1 - behind)) + 1.0)
+    return start + behind * (end - start)
+
+
+def check_ramp(t: TrainingConfig) -> None:
+    """UserError for a --rampup-batch-size that does not lead to --global-batch-size."""
+    ramp = t.rampup_batch_size
+    if ramp and (len(ramp) != 3 or min(ramp) < 1 or len(t.batch_sizes) < 2 or t.batch_sizes[-1] != t.global_batch_size):
+        raise UserError(
+            f"--rampup-batch-size is {' '.join(map(str, ramp))}; give START INCREMENT SAMPLES, with START below "
+            f"--global-batch-size {t.global_batch_size} and a whole number of increments up to it"
+        )
+
+
+def check_samples(config: Config) -> None:
+    """UserError for options in iterations beside options in samples.
+
+    A saved run has --train-samples and the --train-iters that follow from it, so both may be given if they agree.
+    """
+    t = config.training
+    if t.train_samples is None:
+        for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size"):
+            if getattr(t, name):
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} is for runs that are given in samples; give --train-samples, or drop it")
+        return
+    for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
+        if getattr(t, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} is for runs that are given in iterations, and --train-samples is given; "
+                f"give --{name.replace('_iters', '_samples').replace('_', '-')}"
+            )
+    follow = config.replace(train_iters=0).with_iterations().training.train_iters
+    if t.train_iters != follow:
+        raise UserError(
+            f"--train-iters is {t.train_iters}, and --train-samples {t.train_samples} makes {follow}; drop one"
+        )
+
+
+def check_schedule(t: TrainingConfig) -> None:
+    """UserError for rates and decays that contradict each other."""
+    if t.min_lr > t.lr and t.lr_decay_style != "constant":
+        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+    if t.lr_warmup_init > t.lr:
+        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
+    for unit in ("iters", "samples"):
+        if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
+            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} are given, both for the same; drop one")
+        if getattr(t, f"lr_wsd_decay_{unit}") is not None and t.lr_decay_style != "WSD":
+            raise UserError(
+                f"--lr-wsd-decay-{unit} is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
+            )
+    ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
+    if style == "constant" and ends != (None, None):
+        raise UserError(
+            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, and "
+            "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
+        )
+    if style != "constant" and None in ends:
+        raise UserError(
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; give both"
+        )
+    if style != "constant" and (ends[0] or 0.0) > (ends[1] or 0.0):
+        raise UserError(f"--start-weight-decay {ends[0]} is above --end-weight-decay {ends[1]}; change one")

@@ -1,0 +1,110 @@
+"""Which plan an evaluation runs in, what texts begin with, and what is kept of lm-eval's results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_snip.cli.evaluate import (
+    PRESETS,
+    bos_of,
+    check_own,
+    load_tasks,
+    parse_own,
+    plan_of,
+    run_folder_of,
+    scores_of,
+)
+from megatron_snip.config import Config
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.run_folder import Start
+
+PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
+
+
+def start_of(tmp_path, **precision):
+    """A checkpoint's start whose run had these options; ``plan``: the plan in force."""
+    plan = precision.pop("plan", None)
+    config = Config().replace(**precision, run_dir=str(tmp_path / "run")).to_dict()
+    return Start(3, {"config": config, "snip": {"plan": plan}}, tmp_path / "elsewhere/checkpoints", 3, "me")
+
+
+def test_the_plan_of_a_file(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    config, plan = plan_of(str(tmp_path / "plan.json"), Config(), start_of(tmp_path))
+    assert plan is not None and plan.hash == PLAN.hash and config == Config()
+    assert plan_of(None, Config(), start_of(tmp_path, precision="fp8")) == (Config(), None)
+
+
+def test_a_checkpoints_own(tmp_path):
+    _, plan = plan_of("own", Config(), start_of(tmp_path, precision="snip", plan=PLAN.to_dict()))
+    assert plan is not None and plan.hash == PLAN.hash
+    config, plan = plan_of("own", Config(), start_of(tmp_path, precision="snip", snip_warmup_precision="fp8"))
+    assert plan is None and config.precision.precision == "fp8"
+    config, plan = plan_of("own", Config(), start_of(tmp_path, precision="fp4"))
+    assert plan is None and config.precision.precision == "fp4"
+    PLAN.save(tmp_path / "plan.json")
+    start = start_of(tmp_path, precision="plan", precision_plan=str(tmp_path / "plan.json"))
+    _, plan = plan_of("own", Config(), start)
+    assert plan is not None and plan.hash == PLAN.hash
+
+
+def test_the_plan_beside_an_exported_model(tmp_path):
+    start = Start(0, None, tmp_path, 0, "")
+    with pytest.raises(ValueError, match=r"has no precision_plan.json; give --plan FILE, or drop it"):
+        plan_of("own", Config(), start)
+    PLAN.save(tmp_path / "precision_plan.json")
+    assert plan_of("own", Config(), start)[1].hash == PLAN.hash
+
+
+def test_the_run_folder_is_the_one_with_the_runs_id(tmp_path):
+    start = start_of(tmp_path)
+    assert run_folder_of(start) is None
+    for name, run_id in (("elsewhere", "another"), ("run", "me")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"run_id": "{run_id}", "checkpoint": {{"save": null}}}}')
+    assert run_folder_of(start) == tmp_path / "run"
+    (tmp_path / "elsewhere/config.json").write_text("{}")  # another program's
+    assert run_folder_of(start) == tmp_path / "run"
+    assert run_folder_of(Start(0, None, tmp_path, 0, "")) is None
+
+
+def test_what_texts_begin_with():
+    own, one, none = argparse.Namespace(add_bos=None), SimpleNamespace(bos=7), SimpleNamespace(bos=None)
+    assert [bos_of(own, one, hf=True), bos_of(own, one, hf=False), bos_of(own, none, hf=True)] == [7, None, None]
+    assert bos_of(argparse.Namespace(add_bos=False), one, hf=True) is None
+    assert bos_of(argparse.Namespace(add_bos=True), one, hf=False) == 7
+    with pytest.raises(ValueError, match="--add-bos is given, and the tokenizer puts nothing before a text"):
+        bos_of(argparse.Namespace(add_bos=True), none, hf=False)
+
+
+def test_results_keep_values_with_their_errors():
+    task = {
+        "alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "em_stderr,strict": "N/A", "n": 3,
+    }  # fmt: skip
+    assert scores_of({"arc": task, "nothing": {"alias": "x"}}) == {
+        "arc": {"acc": (0.5, 0.1), "em, strict": (1.0, None)}
+    }
+
+
+@pytest.mark.parametrize("word", ["--limit", "--batch-size", "--max-length", "--num-fewshot", "--bootstrap"])
+def test_numbers_out_of_range(word):
+    own, _ = parse_own(["model", "--tasks", "piqa", word, "-1"])
+    with pytest.raises(ValueError, match=rf"{word} is -1; give [012] or more"):
+        check_own(own)
+
+
+def test_without_the_harness_it_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'megatron_snip\[evaluate\]'"):
+        load_tasks("piqa", None)
+
+
+@pytest.mark.slow
+def test_tasks_of_the_lists_are_known():
+    tasks = pytest.importorskip("lm_eval.tasks")
+    known = set(tasks.TaskManager().all_tasks)
+    assert not {task for names in PRESETS.values() for task in names} - known

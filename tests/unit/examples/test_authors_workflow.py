@@ -1,0 +1,98 @@
+"""examples/authors_workflow: all of its steps at toy size, and what is wrong with a folder told in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_examples import environment
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+num-layers = 2
+hidden-size = 128
+ffn-hidden-size = 256
+num-attention-heads = 2
+seq-length = 128
+vocab-size = 512
+micro-batch-size = 2
+global-batch-size = 2
+lr = 1e-2
+lr-decay-iters = 6
+tokenizer-type = "SentencePieceTokenizer"
+eval-iters = 1
+"""
+SCHEMES = {"bf16", "fp8", "fp4", "best", "random_0", "layer_id", "layer_type", "abs_err", "rel_err"}
+
+
+def run(folder: Path, stubs: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "config.toml").write_text(CONFIG)
+    sizes = {"BYTES": "2000000", "VOCAB": "512", "ITERS": "3", "MORE": "2", "RANDOM": "1", "DIR": str(folder / "w")}
+    variables = {f"WORKFLOW_{name}": value for name, value in sizes.items()}
+    env = environment(stubs, **variables, WORKFLOW_CONFIG=str(folder / "config.toml"), OMP_NUM_THREADS="1")
+    script = str(ROOT / "examples/authors_workflow/run.sh")
+    return subprocess.run(["bash", script, *words], env=env, cwd=folder, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_all_steps_at_toy_size(tmp_path: Path) -> None:
+    done = run(tmp_path, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "w/schemes.md").read_text().splitlines()[2:]]
+    assert {row[0] for row in rows} == SCHEMES
+    shares = {row[0]: float(row[1].rstrip("%")) for row in rows}
+    assert shares["fp4"] == 100 and shares["fp8"] == 0
+    assert all(shares[name] >= 75 for name in SCHEMES - {"bf16", "fp8", "fp4"})
+    losses = [float(row[3]) for row in rows]
+    assert losses == sorted(losses) and len(set(losses)) > 5
+    iterations = [
+        json.loads(line)["iteration"] for line in (tmp_path / "w/schemes/best/metrics.jsonl").read_text().splitlines()
+    ]
+    assert iterations[-1] == 5
+    made = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "w/tokens").iterdir()}
+    again = run(tmp_path, tmp_path, "prepare")
+    assert again.returncode == 0 and made == {path: os.stat(path).st_mtime_ns for path in made}
+
+
+def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, tmp_path, "eval")
+    assert done.returncode == 1 and "no such step: eval; give prepare, train" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ({"bf16": 4, "best": 4}, ""),
+        ({"bf16": 4, "best": 2}, "best ends at iteration 2, bf16 at 4; run the step schemes again"),
+        ({"best": 4}, "has no run bf16 to compare with; run the step schemes first"),
+        ({"bf16": None}, "bf16 has no validation loss"),
+    ],
+)
+def test_the_table_is_made_of_runs_that_ended_alike(tmp_path: Path, ends: dict[str, int], said: str) -> None:
+    for name, end in ends.items():
+        (tmp_path / "schemes" / name).mkdir(parents=True)
+        rows = [{"iteration": 0, "lm loss": 5.0}]
+        if end:
+            loss = 3.5 if name == "best" else 3.25
+            rows += [{"iteration": 1, "lm loss validation": 9.0}, {"iteration": end, "lm loss validation": loss}]
+        (tmp_path / "schemes" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "plans").mkdir()
+    plans = {"best": {"fp4_share": 0.751, "loss_divergence": 2e-3}}
+    (tmp_path / "plans/pareto.json").write_text(json.dumps({"plans": plans}))
+    script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(tmp_path)]
+    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    if said:
+        assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[2:] == [
+            "| bf16 | 0.0% | - | 3.2500 | +0.0000 |",
+            "| best | 75.1% | 2.00e-03 | 3.5000 | +0.2500 |",
+        ]

@@ -1,0 +1,86 @@
+"""What a run folder tells: its numbers by hand, and every kind of partial or damaged run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_snip.train.report import write_report
+from megatron_snip.train.run_summary import format_summary, read_run, summary
+from tests.unit.train.recorded import full_run, line, two_plans, write_run
+
+
+def test_summary_by_hand(tmp_path):
+    assert summary(full_run(tmp_path)) == {
+        "iterations": 5,
+        "last_iteration": 5,
+        "first_loss": 4.9,
+        "last_loss": 4.5,
+        "first_validation_loss": 6.0,
+        "last_validation_loss": 4.5,
+        "skipped": 1,
+        "plans": 2,
+        "fp4_share": 0.8,
+        "target": 0.75,
+        "target_unit": "FP4 share",
+        "last_churn": 3 / 21,
+        "seconds": 10.0,
+        "probe_seconds": 1.0,
+        "solver_seconds": 0.5,
+        "probe_share": 0.1,
+        "solver_share": 0.05,
+    }
+
+
+def test_summary_text(tmp_path):
+    text = format_summary(full_run(tmp_path))
+    assert "validation loss         6.0000 -> 4.5000" in text
+    assert "80.00% of the linears' FLOPs (target 75.00%)" in text
+    assert "1.0 s (10.00% of the run)" in text and "5 (1 skipped)" in text
+
+
+def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
+    plan = dataclasses.replace(two_plans()[0], target_unit="modelled time")
+    folder = write_run(tmp_path, [line(1)], (plan,))
+    assert "100.00% of the linears' FLOPs (target 75.00% in modelled time)" in format_summary(folder)
+    assert "<td>75.00% in modelled time</td>" in write_report(folder).read_text()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [line(1)],
+        [line(1), '{"iteration": 2, "lm lo'],
+        ['{"iteration": 1'],
+        [line(1, **{"lm loss": None})],
+        [line(i) for i in range(1, 101)],
+        [line(1, **{"snip/loss_divergence/block_00": 0.0, "snip/loss_divergence/q": 1e-3})],
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_partial_runs(tmp_path, lines, count):
+    folder = write_run(tmp_path, lines, two_plans()[:count])
+    assert write_report(folder).stat().st_size > 500
+    assert not read_run(folder).notes  # a cut last line is no news
+    assert "validation loss" in format_summary(folder)
+
+
+def test_damaged_files_are_named_not_fatal(tmp_path):
+    folder = write_run(tmp_path, [line(1), "garbage\n", '{"no": "iteration"}\n', line(2)], two_plans())
+    (folder / "plans" / "iter_0000003.json").write_text("{")
+    notes = read_run(folder).notes
+    assert "2 unreadable lines left out, the first is line 2" in notes[0] and "iter_0000003.json" in notes[1]
+    assert summary(folder)["plans"] == 2 and summary(folder)["iterations"] == 2
+    assert "iter_0000003.json" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    "row", ['{"iteration": ' + "9" * 400 + "}", "[" * 10**5, '{"iteration": 2, "iteration": 3}', '{"iteration": true}']
+)
+def test_strange_rows_are_noted(row, tmp_path):
+    run = read_run(write_run(tmp_path / "run", [line(1), row + "\n", line(3, **{"lm loss": 10**400})]))
+    assert [r["iteration"] for r in run.metrics] == [1, 3] and "1 unreadable lines left out" in run.notes[0]
+    assert "4.9000 -> 4.9000" in format_summary(run.path)
