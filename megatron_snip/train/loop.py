@@ -26,7 +26,14 @@ from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report import write_report
 from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.run_folder import (
-    Start, advice, changed_options, drop_later_plans, earlier_start, find_start, open_run_folder, read_tensors,
+    Start,
+    advice,
+    changed_options,
+    drop_later_plans,
+    earlier_start,
+    find_start,
+    open_run_folder,
+    read_tensors,
 )  # fmt: skip
 from megatron_snip.train.run_summary import format_summary
 from megatron_snip.train.same_data import agreed, consumed_validation, first_problem, settle_data
@@ -249,8 +256,7 @@ class Trainer:
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
         size = self.config.training.global_batch_size
-        losses = []
-        start = self.consumed_valid
+        losses, start = [], self.consumed_valid
         for i in range(log.eval_iters):
             try:
                 batch = agreed(partial(loader.batch, start + i * size), self.parts.mesh)
@@ -276,11 +282,8 @@ class Trainer:
 
     def _log(self, row: dict[str, Any], result: StepResult) -> None:
         if self.writer is not None:
-            coordinator = self.parts.coordinator
-            if "snip/achieved" in row and coordinator is not None:
-                self.writer.write(row, coordinator.plan, coordinator.predictions)
-            else:
-                self.writer.write(row)
+            planner = self.parts.coordinator if "snip/achieved" in row else None
+            self.writer.write(row, *((planner.plan, planner.predictions) if planner is not None else ()))
         if self._is_last_rank() and self._due(self.config.logging.log_interval):
             now = time.perf_counter()
             seconds = (now - self.logged) / (self.iteration - self.logged_iteration)

@@ -75,8 +75,8 @@ def test_with_these_changes_it_runs(caplog):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--context-parallel-size 2", "--context-parallel-size 2: there is no context parallelism yet"),
-        ("--context-parallel-size=2", "--context-parallel-size 2: there is no context parallelism yet"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: there are no experts here"),
+        ("--expert-model-parallel-size=2", "--expert-model-parallel-size 2: there are no experts here"),
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1: there is no dropout here; give 0"),
         ("--normalization LayerNorm", "give RMSNorm"),
         ("--normalization", "--normalization: models here have RMSNorm"),
