@@ -1,4 +1,4 @@
-"""Llama pretraining whose linears run in BF16, FP8 or FP4 as a plan says, re-solved during training.
+"""Pretraining whose linears run in BF16, FP8 or FP4 as a plan says, re-solved during training.
 
 Source: SNIP, arXiv 2602.01410.  Nothing of ours is imported here, so that small processes (the solver) stay small.
 """

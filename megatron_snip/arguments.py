@@ -154,7 +154,7 @@ def _read_words(words: list[str]) -> Config:
                 Config,
                 args=words,
                 prog="pretrain_llama.py",
-                description="Pretrain a Llama whose linears' precision is planned. --config FILE.toml reads "
+                description="Pretrain a Llama or Qwen3 whose linears' precision is planned. --config FILE.toml reads "
                 "options from a file; the command line wins.",
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             )

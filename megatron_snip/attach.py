@@ -11,8 +11,8 @@
         snip.step()
 
 Linears, probe and solver are those of ``pretrain_llama.py``.  The loss is to be a mean over tokens.  In Hugging Face's
-Llama errors of q, k and v are judged behind the attention, which is taken to be causal over whole sequences without
-padding; other models' linears are judged at their own output.  The weight divergence is the trainer's alone.
+Llama and Qwen3 errors of q, k and v are judged behind the attention, which is taken to be causal over whole sequences
+without padding; other models' linears are judged at their own output.  The weight divergence is the trainer's alone.
 """
 
 from __future__ import annotations

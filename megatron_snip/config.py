@@ -201,7 +201,7 @@ class CheckpointConfig:
 
     save: Optional[str] = None  # Folder of checkpoints; by default <run-dir>/checkpoints.
     load: Optional[str] = None  # Folder to continue from, or an iter_ folder in it; if it is --save it may be empty.
-    # Where --load holds no checkpoint yet, begin with these weights: a folder of checkpoints, or a Hugging Face Llama.
+    # Where --load holds no checkpoint yet, begin with these weights: a folder of checkpoints, or a Hugging Face model.
     pretrained_checkpoint: Optional[str] = None
     ckpt_step: Optional[int] = None  # Iteration to load; by default the newest checkpoint that is whole.
     save_interval: Optional[int] = None  # Iterations between two checkpoints; by default only at the end.

@@ -6,7 +6,7 @@ r"""Probe a checkpoint: the statistics that plans are made of, without training.
 
 --load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
 batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  --load DIR of a Hugging Face Llama tells the model alone; data, batch and seq-length are then given.
+not taken from it.  --load DIR of a Hugging Face model tells the model alone; data, batch and seq-length are then given.
 Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
 did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
 """

@@ -1,4 +1,4 @@
-"""Llama, cut into pipeline stages.  Source: arXiv 2302.13971, 2307.09288, 2407.21783 (RoPE scaling).
+"""Llama, cut into pipeline stages, and the parts that other decoders share.  Source: arXiv 2302.13971, 2307.09288.
 
 Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
 plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives

@@ -116,7 +116,7 @@ class Pipeline:
         """The iteration, for random bits, and the tokens of the global batch, by which the loss is divided."""
         for stage in self.stages.values():
             cast(Any, stage).iteration = iteration
-            cast(Any, stage).loss_tokens = batch.tokens.numel() * self.mesh.dp.size
+            cast(Any, stage).loss_tokens = batch.tokens.numel() * self.mesh.dp_cp.size
 
     def forward_backward(self, batch: BatchLike, iteration: int) -> float:
         """Run the batch and leave its gradients in `.grad`, added to what is there.

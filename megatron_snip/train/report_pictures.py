@@ -33,7 +33,7 @@ _RAW, _MARK = "#9db7d6", "#d9752b"
 
 
 class Grid:
-    """Where linears of a Llama stand in a heatmap: rows are kinds, columns blocks.  Other names have no cell."""
+    """Where linears of our models stand in a heatmap: rows are kinds, columns blocks.  Other names have no cell."""
 
     def __init__(self, names: Iterable[str]) -> None:
         places = {name: place for name in names if (place := linear_place(name)) is not None}

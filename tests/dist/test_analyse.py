@@ -20,11 +20,11 @@ TEXT = "".join(f"The {i}th sentence tells of {i * i} things, {i % 7} of them new
 SMALL = "--seq-length 128 --batch-size 2 --batches 3 --formats fp8,fp4 --shares 0.5,0.9".split()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A random Llama with a tokenizer of its own, and a text."""
+@pytest.fixture(scope="module", params=["small", pytest.param("qwen3", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory):
+    """A random model with a tokenizer of its own, and a text."""
     folder = tmp_path_factory.mktemp("model")
-    theirs(folder, **CASES["small"])
+    theirs(folder, **CASES[request.param])
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], show_progress=False)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.context import attention_of_pieces, casts_of_pieces
 from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, losses, mixed_plan, plan_from, save_after
+from tests.dist.runs import LAYOUTS, MODELS, losses, mixed_plan, plan_from, save_after
 from tests.dist.test_layouts import distances_by_name, farther
 
 #: Pieces of a tile each; two sequences in a microbatch, and grouped queries.
@@ -29,6 +29,7 @@ CASES = {
     "tp2 x cp2 x dp2": (8, {**LAYOUTS["tp2"], "num_distributed_optimizer_instances": 2}),
     "tp2 x pp2 x cp2": (8, LAYOUTS["tp2 x pp2 interleaved"]),
     "cp4": (4, {"seq_length": 1024, "context_parallel_size": 4}),
+    "tp2 x cp2, qwen3": (4, {**MODELS["qwen3"], **LAYOUTS["tp2 without sequence parallel"]}),
 }
 FIRST = ("tp2 x cp2", "cp2 x dp2, optim_grads_params")
 FEW = [pytest.param(case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES]
@@ -37,15 +38,15 @@ ten_losses = functools.partial(losses, iterations=10)
 
 
 @functools.cache
-def alone(seq_length: int):
-    return run_ranks(ten_losses, 1, {**ALONE, "seq_length": seq_length}, seconds=240.0)[0]
+def alone(seq_length: int, model: str = "llama"):
+    return run_ranks(ten_losses, 1, {**ALONE, **MODELS[model], "seq_length": seq_length}, seconds=240.0)[0]
 
 
 @pytest.mark.parametrize("case", FEW)
 def test_losses_and_gradients_are_those_of_one_process(case):
     world, options = CASES[case]
     options = {**LONG, **options}
-    expected = alone(options["seq_length"])
+    expected = alone(options["seq_length"], options.get("model_name", "llama"))
     for got in run_ranks(ten_losses, world, options, seconds=240.0):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -34,8 +35,11 @@ def fresh() -> Iterator[None]:
 def make(lone_mesh):
     """Call it for a stage of two blocks, compiled or not."""
 
-    def stage(backend: str | None = None, *, recompute: Recompute = NOTHING, dtype=torch.bfloat16) -> LlamaStage:
-        build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"), recompute)
+    def stage(
+        backend: str | None = None, *, recompute: Recompute = NOTHING, dtype=torch.bfloat16, name: str = "llama"
+    ) -> LlamaStage:
+        m = dataclasses.replace(MODEL, model_name=name)
+        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"), recompute)
         (made,) = build_stages(build, [range(build.model.num_layers)], tied=False, of=lambda s: True).values()
         made.allocate()
         draw_weights([made])
@@ -73,8 +77,10 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_one_graph_and_the_same_bits_whatever_the_plan(make):
-    eager, compiled, recomputed = make(), make("aot_eager"), make("aot_eager", recompute=Recompute("full"))
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_one_graph_and_the_same_bits_whatever_the_plan(name, make):
+    eager, compiled = make(name=name), make("aot_eager", name=name)
+    recomputed = make("aot_eager", recompute=Recompute("full"), name=name)
     for iteration, plan in enumerate(PLANS, start=1):
         assert same(step(compiled, plan, iteration), step(eager, plan, iteration))
     assert same(step(recomputed, "fp4", 4), step(eager, "fp4", 4))
