@@ -78,7 +78,10 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     """Run a launch command with the stand-in for torchrun; the output and world size it would have."""
     variables, words = split_environment(command)
     if "--config" in words and not (ROOT / words[words.index("--config") + 1]).exists():
-        words[words.index("--config") + 1] = "examples/llama_1b/llama_1b.toml"  # for one that a reader makes
+        # what tools/convert_checkpoint.py import writes: the options of the model alone
+        model = (ROOT / "examples/llama_1b/llama_1b.toml").read_text().partition("[model]")[2].partition("\n[")[0]
+        (folder / "model.toml").write_text(model)
+        words[words.index("--config") + 1] = str(folder / "model.toml")
     data, run = str(folder / "data"), str(folder / "run")
     for name in ("text", "tokenizer", "tokens"):
         (folder / "data" / name).mkdir(parents=True, exist_ok=True)
@@ -156,6 +159,8 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     names = {name.replace("_", "-") for name in option_groups()}
     if path.name == "from_megatron.md":
         names |= {*megatron_options._SWITCHES.split(), *megatron_options._VALUES, *megatron_options._REFUSED}
+    scripts = [*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    names |= {option for script in scripts for option in re.findall(r'"--([a-z][a-z-]+)"', script.read_text())}
     known = (
         names
         | {f"no-{name}" for name in names}
