@@ -1,4 +1,4 @@
-"""The README's commands: each is run here, launched with a stand-in for torchrun, or checked word by word."""
+"""The documents' commands: each is run here, launched with a stand-in for torchrun, or checked word by word."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,8 @@ __all__ = ["stubs"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        "docs/architecture.md",
-        "docs/from_megatron.md",
-        "docs/guide.md",
-        "docs/numerics.md",
-        "docs/reliability.md",
-        "docs/evidence.md",
-    )
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("docs/*.md")),
 ]
 TEST_COMMAND = "bash tests/run.sh"  # it runs this very test
 
@@ -44,7 +35,9 @@ def commands(text: str) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-README = [command for name in ("README.md", "docs/guide.md") for command in commands((ROOT / name).read_text())]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+#: All commands of all pages, each once.
+README = [*dict.fromkeys(command for page in PAGES for command in commands(page.read_text()))]
 
 
 #: Runs each script of the command line as it would run with --help, in one process, since each imports torch.
@@ -66,7 +59,8 @@ print(json.dumps(found))
 @functools.cache
 def helps() -> dict[str, str]:
     """What the README's Python scripts say to --help."""
-    scripts = {words[1] for words in (split_environment(command)[1] for command in README) if words[0] == "python"}
+    words_of = [split_environment(command)[1] for command in README]
+    scripts = {words[1] for words in words_of if words[0] == "python" and words[1] != "-m"}
     command = [sys.executable, "-c", HELPS, *sorted(scripts)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -83,6 +77,11 @@ def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
 def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     """Run a launch command with the stand-in for torchrun; the output and world size it would have."""
     variables, words = split_environment(command)
+    if "--config" in words and not (ROOT / words[words.index("--config") + 1]).exists():
+        # what tools/convert_checkpoint.py import writes: the options of the model alone
+        model = (ROOT / "examples/llama_1b/llama_1b.toml").read_text().partition("[model]")[2].partition("\n[")[0]
+        (folder / "model.toml").write_text(model)
+        words[words.index("--config") + 1] = str(folder / "model.toml")
     data, run = str(folder / "data"), str(folder / "run")
     for name in ("text", "tokenizer", "tokens"):
         (folder / "data" / name).mkdir(parents=True, exist_ok=True)
@@ -92,10 +91,18 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     return done.stdout, check_command_line(done.stdout)[1]
 
 
+def workflow_script() -> str:
+    """The script of the authors' workflow, with a line for each of its steps."""
+    script = (ROOT / "examples/authors_workflow/run.sh").read_text()
+    steps = re.search(r"^    (prepare[ |a-z]+)\)", script, re.MULTILINE)
+    assert steps
+    return script + "".join(f"    {step.strip()})\n" for step in steps[1].split("|"))
+
+
 @pytest.mark.parametrize("command", README)
 def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    _, words = split_environment(command)
+    variables, words = split_environment(command)
     if command == TEST_COMMAND:
         return
     if words[:2] == ["bash", "examples/quickstart.sh"]:
@@ -106,6 +113,22 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
         launched(command, stubs, tmp_path)
     elif words[0] == "sbatch":
         assert all((ROOT / word).is_file() for word in words[1:] if not word.startswith("--"))
+    elif words[:2] == ["bash", "examples/authors_workflow/run.sh"]:
+        script = workflow_script()
+        assert f"    {words[2] if len(words) > 2 else 'all'})" in script
+        assert variables.keys() <= set(re.findall("WORKFLOW_[A-Z]+", script))
+    elif words[:2] == ["pip", "install"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert words[2] == "-e" and set(words[3].removeprefix(".[").removesuffix("]").split(",")) <= extras.keys()
+    elif words[:2] == ["hf", "download"]:
+        options = {word for word in words if word.startswith("--")}
+        assert options <= {"--repo-type", "--include", "--local-dir"}
+        assert words[words.index("--repo-type") + 1] == "dataset"
+    elif words[:2] == ["git", "checkout"]:
+        return  # docs/evidence.md's, of a commit of before
+    elif words[:2] == ["python", "-m"]:
+        text = (ROOT / f"{words[2].replace('.', '/')}.py").read_text()
+        assert all(f'"{word}"' in text for word in words[3:] if word.startswith("--"))
     elif words[0] == "python":
         text = helps()[words[1]]
         missing = [word for word in words[2:] if word.startswith("--") and word not in text]
@@ -136,6 +159,8 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     names = {name.replace("_", "-") for name in option_groups()}
     if path.name == "from_megatron.md":
         names |= {*megatron_options._SWITCHES.split(), *megatron_options._VALUES, *megatron_options._REFUSED}
+    scripts = [*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    names |= {option for script in scripts for option in re.findall(r'"--([a-z][a-z-]+)"', script.read_text())}
     known = (
         names
         | {f"no-{name}" for name in names}
