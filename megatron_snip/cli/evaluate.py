@@ -7,8 +7,8 @@ r"""Scores of a model on benchmarks of EleutherAI's lm-evaluation-harness, as it
     python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
 MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names,
-files of tasks, and the list ``zero-shot``.  Linears run in BF16 format without --plan; --plan FILE or own (that of the
-checkpoint, or the run's --precision) quantises their forward as in training.  Scores go into
+files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised; --plan FILE or own (that of the
+checkpoint, or the run's --precision) quantises the linears' forward as in training.  Scores go into
 evaluations/iter_0001000.json of the run folder, report.html, and where the run logs to, wandb and TensorBoard; --output
 FILE writes there alone.  Tasks that let a model write text are refused.  Options of the trainer may follow.
 """
