@@ -7,8 +7,8 @@ r"""Scores of a model on benchmarks of EleutherAI's lm-evaluation-harness, as it
     python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
 MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names,
-files of tasks, and the list ``zero-shot``.  Linears run in BF16 format without --plan; --plan FILE or own (that of the
-checkpoint, or the run's --precision) quantises their forward as in training.  Scores go into
+files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised; --plan FILE or own (that of the
+checkpoint, or the run's --precision) quantises the linears' forward as in training.  Scores go into
 evaluations/iter_0001000.json of the run folder, report.html, and where the run logs to, wandb and TensorBoard; --output
 FILE writes there alone.  Tasks that let a model write text are refused.  Options of the trainer may follow.
 """
@@ -222,16 +222,17 @@ def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> 
     return scores_of(results["results"])
 
 
-def keep(path: Path, run_dir: Path | None, start: Start, precision: str, scores: Mapping[str, Scores]) -> str:
-    """Write the scores, the report and what the run logs to; returns what the terminal shows."""
-    evaluation = Evaluation.load(path) if path.is_file() else Evaluation(start.iteration)
-    if evaluation.iteration != start.iteration:
-        raise UserError(f"{path} is of iteration {evaluation.iteration}, not {start.iteration}; give another --output")
-    evaluation = evaluation.with_scores(precision, scores)
-    evaluation.save(path)
-    if run_dir is not None and start.state is not None:
-        track(run_dir, start, evaluation.row(precision))
-    heads, rows = score_rows([Evaluation(start.iteration, {precision: dict(scores)})])
+def known(path: Path, iteration: int) -> Evaluation:
+    """What the file of scores holds already; UserError if it is another checkpoint's."""
+    found = Evaluation.load(path) if path.is_file() else Evaluation(iteration)
+    if found.iteration != iteration:
+        raise UserError(f"{path} is of iteration {found.iteration}, not {iteration}; give another --output")
+    return found
+
+
+def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
+    """The scores for the terminal."""
+    heads, rows = score_rows([Evaluation(iteration, {precision: dict(scores)})])
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
 
@@ -307,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_output("--output", path)
     if run_dir is not None and start.state is not None:
         check_trackers(tracked(start.state))
+    before = known(path, start.iteration)
     config, plan = plan_of(own.plan, config, start)
     config, given = check(config, runtime.environment_world_size())  # a plan by --precision plan
     plan, config = plan or given, with_defaults(config)
@@ -324,10 +326,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scores = run(own, model, manager, names)
     if here.rank == 0:
         precision = f"plan {plan.hash}" if plan else config.precision.precision
+        print(f"{table(start.iteration, precision, scores)}\n\n{path}", flush=True)  # seen whatever fails below
+        evaluation = before.with_scores(precision, scores)
         try:
-            print(f"{keep(path, run_dir, start, precision, scores)}\n\n{path}", flush=True)
+            evaluation.save(path)
         except OSError as error:
             raise UserError(f"--output was not written: {one_line(error)}") from None
+        if run_dir is not None:
+            track(run_dir, start, evaluation.row(precision))
     runtime.stop()
 
 

@@ -7,11 +7,15 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_snip.cli import evaluate
 from megatron_snip.cli.evaluate import (
     PRESETS,
     bos_of,
     check_own,
+    check_plan,
+    known,
     load_tasks,
     parse_own,
     plan_of,
@@ -19,7 +23,9 @@ from megatron_snip.cli.evaluate import (
     scores_of,
 )
 from megatron_snip.config import Config
+from megatron_snip.model.llama import linear_names
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.run_folder import Start
 
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
@@ -101,6 +107,40 @@ def test_without_the_harness_it_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'megatron_snip\[evaluate\]'"):
         load_tasks("piqa", None)
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path):
+    config = Config().replace(num_layers=1)
+    with pytest.raises(ValueError, match=r"--plan.*layers\.0\.self_attn\.q_proj"):
+        check_plan(PLAN, config, torch.device("cpu"))
+    check_plan(Plan.uniform(linear_names(1), "fp4"), config, torch.device("cpu"))
+
+
+def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):
+    assert known(tmp_path / "scores.json", 3) == Evaluation(3)
+    Evaluation(3).with_scores("bf16", {}).save(tmp_path / "scores.json")
+    assert known(tmp_path / "scores.json", 3).scores == {"bf16": {}}
+    with pytest.raises(ValueError, match=r"scores.json is of iteration 3, not 4; give another --output"):
+        known(tmp_path / "scores.json", 4)
+
+
+def test_the_run_s_trackers_get_the_row(tmp_path, monkeypatch, caplog):
+    """With the run's own options, under its id; whatever fails there costs no score."""
+    start, row, said = start_of(tmp_path, wandb_project="p", precision="fp8"), {"iteration": 3}, []
+    fake = SimpleNamespace(log=lambda *what: said.append(what), finish=lambda: said.append("end"))
+
+    def start_trackers(config, run_id, iteration):
+        said.append((config.logging.wandb_project, config.logging.run_dir, run_id, iteration))
+        return [fake]
+
+    monkeypatch.setattr(evaluate, "start_trackers", start_trackers)
+    monkeypatch.setattr(evaluate, "write_report", said.append)
+    evaluate.track(tmp_path, start, row)
+    assert said == [tmp_path, ("p", str(tmp_path), "me", None), (row, None, None), "end"]
+    monkeypatch.setattr(evaluate, "write_report", lambda folder: 1 / 0)
+    with caplog.at_level("WARNING", "megatron_snip"):
+        evaluate.track(tmp_path, start, row)
+    assert caplog.messages == ["the scores are not in the report, wandb or TensorBoard: division by zero"]
 
 
 @pytest.mark.slow

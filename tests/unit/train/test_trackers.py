@@ -170,3 +170,12 @@ def test_a_write_that_fails_costs_tensorboard_a_row(tmp_path, monkeypatch):
     assert failed.in_a_row == 0 and one.reason is None
     found = [(event.step, event.value) for event in events(tmp_path / "board").Scalars("lm loss")]
     assert found == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 50.0)]
+
+
+def test_what_is_added_later_hides_nothing(tmp_path):
+    """Scores of an older checkpoint."""
+    for iteration, first in ((9, 0), (4, None)):
+        board = TensorBoard(str(tmp_path), first)
+        board.log({"iteration": iteration, "x": float(iteration)}, None, None)
+        board.finish()
+    assert sorted(event.step for event in events(tmp_path).Scalars("x")) == [4, 9]
