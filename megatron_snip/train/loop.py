@@ -183,16 +183,22 @@ class Trainer:
             )
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
-        batch_size = self.config.training.global_batch_size
+        pace = {"throughput": self._tflops(seconds)} if self.config.logging.log_throughput else {}
         return {
             "lm loss": result.loss if math.isfinite(result.loss) else None,
             "grad-norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "learning-rate": result.lr,
-            "batch-size": batch_size,
+            "batch-size": self.config.training.global_batch_size,
             "consumed-samples": self._consumed(),
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
+            **pace,
         }
+
+    def _tflops(self, seconds: float) -> float:
+        """TFLOP/s of a process in an iteration that takes so long, of the model's FLOPs."""
+        flops = iteration_flops(self.config.model, self.config.training.global_batch_size)
+        return flops / seconds / self.parts.mesh.world_size / 1e12
 
     def _later_batch(self, ahead: int) -> Any:
         """The batch of ``ahead`` iterations after the coming one; read here and now."""
@@ -291,8 +297,7 @@ class Trainer:
             self.logged, self.logged_iteration = now, self.iteration
             tflops = peak = None
             if self.config.logging.log_throughput:
-                flops = iteration_flops(self.config.model, self.config.training.global_batch_size)
-                tflops = flops / seconds / self.parts.mesh.world_size / 1e12
+                tflops = self._tflops(seconds)
                 peak = peak_tflops(self.instruments.device)
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
