@@ -179,7 +179,7 @@ class LoggingConfig:
 
     run_dir: str = "runs/default"  # Folder of metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
-    log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs), and MFU where its peak is known, to the line.
+    log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs) to line and metrics, MFU to the line where known.
     log_memory: bool = False  # Add memory in use, and at most, to each row of metrics.
     profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
     profile_step_start: int = 10  # First iteration of the trace.

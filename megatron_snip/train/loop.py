@@ -186,6 +186,7 @@ class Trainer:
             )
 
     def _row(self, result: StepResult, batch_size: int, seconds: float) -> dict[str, Any]:
+        pace = {"throughput": self._tflops(batch_size, seconds)} if self.config.logging.log_throughput else {}
         return {
             "lm loss": result.loss if math.isfinite(result.loss) else None,
             "grad-norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
@@ -194,7 +195,12 @@ class Trainer:
             "consumed-samples": self.consumed,
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
+            **pace,
         }
+
+    def _tflops(self, batch_size: int, seconds: float) -> float:
+        """TFLOP/s of a process in an iteration that takes so long, of the model's FLOPs."""
+        return iteration_flops(self.config.model, batch_size) / seconds / self.parts.mesh.world_size / 1e12
 
     def _later_batch(self, ahead: int) -> Any:
         """The batch of ``ahead`` iterations after the coming one, and of its size; read here and now."""
@@ -273,8 +279,7 @@ class Trainer:
 
     def _validate_new_weights(self) -> None:
         """Where the run starts from, as the row of iteration 0."""
-        row = self._validate() if self.iteration == 0 else {}
-        if row and self.writer is not None:
+        if self.iteration == 0 and (row := self._validate()) and self.writer is not None:
             self.writer.write({"iteration": 0, **row})
 
     def _is_last_rank(self) -> bool:
@@ -288,11 +293,9 @@ class Trainer:
             now = time.perf_counter()
             seconds = (now - self.logged) / (self.iteration - self.logged_iteration)
             self.logged, self.logged_iteration = now, self.iteration
-            tflops = peak = None
-            if self.config.logging.log_throughput:
-                flops = iteration_flops(self.config.model, row["batch-size"])
-                tflops = flops / seconds / self.parts.mesh.world_size / 1e12
-                peak = peak_tflops(self.instruments.device)
+            throughput = self.config.logging.log_throughput
+            tflops = self._tflops(row["batch-size"], seconds) if throughput else None
+            peak = peak_tflops(self.instruments.device) if throughput else None
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
             runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops, peak=peak))

@@ -44,8 +44,8 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
     sections = [section for section in found if section is not None]
-    facts = rows_of(summary_of(run))
-    text = page(run.path.resolve().name, str(run.path), facts, run.notes, sections)
+    facts, notes = rows_of(summary_of(run)), [note for one in (run, *rest) for note in one.notes]
+    text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
     path = file or run.path / "report.html"
     write_atomic(path, text)
     return path

@@ -1,0 +1,51 @@
+"""tools/wandb_dashboard.py: the workspace as it would be sent, and one line for what is wrong.
+
+tests/unit/train/test_wandb.py checks that each metric is one that a run logs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tools.wandb_dashboard import BAND, PANELS, main
+
+WORDS = ["--project", "llama", "--entity", "team"]
+
+
+def test_the_dry_run_prints_every_panel(capsys):
+    pytest.importorskip("wandb_workspaces")
+    assert main([*WORDS, "--name", "mine", "--dry-run"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["entity"], made["project"], made["name"]) == ("team", "llama", "mine")
+    assert [section["name"] for section in made["sections"]] == list(PANELS)
+    assert made["settings"]["x_axis"] == "iteration"
+    panels = [panel for section in made["sections"] for panel in section["panels"]]
+    shown = {name for panel in panels for name in panel.get("y", ())}
+    shown |= {f"/{panel['metric_regex']}/" for panel in panels if "metric_regex" in panel}
+    assert shown >= {name for each in PANELS.values() for _, names in each for name in names}
+    assert all(panel["x"] == "iteration" for panel in panels if "y" in panel or "metric_regex" in panel)
+    assert [panel["custom_expressions"] for panel in panels if "custom_expressions" in panel] == [BAND]
+    assert [panel["media_keys"] for panel in panels if "media_keys" in panel] == [["snip/plan_heatmap"]]
+    assert [panel["table_name"] for panel in panels if "table_name" in panel] == ["snip/plan"]
+
+
+def test_without_the_package_it_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    assert main([*WORDS, "--dry-run"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("wandb_dashboard: wandb-workspaces cannot be used") and "megatron_snip[dashboard]" in said
+
+
+def test_what_wandb_raises_is_one_line(monkeypatch, capsys):
+    workspaces = pytest.importorskip("wandb_workspaces.workspaces")
+
+    def save(self):
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr(workspaces.Workspace, "save", save)
+    assert main(WORDS) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "--project llama of team: the workspace was not saved: no network" in said and "--dry-run" in said

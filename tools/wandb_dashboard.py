@@ -1,0 +1,129 @@
+r"""Make a wandb workspace of a project's runs: loss, pace, and what SNIP plans, predicts and measures, side by side.
+
+    python tools/wandb_dashboard.py --project my-project --entity my-team
+    python tools/wandb_dashboard.py --project my-project --entity my-team --dry-run
+
+It is saved as a new view of the project, at the address that is printed; runs of --wandb-project my-project show in
+it as they are synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
+
+Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_snip.errors import UserError
+from megatron_snip.files import one_line
+
+MEASURED = "snip/measured_loss_divergence"
+#: Section -> panels; what is logged, and when, stands in docs/architecture.md.
+PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
+    "Training": (
+        ("loss", ["lm loss", "lm loss validation"]),
+        ("gradient norm", ["grad-norm"]),
+        ("learning rate", ["learning-rate"]),
+        ("iterations without an update", ["skipped"]),
+    ),
+    "Pace": (
+        ("TFLOP/s a GPU (--log-throughput)", ["throughput"]),
+        ("seconds an iteration", ["iteration-time"]),
+        ("bytes (--log-memory)", ["/mem-.*/"]),
+    ),
+    "Plans": (
+        ("share of FLOPs in FP4", ["snip/achieved", "snip/target"]),
+        ("share in FP4 by stage", ["/snip/stage_\\d+/achieved/"]),
+        ("modelled time by stage", ["/snip/stage_\\d+/modelled_time/"]),
+        ("modelled time", ["snip/modelled_time"]),
+        ("linears changed", ["snip/churn"]),
+    ),
+    "Divergences": (
+        ("loss divergence by block (nats)", ["/snip/loss_divergence/block_.*/"]),
+        ("loss divergence by kind (nats)", ["/snip/loss_divergence/(?!block_).*/"]),
+        ("weight divergence by block", ["/snip/weight_divergence/block_.*/"]),
+        ("weight divergence by kind", ["/snip/weight_divergence/(?!block_).*/"]),
+    ),
+    "Measured against predicted": (
+        ("loss divergence (nats)", [f"{MEASURED}_mean", "snip/predicted_loss_divergence"]),
+        ("its standard error", [f"{MEASURED}_standard_error"]),
+    ),
+    "Solver": (
+        ("objective and bound", ["snip/objective", "snip/bound"]),
+        ("gap", ["snip/gap"]),
+        ("seconds", ["snip/probe_seconds", "snip/solver_seconds", "snip/wait_seconds", "snip/apply_seconds"]),
+        ("solves that failed", ["snip/solve_failed"]),
+    ),
+}
+#: What is drawn as lines around a mean: two standard errors to either side.
+BAND = [f"${{{MEASURED}_mean}} {sign} 2 * ${{{MEASURED}_standard_error}}" for sign in "+-"]
+HEATMAP, TABLE = "snip/plan_heatmap", "snip/plan"
+
+
+def workspace(entity: str, project: str, name: str) -> Any:
+    """The workspace, not saved.  UserError without wandb-workspaces."""
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise UserError(f"wandb-workspaces cannot be used ({error}): pip install 'megatron_snip[dashboard]'") from None
+
+    def lines(title: str, names: Sequence[str]) -> Any:
+        if names[0].startswith("/"):
+            return reports.LinePlot(title=title, x="iteration", metric_regex=names[0].strip("/"))
+        return reports.LinePlot(title=title, x="iteration", y=list(names))
+
+    sections = []
+    for title, panels in PANELS.items():
+        drawn = [lines(*panel) for panel in panels]
+        if title == "Measured against predicted":
+            band = [f"{MEASURED}_mean", f"{MEASURED}_standard_error"]
+            drawn.append(
+                reports.LinePlot(title="measured, two standard errors", x="iteration", y=band, custom_expressions=BAND)
+            )
+        if title == "Plans":
+            drawn.append(reports.MediaBrowser(title="the plan", media_keys=[HEATMAP]))
+            drawn.append(reports.WeavePanelSummaryTable(table_name=TABLE))
+        sections.append(workspaces.Section(title, panels=drawn, is_open=True))
+    settings = workspaces.WorkspaceSettings(x_axis="iteration")
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
+
+
+def as_json(made: Any) -> str:
+    """A workspace as indented JSON, without what is at its default."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type(made)).dump_json(made, indent=1, exclude_defaults=True).decode()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--project", required=True, help="wandb project, as in --wandb-project")
+    parser.add_argument("--entity", required=True, help="wandb user or team")
+    parser.add_argument("--name", default="SNIP", help="name of the view (default: SNIP)")
+    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
+    own = parser.parse_args(arguments)
+    try:
+        made = workspace(own.entity, own.project, own.name)
+        if own.dry_run:
+            print(as_json(made))
+            return 0
+        made.save()
+    except UserError as error:
+        print(f"wandb_dashboard: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # whatever wandb and the network raise
+        said = f"--project {own.project} of {own.entity}: the workspace was not saved: {one_line(error)}"
+        print(f"wandb_dashboard: {said}; `wandb login`, or look with --dry-run", file=sys.stderr)
+        return 1
+    print(made.url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
