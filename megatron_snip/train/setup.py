@@ -77,7 +77,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     if p.linear_impl not in linear_implementations():
         raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)
-    check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
+    paths = (config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
+    check_data(*paths, whole=runtime.environment_local_rank() == 0)
     check_trackers(config)
     plan = None
     if p.precision == "plan":
@@ -197,22 +198,21 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
     )
 
 
-def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
-    """Loaders of training and validation; rank 0 fills the cache of sample indices before the others look."""
+def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
+    """Loaders of training and validation; the ``first`` of a node fills the cache of sample indices before others look.
+
+    Every process calls it.
+    """
     d, t, log = config.data, config.training, config.logging
     validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
     samples = t.global_batch_size * log.eval_iters * validations
-    datasets = None
-    for turn in (True, False):
-        if turn == (mesh.rank == 0):
-            datasets = build_datasets(
-                d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
-                t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
-                config.model.vocab_size, d.data_cache_path,
-            )  # fmt: skip
-        if d.data_cache_path:
-            mesh.barrier()
-    assert datasets is not None
+    make = partial(
+        build_datasets,
+        d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
+        t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
+        config.model.vocab_size, d.data_cache_path,
+    )  # fmt: skip
+    datasets = mesh.in_turn(first, make) if d.data_cache_path else make()
 
     def loader(dataset: Dataset, batch_size: int | Callable[[int], int], prefetch: bool) -> Loader:
         return Loader(
@@ -293,9 +293,9 @@ def build(config: Config, runtime: Runtime, plan: Plan | None, draw: bool = True
         draw_weights(stages.values())
     optimizer = Optimizer(stages.values(), config.training)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
-    train_loader, valid_loader = build_loaders(config, mesh)
-    stepper = Stepper(config, mesh, pipeline, optimizer)
     first = runtime.local_rank == 0
+    train_loader, valid_loader = build_loaders(config, mesh, first)
+    stepper = Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
