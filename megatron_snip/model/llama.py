@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
+from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -92,6 +93,7 @@ class Build:
     dtype: torch.dtype  # of the compute, not of the parameters
     device: torch.device
     recompute: Recompute = NOTHING
+    documents: Documents | None = None  # None where their ends mean nothing
 
     @cached_property
     def shapes(self) -> dict[str, LinearShape]:
@@ -145,7 +147,7 @@ def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> t
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [S, D]."""
+    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [(B, 1,) S, D]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + turned * sin
@@ -163,21 +165,23 @@ class Attention(nn.Module):
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
         if self.recompute:
-            y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
+            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
         else:
-            y = self.attend(q, k, v, cos, sin)
+            y = self.attend(q, k, v, cos, sin, mask)
         out: Tensor = self.o_proj(y, key)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """q [B, S, A D], k and v [B, S, G D] of whole sequences -> [B, S, A D]."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, S, A D], k and v [B, S, G D] of whole sequences -> [B, S, A D]; mask [B, 1, S, S], else causal."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+            rotate(q, cos, sin), rotate(k, cos, sin), v, mask, is_causal=mask is None, enable_gqa=self.grouped
         )
         return y.transpose(1, 2).flatten(2)
 
@@ -215,11 +219,11 @@ class Block(nn.Module):
         # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey, mask: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         if self._compiled is not None and not self._observed():
-            return self._compiled(x, cos, sin, pack_key(key))
-        return self._run(x, cos, sin, key)
+            return self._compiled(x, cos, sin, pack_key(key), mask)
+        return self._run(x, cos, sin, key, mask)
 
     def _observed(self) -> bool:
         """Whether a probe looks, which compiled code would not show anything."""
@@ -228,8 +232,8 @@ class Block(nn.Module):
                    mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
         return attention.region.wide or any(linear.observer is not None for linear in linears)
 
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key, mask)
         normed = self.post_attention_layernorm(x)
         y = run_again(self.mlp, normed, key, region=self.region) if self._recompute_mlp else self.mlp(normed, key)
         out: Tensor = x + y
@@ -279,7 +283,7 @@ class LlamaStage(nn.Module):
         super().__init__()
         m = build.model
         self.build, self.iteration = build, 0
-        self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
+        self.loss_tokens: int | Tensor = 1  # tokens of the global batch that count, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.norm: RMSNorm | None = None
@@ -305,10 +309,16 @@ class LlamaStage(nn.Module):
         """The blocks of this stage by their number in the whole model."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What block ``index`` makes of q [T, A D], k and v [T, G D] of whole sequences: [T, A D]."""
-        q, k, v = (x.unflatten(0, (-1, self.build.model.seq_length)) for x in (q, k, v))
-        return self.blocks()[index].self_attn.attend(q, k, v, self.cos, self.sin).flatten(0, 1)
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0) -> Tensor:
+        """What block ``index`` makes of q [T, A D], k and v [T, G D] of whole sequences from row ``row0``: [T, A D]."""
+        length = self.build.model.seq_length
+        q, k, v = (x.unflatten(0, (-1, length)) for x in (q, k, v))
+        return self.blocks()[index].self_attn.attend(q, k, v, *self._tables(row0 // length)).flatten(0, 1)
+
+    def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos, sin and the attention mask of the microbatch that begins with this sample."""
+        documents = self.build.documents
+        return (self.cos, self.sin, None) if documents is None else documents.tables(sample, self.cos, self.sin)
 
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The quantisable linears of this stage by name, in order."""
@@ -324,10 +334,11 @@ class LlamaStage(nn.Module):
         key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0)
         x = self.embed_tokens(x) if self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
+        cos, sin, mask = self._tables(int(sample_index[0]))
 
         def run(x: Tensor, members: range) -> Tensor:
             for i in members:
-                x = blocks[i](x, self.cos, self.sin, key)
+                x = blocks[i](x, cos, sin, key, mask)
             return x
 
         for members, again in self.build.recompute.runs(len(blocks)):
@@ -353,14 +364,16 @@ class LlamaStage(nn.Module):
         x = self.hidden(x, sample_index)
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
-        return self._loss(self.logits(x), labels)
+        return self._loss(self.logits(x), labels, sample_index)
 
-    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor | None, sample_index: Tensor) -> Tensor:
         """This microbatch's share [1] of the loss: logits [B, S, V/tp], labels [B, S]."""
         assert labels is not None, "the last stage needs labels"
         region = self.build.region
         losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
-        return (losses.sum() / self.loss_tokens).reshape(1).clone()
+        if self.build.documents is None:
+            return (losses.sum() / self.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, int(sample_index[0]), self.loss_tokens).reshape(1).clone()
 
 
 def build_stages(build: Build, *, num_stages: int, tied: bool, of: Callable[[int], bool]) -> dict[int, LlamaStage]:

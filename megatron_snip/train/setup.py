@@ -25,6 +25,7 @@ from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import Build, LlamaStage, build_stages, linear_names, linear_shapes
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
+from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
@@ -154,6 +155,20 @@ def _stages_of(config: Config) -> int:
     return pp if each is None else config.model.num_layers // each
 
 
+def documents_of(config: Config) -> Documents | None:
+    """What ends of documents mean in a run; None where they mean nothing."""
+    d, per_token = config.data, config.training.calculate_per_token_loss
+    if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
+        return None
+    return Documents(
+        build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size).eod,
+        reset_positions=d.reset_position_ids,
+        reset_attention=d.reset_attention_mask,
+        mask_loss=d.eod_mask_loss,
+        per_token=per_token,
+    )
+
+
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
     """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
@@ -161,7 +176,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     again = Recompute(
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
-    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel), t.seed, dtype, device, again)
+    region = Region(mesh.tp, config.parallel.sequence_parallel)
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config))
     stages = build_stages(
         build,
         num_stages=_stages_of(config),
@@ -195,6 +211,7 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
         tokens=(t.micro_batch_size, m.seq_length),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
         device=device,
+        documents=next(iter(stages.values())).build.documents,
     )
 
 
