@@ -120,6 +120,8 @@ class TrainingConfig:
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
+    # With eod-mask-loss: tokens of the batch count alike; without it microbatches do, each by its mean.
+    calculate_per_token_loss: bool = False
     clip_grad: float = 1.0  # Largest norm of the whole gradient; 0 clips nothing.
     seed: int = 1234  # Seed of weights, data order and stochastic rounding.
     deterministic_mode: bool = False  # Algorithms of torch, cuBLAS and NCCL that repeat their bits; slower on GPUs.
@@ -168,6 +170,9 @@ class DataConfig:
     valid_data_path: tuple[str, ...] = ()  # The same for validation alone, in place of --data-path.
     split: str = "969,30,1"  # Shares of --data-path for training, validation, test.
     data_cache_path: Optional[str] = None  # Folder that keeps sample indices between runs.
+    reset_position_ids: bool = False  # Positions begin anew after each end of document.
+    reset_attention_mask: bool = False  # Tokens see their own document alone.
+    eod_mask_loss: bool = False  # The token after an end of document is not trained on.
     mock_data: bool = False  # Made-up tokens, for a first try of a layout.
     tokenizer_type: str = "NullTokenizer"  # SentencePieceTokenizer, HuggingFaceTokenizer, ...
     tokenizer_model: Optional[str] = None  # The tokenizer's file or folder.

@@ -20,7 +20,7 @@ use-mcore-models swiglu disable-bias-linear use-rotary-position-embeddings no-po
 group-query-attention no-masked-softmax-fusion attention-softmax-in-fp32 no-bias-swiglu-fusion no-bias-gelu-fusion
 no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm use-flash-attn use-distributed-optimizer overlap-grad-reduce
 overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather tp-comm-overlap
-no-gradient-accumulation-fusion cross-entropy-loss-fusion calculate-per-token-loss
+no-gradient-accumulation-fusion cross-entropy-loss-fusion
 accumulate-allreduce-grads-in-fp32 decoupled-weight-decay use-cpu-initialization no-load-rng no-save-rng
 no-create-attention-mask-in-dataloader no-mmap-bin-files auto-detect-ckpt-format use-dist-ckpt
 use-persistent-ckpt-worker ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
@@ -84,10 +84,6 @@ _REFUSED: Mapping[str, str] = {
     ),
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
     "pipeline-model-parallel-layout": "give --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
-    **dict.fromkeys(
-        ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"),
-        "samples run over the ends of documents here, as Megatron-LM's do without it; leave it out",
-    ),
     **dict.fromkeys(("cpu-offloading", "optimizer-cpu-offload"), "everything stays on the device here; leave it out"),
     "wandb-entity": "set the environment variable WANDB_ENTITY",
 }  # fmt: skip

@@ -8,15 +8,19 @@ part is cp, and the same along `replicate`.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 
 AXES = ("pp", "dp", "cp", "dp_cp", "tp", "tp_cp")
+Made = TypeVar("Made")
 _MESH = ("pp", "replicate", "shard", "tp")
 
 
@@ -77,6 +81,30 @@ class Mesh:
     def barrier(self) -> None:
         """Wait for all processes; every process calls it."""
         dist.barrier(self.world)
+
+    def in_turn(self, first: bool, work: Callable[[], Made]) -> Made:
+        """``work()`` on the ``first`` processes, one a node, and then on the others; every process calls it.
+
+        The others wait as long as it takes: they look into the store, since a collective would time out.  Processes
+        that end meanwhile are the watch's affair.
+        """
+        everyone = [False] * self.world_size
+        dist.all_gather_object(everyone, first, group=self.world)
+        store = PrefixStore("in turn", _get_default_store())
+        if first:
+            try:
+                made = work()
+            finally:
+                store.set(str(self.rank), "done")
+        for rank, is_first in enumerate(everyone):
+            while is_first and not store.check([str(rank)]):
+                time.sleep(0.05)
+        if not first:
+            made = work()
+        self.barrier()  # whoever waited has seen the keys
+        if first:
+            store.delete_key(str(self.rank))
+        return made
 
 
 def build_mesh(

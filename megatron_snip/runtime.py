@@ -56,6 +56,11 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def environment_local_rank() -> int:
+    """This process's rank on its node as torchrun tells it, before anything is started; 0 for a lone process."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def environment_world_size() -> int:
     """Processes of the run as torchrun tells it; 1 for a lone process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,7 +153,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
     ending: gets a watch over the other processes.
     """
     rank, world_size = environment_rank(), environment_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = environment_local_rank()
     backend, kind = resolve_backend(backend, device)
     if kind == "cuda":
         place = torch.device("cuda", _gpu_of(local_rank, backend, device))

@@ -278,7 +278,7 @@ class _Builder:
     def corpus(self, prefix: str, split: str | None, part: int, num_samples: int) -> GPTDataset | None:
         """One corpus' samples; None if the split gives this part a share of zero."""
         if prefix not in self.opened:
-            self.opened[prefix] = IndexedDataset(prefix)
+            self.opened[prefix] = IndexedDataset(prefix, checked=True)
         indexed = self.opened[prefix]
         chosen = (0, len(indexed)) if split is None else split_ranges(split, len(indexed))[part]
         if chosen is None:
@@ -318,11 +318,14 @@ class _Builder:
         return BlendedDataset(corpora, weights, sum(targets), cache_path=self.cache_path)
 
 
-def check_data(*path_lists: Sequence[str]) -> None:
-    """Open every corpus of the path lists and close it again.  UserError for the first that cannot be read."""
+def check_data(*path_lists: Sequence[str], whole: bool = True) -> None:
+    """Open every corpus of the path lists and close it again.  UserError for the first that cannot be read.
+
+    whole: also read the indices through, which one process of a node does.
+    """
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():
-            IndexedDataset(prefix)
+            IndexedDataset(prefix, checked=not whole)
 
 
 def build_datasets(
@@ -341,9 +344,9 @@ def build_datasets(
     """The training and the validation dataset, each with at least as many samples as asked for.
 
     Either ``mock``, or ``data_path`` cut by ``split``, or ``train_paths`` and perhaps ``valid_paths``; a path
-    list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``.  Validation is None if no sample of it is asked for, if
-    the split gives it 0 or if there are only ``train_paths``.  Raises UserError for anything that cannot be
-    read or is too small.
+    list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``, whose indices `check_data` has read through.  Validation is None
+    if no sample of it is asked for, if the split gives it 0 or if there are only ``train_paths``.  Raises UserError
+    for anything that cannot be read or is too small.
     """
     if mock:
         if vocab_size is None:

@@ -23,6 +23,7 @@ from megatron_snip.model.recompute import NOTHING, Recompute, run_again
 from megatron_snip.model.rotary import rotary_tables, rotate
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
 from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
+from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
@@ -52,6 +53,7 @@ class Build:
     dtype: torch.dtype  # of the compute, not of the parameters
     device: torch.device
     recompute: Recompute = NOTHING
+    documents: Documents | None = None  # None where their ends mean nothing
 
     @property
     def spec(self) -> ModelSpec:
@@ -100,28 +102,33 @@ class Attention(nn.Module):
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
         if self.cp.size > 1:  # in one collective
             both = torch.cat([k, v], dim=-1)
             k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
         if self.recompute:
-            y = run_again(self.attend, q, k, v, cos, sin, region=self.region)
+            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
         else:
-            y = self.attend(q, k, v, cos, sin)
+            y = self.attend(q, k, v, cos, sin, mask)
         out: Tensor = self.o_proj(y, key)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
+
+        mask [B, 1, S, S]: which key a query sees; None: all that are not later.
+        """
         if self.region.wide:  # so that the order of sums, which the pieces change, does not show
             q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
         k = rotate(k, cos, sin)
         ys = [
-            causal_attention(rotate(part, cos[piece], sin[piece]), k, v, piece.start)
+            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, mask)
             for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
         ]
         y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
@@ -165,11 +172,11 @@ class Block(nn.Module):
         # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey, mask: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         if self._compiled is not None and not self._observed():
-            return self._compiled(x, cos, sin, pack_key(key))
-        return self._run(x, cos, sin, key)
+            return self._compiled(x, cos, sin, pack_key(key), mask)
+        return self._run(x, cos, sin, key, mask)
 
     def _observed(self) -> bool:
         """Whether a probe looks, which compiled code would not show anything."""
@@ -178,8 +185,8 @@ class Block(nn.Module):
                    mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
         return attention.region.wide or any(linear.observer is not None for linear in linears)
 
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key)
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key, mask)
         normed = self.post_attention_layernorm(x)
         y = run_again(self.mlp, normed, key, region=self.region) if self._recompute_mlp else self.mlp(normed, key)
         out: Tensor = x + y
@@ -232,7 +239,7 @@ class LlamaStage(nn.Module):
         super().__init__()
         m = build.model
         self.build, self.iteration = build, 0
-        self.loss_tokens = 1  # tokens of the global batch, by which the loss is divided
+        self.loss_tokens: int | Tensor = 1  # tokens of the global batch that count, by which the loss is divided
         vocab = (m.padded_vocab_size, m.hidden_size)
         # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
         self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
@@ -261,11 +268,16 @@ class LlamaStage(nn.Module):
         """The blocks of this stage by their number in the whole model."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What block ``index`` makes of q [T, A D], k and v [cp T, G D] of whole sequences: [T, A D]."""
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0) -> Tensor:
+        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D]."""
         length, cp = self.build.model.seq_length, self.build.mesh.cp.size
         q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
-        return self.blocks()[index].self_attn.attend(q, k, v, self.cos, self.sin).flatten(0, 1)
+        return self.blocks()[index].self_attn.attend(q, k, v, *self._tables(row0 // length)).flatten(0, 1)
+
+    def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos, sin and the attention mask of the microbatch that begins with this sample."""
+        documents = self.build.documents
+        return (self.cos, self.sin, None) if documents is None else documents.tables(sample, self.cos, self.sin)
 
     def whole_sequences(self, x: Tensor) -> Tensor:
         """This process's part of sequences [T, C] -> the whole of them [cp T, C]; a collective over cp."""
@@ -295,10 +307,11 @@ class LlamaStage(nn.Module):
         key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
         x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
+        cos, sin, mask = self._tables(int(sample_index[0]))
 
         def run(x: Tensor, members: range) -> Tensor:
             for i in members:
-                x = blocks[i](x, self.cos, self.sin, key)
+                x = blocks[i](x, cos, sin, key, mask)
             return x
 
         for members, again in self.build.recompute.runs(len(blocks)):
@@ -325,14 +338,16 @@ class LlamaStage(nn.Module):
         x = self.hidden(x, sample_index)
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
-        return self._loss(self.logits(x), labels)
+        return self._loss(self.logits(x), labels, sample_index)
 
-    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor | None, sample_index: Tensor) -> Tensor:
         """This microbatch's share [1] of the loss: logits [B, S, V/tp], labels [B, S]."""
         assert labels is not None, "the last stage needs labels"
         region = self.build.region
         losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
-        return (losses.sum() / self.loss_tokens).reshape(1).clone()
+        if self.build.documents is None:
+            return (losses.sum() / self.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, int(sample_index[0]), self.loss_tokens).reshape(1).clone()
 
 
 def build_stages(

@@ -33,7 +33,7 @@ def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> t
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [S, D]."""
+    """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [(B, 1,) S, D]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + turned * sin

@@ -49,12 +49,18 @@ def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
     return whole
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
-    """Queries [B, A, P, D] of a sequence's positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, mask: Tensor | None = None) -> Tensor:
+    """Queries [B, A, P, D] of a sequence's positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole.
+
+    mask [B, 1, S, S]: which key a query sees; None: all that are not later.
+    """
     grouped, length, end = q.shape[1] != k.shape[1], q.shape[2], begin + q.shape[2]
-    if begin == 0:  # the first rows of a square: no mask is needed
+    if mask is not None:
+        mask = mask[:, :, begin:end, :end]
+    elif begin == 0:  # the first rows of a square: no mask is needed
         return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=True, enable_gqa=grouped)
-    mask = lower_right(length, end, q.device)
+    else:
+        mask = lower_right(length, end, q.device)
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask, enable_gqa=grouped)
 
 

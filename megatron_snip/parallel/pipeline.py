@@ -17,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.data import before_backward
+from megatron_snip.parallel.documents import Documents
 
 
 class BatchLike(Protocol):
@@ -72,7 +73,9 @@ class Pipeline:
         tokens: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        documents: Documents | None = None,
     ) -> None:
+        self.documents = documents
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
         self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
@@ -114,9 +117,12 @@ class Pipeline:
 
     def _tell_stages(self, batch: BatchLike, iteration: int) -> None:
         """The iteration, for random bits, and the tokens of the global batch, by which the loss is divided."""
+        tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp_cp.size
+        if self.documents is not None:
+            tokens = self.documents.begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
         for stage in self.stages.values():
             cast(Any, stage).iteration = iteration
-            cast(Any, stage).loss_tokens = batch.tokens.numel() * self.mesh.dp_cp.size
+            cast(Any, stage).loss_tokens = tokens
 
     def forward_backward(self, batch: BatchLike, iteration: int) -> float:
         """Run the batch and leave its gradients in `.grad`, added to what is there.

@@ -27,6 +27,7 @@ from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
+from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
@@ -80,7 +81,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
     if p.linear_impl not in linear_implementations():
         raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)
-    check_data(config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
+    paths = (config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
+    check_data(*paths, whole=runtime.environment_local_rank() == 0)
     check_trackers(config)
     plan = None
     if p.precision == "plan":
@@ -151,6 +153,20 @@ class Parts:
         return {**weights, **self.optimizer.tensors()}
 
 
+def documents_of(config: Config) -> Documents | None:
+    """What ends of documents mean in a run; None where they mean nothing."""
+    d, per_token = config.data, config.training.calculate_per_token_loss
+    if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
+        return None
+    return Documents(
+        build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size).eod,
+        reset_positions=d.reset_position_ids,
+        reset_attention=d.reset_attention_mask,
+        mask_loss=d.eod_mask_loss,
+        per_token=per_token,
+    )
+
+
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
     """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
@@ -158,7 +174,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     again = Recompute(
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
-    build = Build(m, mesh, Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp), t.seed, dtype, device, again)
+    region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config))
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),
@@ -192,25 +209,25 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
         tokens=(t.micro_batch_size, own),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
         device=device,
+        documents=next(iter(stages.values())).build.documents,
     )
 
 
-def build_loaders(config: Config, mesh: Mesh) -> tuple[Loader, Loader | None]:
-    """Loaders of training and validation; rank 0 fills the cache of sample indices before the others look."""
+def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
+    """Loaders of training and validation; the ``first`` of a node fills the cache of sample indices before others look.
+
+    Every process calls it.
+    """
     d, t, log = config.data, config.training, config.logging
     validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
     samples = t.global_batch_size * log.eval_iters * validations
-    datasets = None
-    for turn in (True, False):
-        if turn == (mesh.rank == 0):
-            datasets = build_datasets(
-                d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
-                t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
-                config.model.vocab_size, d.data_cache_path,
-            )  # fmt: skip
-        if d.data_cache_path:
-            mesh.barrier()
-    assert datasets is not None
+    make = partial(
+        build_datasets,
+        d.train_data_path, d.valid_data_path, d.data_path, d.split, d.mock_data,
+        t.train_samples or t.train_iters * t.global_batch_size, samples, config.model.seq_length, t.seed,
+        config.model.vocab_size, d.data_cache_path,
+    )  # fmt: skip
+    datasets = mesh.in_turn(first, make) if d.data_cache_path else make()
 
     def loader(dataset: Dataset, batch_size: int | Callable[[int], int], prefetch: bool) -> Loader:
         return Loader(
@@ -302,9 +319,9 @@ def build(
         draw_weights(stages.values())
     optimizer = Optimizer(stages.values(), config.training, moments=moments)
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
-    train_loader, valid_loader = build_loaders(config, mesh)
-    stepper = Stepper(config, mesh, pipeline, optimizer)
     first = runtime.local_rank == 0
+    train_loader, valid_loader = build_loaders(config, mesh, first)
+    stepper = Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":

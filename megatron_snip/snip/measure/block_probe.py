@@ -22,8 +22,9 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import Operands
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
 
-#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences -> [T, A D]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences -> [T, A D]; the model's own also takes the global row
+#: of the first token, which tells the microbatch
+Attend = Callable[..., Tensor]
 
 
 class Failure:
@@ -98,7 +99,7 @@ class BlockProbe:
                 self._give_up(error)
         counted.make_up(self.probes[name])
         if len(shown) == len(self.probes):
-            self._add(self._shown.pop(row0), len(operands.x))
+            self._add(self._shown.pop(row0), row0, len(operands.x))
 
     def _give_up(self, error: Exception) -> None:
         self.failure.note(error)
@@ -110,7 +111,7 @@ class BlockProbe:
         for shown in self._shown.values():
             shown.update(dict.fromkeys(shown))
 
-    def _add(self, shown: Mapping[str, Shown | None], tokens: int) -> None:
+    def _add(self, shown: Mapping[str, Shown | None], row0: int, tokens: int) -> None:
         """Squares of the sums over tp of a microbatch's token sums [7 F, T]."""
         if not self.formats:
             return
@@ -120,7 +121,7 @@ class BlockProbe:
             shown = self._with_whole_sequences(shown, self.cp, self.gather)
         if not self.failure.happened:
             try:
-                sums = self._token_sums(shown)
+                sums = self._token_sums(shown, row0)
             except Exception as error:
                 self._give_up(error)
         if sums is None:
@@ -159,7 +160,7 @@ class BlockProbe:
             ones[name] = dataclasses.replace(one, output=output, errors={fmt: next(wholes) for fmt in one.errors})
         return {**shown, **ones}
 
-    def _token_sums(self, shown: Mapping[str, Shown | None]) -> Tensor:
+    def _token_sums(self, shown: Mapping[str, Shown | None], row0: int) -> Tensor:
         """[7 F, T] of all linears and formats, partial along tp."""
         known = {self.probes[name].shape.kind: one for name, one in shown.items() if one is not None}
         behind = {kind: known[kind] for kind in ("q", "k", "v") if kind in known}
@@ -173,21 +174,22 @@ class BlockProbe:
             for fmt in self.formats:
                 if kind in behind:
                     place = list(behind).index(kind)
-                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], known["o"]))
+                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], known["o"], row0))
                 else:
                     rows.append(known[kind].token_sums[fmt])
         return torch.stack(rows)
 
     def _behind_attention(
-        self, kind: str, plain: Sequence[Tensor | None], place: int, error: Tensor, read: Shown
+        self, kind: str, plain: Sequence[Tensor | None], place: int, error: Tensor, read: Shown, row0: int
     ) -> Tensor:
         """[T] of one error [T,N] of q, k or v, whose outputs are ``plain``."""
         q_k_v = [output for output in plain if output is not None]
+        where = (row0,) if self.own else ()
         assert self.attend is not None and len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
         if kind == "v":  # in which the attention is linear: no difference of nearly equal numbers
-            change = self.attend(*_replaced(q_k_v, place, error))
+            change = self.attend(*_replaced(q_k_v, place, error), *where)
         else:
-            change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error)).sub_(read.read)
+            change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error), *where).sub_(read.read)
         # products are rounded to the compute dtype, which a sum over thousands of them does not show
         return change.mul_(read.read_grad).sum(dim=1, dtype=torch.float32)
 

@@ -164,6 +164,13 @@ def test_offsets_are_checked_beyond_the_first_chunk(tmp_path, monkeypatch):
     edit(prefix + ".idx", put(HEADER.size + 4 * 11 + 8 * 9, "<q", 0))
     with pytest.raises(IndexedDatasetError, match="offsets"):
         IndexedDataset(prefix)
+    assert IndexedDataset(prefix, checked=True).num_tokens == 21, "what another process has read through"
+
+
+def test_a_checked_index_has_as_many_tokens(tmp_path):
+    for name, documents in {"a": [[1, 2], [], [3]], "b": [], "c": [[]]}.items():
+        prefix = str(tmp_path / name)
+        assert write(prefix, documents).num_tokens == IndexedDataset(prefix, checked=True).num_tokens
 
 
 def test_ids_outside_the_dtype_are_refused_and_nothing_is_left(tmp_path):

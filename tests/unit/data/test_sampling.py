@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.data.sampling import (
     BlendedDataset,
@@ -18,6 +20,7 @@ from megatron_snip.data.sampling import (
     build_datasets,
     parse_blend,
 )
+from megatron_snip.train.setup import build_loaders
 
 VOCABULARY = 1000
 
@@ -307,6 +310,35 @@ class TestWithMegatron:
         blends = [self.utils.get_blend_from_list(p) for p in (train, ["1", corpora["b"]])]
         config = self.config(tmp_path, 16, blend_per_split=[*blends, None])
         assert self.same(config, [500, 40, 0], ours, monkeypatch) > 50
+
+    @pytest.mark.parametrize("blend", ["a", "0.45 a 0.55 b"])
+    def test_every_token_of_a_run_is_megatrons(self, corpora, tmp_path, monkeypatch, blend):
+        """Of three epochs and more, as the trainer's own loaders give them: training, and each validation in turn."""
+        paths = [corpora.get(word, word) for word in blend.split()]
+        batch, iterations, interval, each = 4, 240, 50, 12
+        options = {
+            "data_path": tuple(paths), "split": "80,20", "vocab_size": VOCABULARY, "seq_length": 32,
+            "micro_batch_size": 2,
+            "global_batch_size": batch, "train_iters": iterations, "eval_interval": interval, "eval_iters": each,
+        }  # fmt: skip
+        mesh = SimpleNamespace(dp=SimpleNamespace(rank=0, size=1))
+        loaders = build_loaders(Config().replace(**options), mesh, first=True)
+        # Megatron-LM's get_train_valid_test_num_samples
+        sizes = [iterations * batch, (iterations // interval + 1) * each * batch, each * batch]
+        config = self.config(tmp_path, 32, blend=self.utils.get_blend_from_list(paths), split="80,20,0")
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+        theirs = self.builder.BlendedMegatronDatasetBuilder(self.gpt.GPTDataset, sizes, lambda: True, config).build()
+        for loader, dataset, samples in zip(loaders, theirs, sizes):
+            for one in getattr(dataset, "datasets", [dataset]):
+                assert len(one.document_index) >= 3 * len(one.indices), "three epochs"
+            for start in range(0, samples, batch):
+                ours = loader.batch(start)
+                for tokens, labels, i in zip(
+                    ours.tokens.flatten(0, 1), ours.labels.flatten(0, 1), ours.sample_index.flatten()
+                ):
+                    sample = dataset[int(i)]
+                    assert torch.equal(tokens, sample["tokens"]) and torch.equal(labels, sample["labels"])
+            loader.close()
 
 
 def test_a_repeated_dataset_keeps_the_order_and_begins_again():

@@ -1,0 +1,84 @@
+"""What the ends of documents within a sample mean for positions, attention and loss.
+
+Source: Megatron-LM core 0.16.1, _get_ltor_masks_and_position_ids of gpt_dataset.py, and loss_func of pretrain_gpt.py.
+Convention: an end of document (EOD) belongs to the document that it ends.  B sequences, S tokens, D channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.mesh import Axis
+
+
+def documents_before(tokens: Tensor, eod: int) -> Tensor:
+    """How many documents of the sample have ended before each token: tokens [B, S] -> int64 [B, S]."""
+    ends = (tokens == eod).long()
+    return ends.cumsum(dim=1) - ends
+
+
+def positions(tokens: Tensor, eod: int) -> Tensor:
+    """The place of each token in its document, from 0: tokens [B, S] -> int64 [B, S]."""
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    after_end = torch.where(tokens == eod, place + 1, 0)
+    begin = torch.cat([torch.zeros_like(place[:, :1]), after_end[:, :-1]], dim=1).cummax(dim=1).values
+    return place - begin
+
+
+def attention_mask(tokens: Tensor, eod: int) -> Tensor:
+    """Whether a query (third dim) sees a key (last dim), of its own document and not later: bool [B, 1, S, S]."""
+    document = documents_before(tokens, eod)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril_().unsqueeze(1)
+
+
+class Documents:
+    """The options, and the tokens of the pass under way; one for all stages of a process.
+
+    Every stage needs the tokens, and only the first one is given them.  So the pipeline tells the pass here before it
+    runs it, and a stage finds a microbatch by its first sample.
+    """
+
+    def __init__(
+        self, eod: int, *, reset_positions: bool, reset_attention: bool, mask_loss: bool, per_token: bool
+    ) -> None:
+        self.eod, self.reset_positions, self.reset_attention = eod, reset_positions, reset_attention
+        self.mask_loss, self.per_token = mask_loss, per_token
+        self._tokens: dict[int, Tensor] = {}
+
+    def begin(self, tokens: Tensor, sample_index: Tensor, dp: Axis) -> int | Tensor:
+        """Note the microbatches of a pass; returns what the loss is divided by, but for a mean of each microbatch.
+
+        tokens [M, B, S] on the device, sample_index [M, B] on the CPU.  Every process of dp calls it.
+        """
+        self._tokens = {int(index[0]): part for index, part in zip(sample_index, tokens, strict=True)}
+        if not (self.mask_loss and self.per_token):
+            return tokens.numel() * dp.size
+        counted = (tokens != self.eod).sum()
+        if dp.size > 1:
+            dist.all_reduce(counted, group=dp.group)
+        return counted.clamp(min=1)  # a tensor: nothing waits for it
+
+    def tables(self, sample: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos and sin [(B, 1,) S, D] and who sees whom [B, 1, S, S], of the microbatch of this first sample."""
+        tokens = self._tokens[sample]
+        if self.reset_positions:
+            place = positions(tokens, self.eod)
+            cos, sin = cos[place].unsqueeze(1), sin[place].unsqueeze(1)
+        return cos, sin, attention_mask(tokens, self.eod) if self.reset_attention else None
+
+    def loss(self, losses: Tensor, sample: int, divisor: int | Tensor) -> Tensor:
+        """A microbatch's share [] of the loss: losses [B S] of its tokens, ``divisor`` that of `begin`.
+
+        As in Megatron-LM it is the mean of the tokens that count, and microbatches count alike; or, with
+        --calculate-per-token-loss, all tokens of the global batch count alike.
+        """
+        if not self.mask_loss:
+            return losses.sum() / divisor
+        counts = (self._tokens[sample] != self.eod).flatten()
+        total = losses.masked_fill(~counts, 0.0).sum()
+        if self.per_token:
+            return total / divisor
+        return total / counts.sum().clamp(min=1) * (counts.numel() / divisor)
