@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 #: An operation: its kind (F forward, B backward, I and W its halves), stage and microbatch.
 Op = tuple[str, int, int]
 PLANNED = 0.75 / 4 + 0.25 / 2  # time of a linear by BF16's, on average, at --snip-target 0.75
-KINDS = {"F": "F", "B": "B", "I": "I", "W": "W", "FULL_BACKWARD": "B"}
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,12 @@ def of_torch(schedule: Any, pp: int, microbatches: int, chunks: int) -> list[lis
         for c in range(chunks)
     ]
     order = schedule(stages, microbatches, loss_fn=lambda *_: None).pipeline_order
-    return [
-        [(KINDS[a.computation_type.value], a.stage_index, a.microbatch_index) for a in order[rank] if a is not None]
-        for rank in range(pp)
+    # as they are written, such as 3F12: the words for kinds differ between versions of torch
+    words = [
+        [re.fullmatch(r"(\d+)([FBIW])(\d+)", str(op)) for op in order[rank] if op is not None] for rank in range(pp)
     ]
+    assert all(word is not None for of_rank in words for word in of_rank)
+    return [[(word[2], int(word[1]), int(word[3])) for word in of_rank if word] for of_rank in words]
 
 
 def run(orders: Sequence[Sequence[Op]], costs: Sequence[Costs], blocks: Sequence[int]) -> tuple[float, int]:
