@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in ("float32", "interleaved") else pytest.mark.slow) for c in CASES]
+    "case", [pytest.param(c, marks=() if c == "interleaved" else pytest.mark.slow) for c in CASES]
 )
 def test_activations_and_gradients_travel_once_in_the_compute_dtype(case):
     world, chunks, options = CASES[case]

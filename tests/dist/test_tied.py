@@ -9,6 +9,8 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import check
 from tests.dist.harness import run_ranks
+from tests.dist.runs import plan_from, save_after
+from tests.dist.test_layouts import distances_by_name, farther
 from tests.dist.tied import of_a_pass, train_between
 
 WEIGHT = "embed_tokens.weight"
@@ -82,3 +84,13 @@ def test_a_run_goes_on_bit_for_bit_and_from_one_process(world, options, tmp_path
     moved = run_ranks(train_between, world, options, tmp_path / "alone", 2, 4)
     bound = 2e-2 if options.get("bf16") else 1e-4
     assert np.abs(np.subtract(moved[0]["told"], alone["told"])).max() <= bound
+
+
+@pytest.mark.slow
+def test_one_checkpoint_gives_one_plan(tmp_path):
+    run_ranks(save_after, 1, TIED, tmp_path, 4)
+    over_all_stages = {"snip_stage_constraint": "none", "snip_weight": 1.0}
+    (alone,) = run_ranks(plan_from, 1, {**TIED, **over_all_stages}, tmp_path, 4)
+    for found in run_ranks(plan_from, 3, {**PP3, **over_all_stages}, tmp_path, 4):
+        assert found["hash"] == alone["hash"]
+        assert not farther(distances_by_name(found["stats"], alone["stats"]), 1e-5)

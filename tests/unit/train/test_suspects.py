@@ -43,6 +43,21 @@ def test_suspects(second, places, what):
     assert suspects(list(everyone.values())) == ([order.index(place) for place in places], what)
 
 
+def test_a_tied_embedding_points_to_both_its_stages():
+    """And to one of them where another gradient of it differs too, which is nearer to the loss."""
+
+    def of(pp: int, embedding: int, block: int) -> Found:
+        first, second = (
+            LocalResult(b"0", b"s", ((0, "embed", one), (pp, "q", other)))
+            for one, other in ((1, 2), (embedding, block))
+        )
+        return Found("h", pp, 0, 0, first, second, (0.0, 0, 0))
+
+    assert suspects([of(0, 9, 2), of(1, 9, 2)]) == ([0, 1], "the gradient of embed")
+    assert suspects([of(0, 9, 9), of(1, 9, 2)]) == ([0], "the gradient of q")
+    assert suspects([of(0, 9, 9), of(1, 9, 9)]) == ([1], "the gradient of q")
+
+
 def test_they_are_told_with_their_hosts():
     everyone = list(found().values())
     assert (
