@@ -193,7 +193,7 @@ def _gather(part: Operand, group: Group, samples: int) -> Callable[[], Operand]:
         return lambda: part
     data = start_gather(part.data, samples, group.axis)
     scales = None if part.scales is None else start_gather(part.scales, samples, group.axis)
-    return lambda: dataclasses.replace(part, data=data(), scales=None if scales is None else scales())
+    return lambda: part._replace(data=data(), scales=None if scales is None else scales())
 
 
 def start_gather(part: Tensor, samples: int, axis: Axis) -> Callable[[], Tensor]:

@@ -211,7 +211,7 @@ class _ParallelLinear(nn.Module):
 
     def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
         """Everything about a call; `key` is the microbatch's."""
-        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, rows=key.rows)
+        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.clock, key.rows)
         return LinearCall(
             self._precision, own, self._input_col0, self._output_col0,
             self.observer, input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
@@ -221,10 +221,10 @@ class _ParallelLinear(nn.Module):
         """x [B, S, K_local] -> [B, S, N_local]; in a wide region float64 where tp sums it."""
         if isinstance(key, Tensor):
             return _as_one_operator([self], x, key)[0]
-        call, flat, w = self.linear_call(key, input_casts), x.flatten(0, 1), local(self.weight)
-        wide = self.region.wide
-        y = wide_linear(flat, w, call, self.wide_dtype) if wide else run_linear(flat, w, call, self.impl)
-        return y.unflatten(0, x.shape[:2])
+        call, w = self.linear_call(key, input_casts), local(self.weight)
+        if self.region.wide:
+            return wide_linear(x.flatten(0, 1), w, call, self.wide_dtype).unflatten(0, x.shape[:2])
+        return run_linear(x, w, call, self.impl)
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""

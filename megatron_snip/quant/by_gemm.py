@@ -33,8 +33,9 @@ class ByGemm:
         return None
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N].  Raises UserError for what no backend of the list can run."""
-        sizes = Sizes(x.shape[0], x.shape[1], w.shape[0])
+        """x [..., K], w [N,K] -> y [..., N].  Raises UserError for what no backend of the list can run."""
+        outputs, inputs = w.shape
+        sizes = Sizes(x.numel() // inputs, inputs, outputs)
         return three_gemms(x, w, call, self._chosen(call.precision, x.device, sizes))
 
     def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:

@@ -8,7 +8,8 @@ NaN stays in its element, infinities saturate, the sign of zero is kept.  Source
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -79,15 +80,18 @@ class Form:
     dim: int
     key: RoundingKey | None = None
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
-        return self.fmt.block_shape(self.role, self.dim)
+    #: Rows and columns that share a scale.
+    block: tuple[int, int] = field(init=False, repr=False, compare=False)
+    #: Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats.
+    transformed: bool = field(init=False, repr=False, compare=False)
+    #: Whether a cast needs neither that nor an amax of the whole tensor.
+    plain: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def transformed(self) -> bool:
-        """Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats."""
-        return self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
+    def __post_init__(self) -> None:
+        transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
+        object.__setattr__(self, "block", self.fmt.block_shape(self.role, self.dim))
+        object.__setattr__(self, "transformed", transformed)
+        object.__setattr__(self, "plain", not transformed and not self.fmt.needs_tensor_amax)
 
     def without_transform(self) -> Form:
         """The form that casts ``hadamard(x)`` as this one casts x."""
@@ -118,6 +122,7 @@ class Form:
         return cls(fmt, "weight" if square else "input", constants.dim, key), OUTPUTS[constants.output]
 
 
+@lru_cache(maxsize=1024)
 def _constants(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> Constants:
     element = fmt.element
     assert element is not None, "bf16 is not cast"
@@ -216,12 +221,13 @@ def cast_reference(
 def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None = None, count: bool = True) -> Cast:
     """Room for a cast of x [R, C], laid out as the Output says; values are of x's dtype or ``dtype``."""
     if output == "values":
-        return Cast(x.new_empty(x.shape, dtype=dtype or x.dtype), None, None)
-    operand, square = output == "operand", form.block[0] == form.block[1]
-    blocks = [-(-side // block) for side, block in zip(x.shape, form.block, strict=True)]
+        return Cast(torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), None, None)
+    (rows, cols), (block_rows, block_cols) = x.shape, form.block
+    operand, square = output == "operand", block_rows == block_cols
+    blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if operand and square:
         blocks[form.dim] += -blocks[form.dim] % 4
-    codes = _contiguous_along(form.dim if operand else 1, x, x.shape, torch.uint8)
+    codes = _contiguous_along(form.dim if operand else 1, x, (rows, cols), torch.uint8)
     scales = _contiguous_along((form.dim if square else 1 - form.dim) if operand else 1, x, blocks, torch.float32)
     return Cast(codes, scales, x.new_empty((), dtype=torch.int64) if count else None)
 

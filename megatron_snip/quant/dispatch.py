@@ -46,6 +46,8 @@ def cast(
     Transformed forms (hadamard.py) are cast from the transformed tensor, and its own amax counts for them.
     dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
     """
+    if all(form.plain for form in forms):
+        return op.cast(x, forms, outputs, None, dtype=dtype, count=count)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
     if dtype is not None and (any(scaled) or any(form.transformed for form in forms)):
         x, dtype = x.to(dtype), None

@@ -1,8 +1,8 @@
 """A linear whose three GEMMs each have their own format, by one of several implementations.
 
 The GEMMs are told in operands.py.  An implementation is one entry of the table: a callable
-``(x [T,K], w [N,K], call) -> y [T,N]`` with its backward, and ``refusal(precision, device)``, which says why
-it cannot run a precision on a device.  Tensors are plain and 2-D: a DTensor's amax would hide an all-reduce.
+``(x [..., K], w [N,K], call) -> y [..., N]`` with its backward, and ``refusal(precision, device)``, which says why
+it cannot run a precision on a device.  Tensors are plain: a DTensor's amax would hide an all-reduce.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LinearImplementation(Protocol):
         ...
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable."""
+        """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         ...
 
 
@@ -112,7 +112,7 @@ def quantized_linear(
 
 
 def run_linear(x: Tensor, w: Tensor, call: LinearCall, impl: str) -> Tensor:
-    """``quantized_linear`` without its checks, for callers that have made them: x [T,K], w [N,K] -> y [T,N]."""
+    """``quantized_linear`` without its checks, for callers that have made them: x [..., K], w [N,K] -> y [..., N]."""
     return _IMPLEMENTATIONS[impl](x, w, call)
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +40,7 @@ class LinearObserver(Protocol):
         """Called once per backward, after dgrad's GEMM and before wgrad's, recomputed or not."""
 
 
-@dataclass(frozen=True)
-class LinearCall:
+class LinearCall(NamedTuple):
     """Everything about one call of a linear but its tensors.
 
     key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
@@ -56,15 +56,12 @@ class LinearCall:
     observer: LinearObserver | None = None
     input_casts: Casts | None = None
     weight_casts: Casts | None = None
-    reduce_amax: Mapping[str, ReduceAmax] = field(default_factory=dict)
+    reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
 
     def for_backward(self) -> LinearCall:
         """This call without what linears share of their input, which would hold the input itself."""
-        return LinearCall(
-            self.precision, self.key, self.input_col0, self.output_col0, self.observer, None, self.weight_casts,
-            self.reduce_amax, self.forward_only,
-        )  # fmt: skip
+        return self._replace(input_casts=None)
 
     def form(self, gemm: str, role: str, fmt: str | None = None) -> Form | None:
         """The form of an operand of a GEMM, in its own format by default; None stays as it is (bf16).
@@ -130,8 +127,7 @@ class Operands:
         return dequantize(codes, tensor.dtype), made.saturated
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand [R, C] of one GEMM as an implementation wants it.
 
     data: the tensor itself where form is None; values, codes or tensor-core bytes as ``Output`` says.
@@ -164,16 +160,18 @@ class Operand:
 Wanted = tuple[Form | None, Output]
 
 
-@torch.no_grad()
 def cast_operands(
     x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None = None, dtype: torch.dtype | None = None
 ) -> list[Operand]:
     """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient."""
+    if torch.is_grad_enabled():  # not where a Function casts, for which this would be dear
+        with torch.no_grad():
+            return cast_operands(x, wanted, reduce_amax, dtype)
     forms = [form for form, _ in wanted if form is not None]
     if dtype is not None and len(forms) < len(wanted):
         x, dtype = x.to(dtype), None
     outputs = [output for form, output in wanted if form is not None]
-    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype))
+    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype) if forms else ())
     operands = []
     for form, output in wanted:
         if form is None:

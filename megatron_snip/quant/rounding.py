@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -120,26 +121,36 @@ class RoundingKey:
     @property
     def words(self) -> tuple[int, int]:
         """Philox's key: two 32-bit words made of seed and stream."""
-        mixed = mix64(mix64(self.seed) ^ (self.stream & _MASK64))
-        return mixed & _MASK32, mixed >> 32
+        return _words(self.seed, self.stream)
 
     def for_operand(self, gemm: str, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
         """The key of one operand of one GEMM; positions left out stay this key's, a row0 counts one after another.
 
         Raises UserError for an unknown GEMM or role.
         """
-        if gemm not in GEMMS or role not in ROLES:
-            raise UserError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
-        operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
         return RoundingKey(
             seed=self.seed,
             iteration=self.iteration,
-            stream=mix64((self.stream + (operand << 32)) & _MASK64),
+            stream=_operand_stream(self.stream, gemm, role),
             row0=self.row0 if row0 is None else row0,
             col0=self.col0 if col0 is None else col0,
             rows=self.rows if row0 is None else None,
             clock=self.clock if self.clock is None or row0 is None else self.clock._replace(row0=None),
         )
+
+
+@lru_cache(maxsize=8192)  # six operands of each of a large model's linears
+def _operand_stream(stream: int, gemm: str, role: str) -> int:
+    if gemm not in GEMMS or role not in ROLES:
+        raise UserError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
+    operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
+    return mix64((stream + (operand << 32)) & _MASK64)
+
+
+@lru_cache(maxsize=8192)
+def _words(seed: int, stream: int) -> tuple[int, int]:
+    mixed = mix64(mix64(seed) ^ (stream & _MASK64))
+    return mixed & _MASK32, mixed >> 32
 
 
 def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:

@@ -66,7 +66,7 @@ class Backends(NamedTuple):
 
 
 def three_gemms(x: Tensor, w: Tensor, call: LinearCall, backends: Backends) -> Tensor:
-    """x [T,K], w [N,K] of x.dtype or float32 -> y [T,N] of x.dtype, differentiable once."""
+    """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable once."""
     # inside the Function gradients are off, and what it says of its inputs ignores no_grad outside
     needs_wgrad = torch.is_grad_enabled() and w.requires_grad
     y: Tensor = _ThreeGemms.apply(x, w, call, backends, needs_wgrad)
@@ -91,8 +91,11 @@ def forward(
     later = call.forward_only and form is not None
     if needs_wgrad and not later:
         wanted.append((form, output))
-    casts = call.input_casts if call.input_casts is not None else Casts()
-    made = casts.get(x, wanted, x.dtype, call.reduce_amax.get("input"))
+    reduce_amax = call.reduce_amax.get("input")
+    if call.input_casts is None:
+        made = cast_operands(x, wanted, reduce_amax)
+    else:
+        made = call.input_casts.get(x, wanted, x.dtype, reduce_amax)
     y = fprop(made[0], w, call, backends, x.dtype, needs_wgrad=needs_wgrad)
     if later:
         assert form is not None
@@ -176,13 +179,15 @@ def backward(
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, backends: Backends, needs_wgrad: bool) -> Tensor:
-        y, kept = forward(x, w, call, backends, needs_wgrad=needs_wgrad)
+        rows = x if x.ndim == 2 else x.flatten(0, -2)  # here, where a view is no node of the graph
+        y, kept = forward(rows, w, call, backends, needs_wgrad=needs_wgrad)
         tensors = (None, None, None) if kept is None else (kept.data, kept.scales, kept.tensor_scale)
-        ctx.save_for_backward(*tensors, w, x if call.observer is not None else None)
+        ctx.save_for_backward(*tensors, w, rows if call.observer is not None else None)
+        ctx.shape = x.shape
         ctx.form, ctx.output = (None, None) if kept is None else (kept.form, kept.output)
         # what linears share of the input is for their forward alone: holding it would hold the input itself
         ctx.call, ctx.backends = call if call.input_casts is None else call.for_backward(), backends
-        return y
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -190,8 +195,9 @@ class _ThreeGemms(torch.autograd.Function):
         data, scales, whole, w, x = ctx.saved_tensors
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         kept = Operand(ctx.form, ctx.output, data, scales, whole) if needs_wgrad and data is not None else None
-        grad_x, grad_w = backward(grads[0], w, kept, x, ctx.call, ctx.backends, needs_dgrad=needs_dgrad)
-        return grad_x, grad_w, None, None, None
+        g = grads[0] if grads[0].ndim == 2 else grads[0].flatten(0, -2)
+        grad_x, grad_w = backward(g, w, kept, x, ctx.call, ctx.backends, needs_dgrad=needs_dgrad)
+        return None if grad_x is None else grad_x.view(ctx.shape), grad_w, None, None, None
 
 
 def _weight(

@@ -60,7 +60,7 @@ class _WideLinear(torch.autograd.Function):
         casts = call.input_casts if call.input_casts is not None else Casts()
         narrow = casts.get(x, [(None, "values")], torch.float32)[0].data  # made once for all linears that read x
         ctx.save_for_backward(narrow, w)
-        ctx.call, ctx.dtype = dataclasses.replace(call, input_casts=None), x.dtype
+        ctx.call, ctx.dtype = call.for_backward(), x.dtype
         return _product(Operands(narrow, w, w, call), "fprop", dtype)  # there is no gradient yet
 
     @staticmethod

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import struct
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -112,9 +112,10 @@ def cast(
     x = x.contiguous()
     casts = room(x, forms, outputs, count)
     fill(x, forms, outputs, casts, amax, isa)
-    for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
-        if output == "operand" and form.dim == 0:
-            casts[i] = casts[i]._replace(values=casts[i].values.T.contiguous().T)
+    if "operand" in outputs:
+        for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
+            if output == "operand" and form.dim == 0:
+                casts[i] = casts[i]._replace(values=casts[i].values.T.contiguous().T)
     return casts
 
 
@@ -200,7 +201,7 @@ def _threads(elements: int) -> int:
 def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: bool = True) -> list[Cast]:
     """Room for casts of x [R, C]; of an operand too, the kernel writes codes row by row."""
     casts = [allocate(x, form, output, count=count) for form, output in zip(forms, outputs, strict=True)]
-    for i, (made, output) in enumerate(zip(casts, outputs, strict=True)):
+    for i, (made, output) in enumerate(zip(casts, outputs, strict=True) if "operand" in outputs else ()):
         if output == "operand":
             assert made.scales is not None
             made.scales.zero_()  # what pads them is not written
@@ -224,7 +225,7 @@ def _packed(form: Form, output: Output, room: Cast) -> bytes:
     )
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _constants(constants: Constants) -> bytes:
     """The end of cpu.h's struct Form, which is the same for every call."""
     return _CONSTANTS.pack(

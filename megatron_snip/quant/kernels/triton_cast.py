@@ -48,8 +48,8 @@ class Tiling(NamedTuple):
 
 
 #: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
-#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, the one with
-#: the fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, that with the
+#: fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
 TILINGS = {
     (128, False): Tiling(32, 4),
     (128, True): Tiling(16, 4),

@@ -212,7 +212,7 @@ class _Counted:
     def __init__(self, operands: Operands, tp: Axis) -> None:
         self.made = 0
         reduce = {role: self._counted(whole) for role, whole in operands.call.reduce_amax.items()}
-        self.operands = dataclasses.replace(operands, call=dataclasses.replace(operands.call, reduce_amax=reduce))
+        self.operands = dataclasses.replace(operands, call=operands.call._replace(reduce_amax=reduce))
         self._plain, self._device = operands.call.reduce_amax, operands.x.device
 
     def _counted(self, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

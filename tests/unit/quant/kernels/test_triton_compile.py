@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install trito
 import triton
 import triton.language as tl
 
-from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, compile_ahead, resources
+from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, SWEEP, compile_ahead, compile_tiled, resources
 from megatron_snip.formats import get_format
 from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
@@ -131,18 +131,37 @@ def test_largest_magnitude(compiled):
     assert "red.global" in result.asm["ptx"] or "atom.global" in result.asm["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("name", "registers"),
-    [
-        ("fp8 input, two operands", 168),
-        ("fp8 weight from float32, two operands", 168),
-        ("fp4 grad_output, stochastic, two operands", 168),
-    ],
+FIRST = (
+    "fp8 input, two operands",
+    "fp8 weight from float32, two operands",
+    "fp4 grad_output, stochastic, two operands",
 )
-def test_registers_leave_room_for_warps(compiled, name, registers):
-    """Of 168 registers a thread an SM has three blocks of four warps; benchmarks/kernel_resources.py has the rest."""
-    made = resources(compiled("cast_kernel", HOPPER, LAUNCHES[name]))
-    assert made.spills == 0 and made.registers <= registers
+EVERY = [
+    pytest.param(name, capability, marks=() if name in FIRST and capability == HOPPER else pytest.mark.slow)
+    for name in LAUNCHES
+    for capability in (HOPPER, BLACKWELL)
+]
+
+
+@pytest.mark.parametrize(("name", "capability"), EVERY)
+def test_registers_leave_room_for_warps(compiled, name, capability):
+    """As launched, every entry of TILINGS; benchmarks/kernel_resources.py --sweep has the other tilings."""
+    made = resources(compiled("cast_kernel", capability, LAUNCHES[name]))
+    assert made.spills == 0 and made.registers <= 128 and made.warps_an_sm >= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiling", SWEEP, ids=str)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_no_tiling_spills(compiled, name, tiling):
+    assert resources(compile_tiled(HOPPER, LAUNCHES[name], tiling)).spills == 0
+
+
+def test_each_entry_of_the_table_is_a_launch_here():
+    def entry(launch):
+        return max(max(form.block) for form in launch.forms), any(form.key is not None for form in launch.forms)
+
+    assert {entry(launch) for launch in LAUNCHES.values()} == set(triton_cast.TILINGS)
 
 
 @triton.jit

@@ -1,0 +1,124 @@
+"""Host time of a linear, forward and backward: what Python and the dispatcher take, beside torch's own BF16 linear.
+
+    python benchmarks/host_time.py
+    python benchmarks/host_time.py --before ../another-checkout --turns 9   # both in turns, in processes of their own
+
+Sixteen linears of 16 x 16 in a row, one backward for all, thread time by their number: arithmetic is next to nothing,
+and the engine's start is shared as in a model.  Weights' casts are kept.  Calls are Python's, by cProfile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
+from megatron_snip.quant import LinearPrecision, RoundingKey
+
+LINEARS, SIDE, PRECISIONS = 16, 16, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
+
+
+def passes() -> dict[str, Callable[[], object]]:
+    """Forward and backward of all linears in a row, by the name of what they are."""
+    torch.manual_seed(1)
+    x, g = torch.randn(1, SIDE, SIDE).bfloat16(), torch.randn(1, SIDE, SIDE).bfloat16()
+    x.requires_grad_()
+    weights = [torch.randn(SIDE, SIDE) for _ in range(LINEARS)]
+    plain = [w.bfloat16().requires_grad_() for w in weights]
+
+    def torchs() -> object:
+        y = x
+        for w in plain:
+            y = F.linear(y, w)
+        return torch.autograd.grad(y, (x, *plain), g)
+
+    return {"torch's own": torchs} | {name: _ours(name, x, g, weights) for name in PRECISIONS}
+
+
+def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
+    axis: Any = SimpleNamespace(size=1, rank=0, group=None)
+    mesh: Any = SimpleNamespace(device_type="cpu")
+    linears = [ColumnParallelLinear(f"{i}", w, Region(axis, False), mesh) for i, w in enumerate(weights)]
+    for linear in linears:
+        linear.precision = LinearPrecision.uniform(name)
+    key, leaves = RoundingKey(seed=1, iteration=2, stream=0), [x, *(linear.weight for linear in linears)]
+
+    def run() -> object:
+        y = x
+        for linear in linears:
+            y = linear(y, key)
+        return torch.autograd.grad(y, leaves, g)
+
+    return run
+
+
+def measure(repeats: int = 25) -> dict[str, tuple[float, float]]:
+    """Microseconds and Python calls of one linear; the passes take turns."""
+    torch.set_num_threads(1)
+    runs = passes()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(5 + repeats):
+        for name, run in runs.items():
+            begin = time.thread_time()  # backward too, which on a CPU runs in this thread
+            run()
+            if turn >= 5:
+                taken[name].append((time.thread_time() - begin) / LINEARS * 1e6)
+    calls = {}
+    for name, run in runs.items():
+        profile = cProfile.Profile()
+        profile.runcall(run)
+        calls[name] = sum(entry.callcount for entry in profile.getstats()) / LINEARS  # type: ignore[attr-defined]
+    return {name: (statistics.median(taken[name]), calls[name]) for name in runs}
+
+
+def _elsewhere(root: Path) -> dict[str, tuple[float, float]]:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, host_time; "
+    code += "print(json.dumps(host_time.measure()))"
+    env = {**os.environ, "PYTHONPATH": str(root.resolve())}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def main() -> None:
+    from harness import machine, report, save
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="the root of another checkout")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    roots = {"now": Path(__file__).resolve().parents[1]}
+    if args.before is not None:
+        roots = {"before": args.before, **roots}
+    found: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in roots}
+    for _ in range(args.turns):
+        for name, root in roots.items():
+            found[name].append(_elsewhere(root))
+    rows, results = [], []
+    for which, turns in found.items():
+        for name in turns[0]:
+            taken = statistics.median(turn[name][0] for turn in turns)
+            ratio = statistics.median(turn[name][0] / turn["torch's own"][0] for turn in turns)
+            calls = turns[0][name][1]
+            rows.append([which, name, f"{taken:.0f}", f"{ratio:.2f}", f"{calls:.0f}"])
+            results.append({"which": which, "linear": name, "us": taken, "by torch's own": ratio, "calls": calls})
+    about = machine("cpu")
+    print(report("Host time of a linear", ("", "linear", "us", "by torch's own", "Python calls"), rows, about))
+    save(args.json, about, results)
+
+
+if __name__ == "__main__":
+    main()
