@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 
-AXES = ("pp", "dp", "cp", "dp_cp", "tp", "tp_cp")
+AXES = ("dp_cp", "tp_cp", "pp", "dp", "tp", "cp")
 Made = TypeVar("Made")
 _MESH = ("pp", "replicate", "shard", "tp")
 
@@ -151,11 +151,12 @@ def build_mesh(
 def _more_axes(axes: dict[str, Axis], whole: torch.Tensor) -> dict[str, Axis]:
     """The axes that are parts or products of the mesh's own; `whole` [pp, dp, cp, tp] holds all ranks.
 
-    Every process calls it.  Axes of the same processes share a group.
+    Every process calls it.  Axes of the same processes share a group, but for cp: attention need not wait for weights.
     """
     made: dict[str, Axis] = {}
     for name, dims in (("dp_cp", (1, 2)), ("dp", (1,)), ("cp", (2,)), ("tp_cp", (2, 3))):
-        made[name] = _axis(whole, dims, [*axes.values(), *made.values()])
+        known = [*axes.values(), *made.values()]
+        made[name] = _axis(whole, dims, [axis for axis in known if name != "cp" or axis.size == 1])
     return made
 
 
