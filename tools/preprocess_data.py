@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(arguments: argparse.Namespace, message: str) -> int:
     kept = f"{arguments.output_prefix}.partial"
-    rest = f"; {kept} keeps what is done, the same command goes on" if Path(kept, "progress.json").exists() else ""
+    rest = f"; {kept} keeps what is done, the same command goes on" if os.path.exists(f"{kept}/progress.json") else ""
     print(f"preprocess_data: {message}{rest if kept not in message else ''}", file=sys.stderr)
     return 1
 
