@@ -232,7 +232,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def test_without_moments_it_has_no_memory_for_them():
-    """A probe that leaves updates alone needs a third of the memory."""
+    """They are twice the weights, which a probe that leaves updates alone can spare."""
     model = Small()
     optimizer = Optimizer([model], TrainingConfig(), moments=False)
     assert optimizer.tensors() == {} and set(optimizer.parameters) == set(
