@@ -78,8 +78,9 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     """Run a launch command with the stand-in for torchrun; the output and world size it would have."""
     variables, words = split_environment(command)
     if "--config" in words and not (ROOT / words[words.index("--config") + 1]).exists():
-        # what tools/convert_checkpoint.py import writes: the options of the model alone
+        # what tools/convert_checkpoint.py import writes: the options of the model, without the length of a sample
         model = (ROOT / "examples/llama_1b/llama_1b.toml").read_text().partition("[model]")[2].partition("\n[")[0]
+        model = re.sub("\nseq-length.*", "", model)
         (folder / "model.toml").write_text(model)
         words[words.index("--config") + 1] = str(folder / "model.toml")
     data, run = str(folder / "data"), str(folder / "run")
