@@ -90,9 +90,10 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
     """Tables for people."""
     at, (linears, options) = _layout(config, world_size), plan_size(config)
     device = "Hopper GPUs" if is_for_gpus(config) else "CPUs"
+    context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
     lines = [
-        f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']} x data parallel "
-        f"{at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
+        f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']}{context} x data "
+        f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
         f"a plan: {linears} linears x {options} options",
     ]
     for one in measured:
