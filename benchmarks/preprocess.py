@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import machine, report, save
+from harness import machine, report, save
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Megatron-LM's package asks for Python 3.12; its script runs on 3.11, too, with this name added.

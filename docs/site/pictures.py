@@ -22,12 +22,12 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_snip.cli.generate_plan import main as generate_plan
 from megatron_snip.formats import get_format
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
-from tools.generate_plan import main as generate_plan
 
 TARGET = 0.75
 FP8, FP4, INK, FAINT = "#5b8fbf", "#e8893c", "#1c2430", "#8792a2"
