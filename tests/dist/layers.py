@@ -229,7 +229,7 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
     mesh, found = start_mesh(), []
     for precision in ("fp8", "fp4", "mxfp8", "mxfp4"):
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
-        group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax)
+        group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax, None)
         for gemm, output, samples in product(("fprop", "wgrad"), ("codes", "operand"), (1, 2)):
             x, form = draw(samples, S, K, seed=1).bfloat16(), call.form(gemm, "input")
             (whole,) = operands.cast_operands(x.flatten(0, 1), [(form, output)])

@@ -118,7 +118,7 @@ def test_nan_gradients_in_a_row_take_steps_too(tmp_path):
     ranks, rows = run("tp2", tmp_path / "run", trouble, **more)
     assert [one["error"] for one in ranks] == ["", ""]
     assert by_iteration(rows, "snip/guard") == {7: "base"} and rows[-1]["skipped"] == 4
-    assert "broken since iteration 5, loss 4." in rows[6]["snip/guard_why"] and "norm nan" in rows[6]["snip/guard_why"]
+    assert "broken since iteration 5, loss 5." in rows[6]["snip/guard_why"] and "norm nan" in rows[6]["snip/guard_why"]
     (error,) = {one["error"] for one in run("tp2", tmp_path / "off", trouble, snip_guard=False, **more)[0]}
     assert error.startswith("UserError: loss or gradient was not finite in 3 iterations in a row, the last 7")
 
