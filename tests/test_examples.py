@@ -20,7 +20,8 @@ from megatron_snip.train.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-FILES = sorted(path for path in EXAMPLES.rglob("*.toml") if "study" not in path.parts)  # those are no runs
+OTHERS = {"study", "authors_workflow"}  # which are no runs under SNIP
+FILES = sorted(path for path in EXAMPLES.rglob("*.toml") if not OTHERS & {*path.parts})
 LAUNCHERS = sorted(EXAMPLES.glob("llama_*/train_*.sh"))
 FOLDERS = ("benchmarks", "docs", "examples", "tests", "tools")
 SHELL = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in {".sh", ".sbatch"}]

@@ -1,57 +1,10 @@
-r"""What happened in a run, from its folder alone, also while it goes on: a summary, and report.html with pictures.
-
-    python tools/report.py runs/my
-    python tools/report.py runs/snip runs/bf16 runs/fp8 --compare
-
-Of several runs each gets its own report.  With --compare it is one, of the first run, with the losses of the others in
-it and how far its own lies from each; it is compare.html in the first run's folder unless --output names another file.
-"""
+"""Reports of run folders; megatron_snip/cli/report.py tells how to call it."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
-from megatron_snip.train.report import write_report
-from megatron_snip.train.run_summary import format_summary
-
-
-def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
-    """Write the reports; returns what the terminal shows.  UserError for options that do not go together."""
-    if compare and len({Path(run).resolve() for run in runs}) < max(2, len(runs)):
-        raise UserError(f"--compare needs different runs, two or more, and got {' '.join(runs)}; name another folder")
-    if output and not compare and len(runs) > 1:
-        raise UserError(f"--output {output} is one file for {len(runs)} reports; give --compare, or one run")
-    name = "compare.html" if compare else "report.html"
-    jobs = [(runs[0], runs[1:])] if compare else [(run, ()) for run in runs]
-    shown = []
-    for run, others in jobs:
-        file = Path(output) if output else Path(run) / name
-        check_output("--output" if output else "the report", file)
-        shown.append(f"{format_summary(run)}\n\n{write_report(run, others, file)}")
-    return "\n\n".join(shown)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
-    parser.add_argument("--compare", action="store_true", help="one report of the first run beside the others")
-    parser.add_argument("--output", type=path_word, metavar="FILE", help="the report's file")
-    own = parser.parse_args(arguments)
-    try:
-        print(report(own.runs, own.compare, own.output))
-    except (UserError, OSError) as error:
-        print(f"report: {one_line(error)}", file=sys.stderr)
-        return 1
-    return 0
-
+from megatron_snip.cli.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ COMMANDS = {
     "train": ("megatron_snip.cli.train", "pretrain a Llama (pretrain_llama.py)"),
     "probe": ("megatron_snip.cli.collect_stats", "statistics of a checkpoint (tools/collect_stats.py)"),
     "plan": ("megatron_snip.cli.generate_plan", "a plan from statistics (tools/generate_plan.py)"),
-    "report": ("megatron_snip.train.report", "report.html of a run folder"),
+    "report": ("megatron_snip.cli.report", "report.html of a run folder (tools/report.py)"),
     "convert": ("megatron_snip.cli.convert_checkpoint", "Hugging Face in and out (tools/convert_checkpoint.py)"),
     "evaluate": ("megatron_snip.cli.evaluate", "scores on benchmarks (tools/evaluate.py)"),
 }

@@ -111,7 +111,7 @@ class Attention(nn.Module):
         if self.cp.size > 1:  # in one collective
             both = torch.cat([k, v], dim=-1)
             k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
-        if self.recompute:
+        if self.recompute or self.region.wide:  # what is wide is not kept
             y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
         else:
             y = self.attend(q, k, v, cos, sin, mask)
@@ -195,15 +195,15 @@ class Block(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The weight [V, H] that turns the residual stream into logits; its rows are split over tp."""
+    """The weight [V, H] that turns the residual stream into logits, or a copy of the embedding; tp splits its rows."""
 
     weight: nn.Parameter
 
-    def __init__(self, build: Build, shape: tuple[int, int]) -> None:
+    def __init__(self, build: Build, shape: tuple[int, int], *, tied: bool = False) -> None:
         super().__init__()
         self.region = build.region
         parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
-        add_parameter(self, "weight", parameter, Tags("output", 0))
+        add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
@@ -255,7 +255,7 @@ class LlamaStage(nn.Module):
             if not tied:
                 self.lm_head = OutputLayer(build, vocab)
             elif not first:
-                self.embed_tokens = OutputLayer(build, vocab)
+                self.embed_tokens = OutputLayer(build, vocab, tied=True)
         self.first, self.last = first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)

@@ -23,7 +23,7 @@ from megatron_snip.cli.evaluate import (
     scores_of,
 )
 from megatron_snip.config import Config
-from megatron_snip.model.llama import linear_names
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.run_folder import Start
@@ -113,7 +113,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
     config = Config().replace(num_layers=1)
     with pytest.raises(ValueError, match=r"--plan.*layers\.0\.self_attn\.q_proj"):
         check_plan(PLAN, config, torch.device("cpu"))
-    check_plan(Plan.uniform(linear_names(1), "fp4"), config, torch.device("cpu"))
+    check_plan(Plan.uniform(LLAMA.linear_names(1), "fp4"), config, torch.device("cpu"))
 
 
 def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):

@@ -321,7 +321,7 @@ class TestWithMegatron:
             "micro_batch_size": 2,
             "global_batch_size": batch, "train_iters": iterations, "eval_interval": interval, "eval_iters": each,
         }  # fmt: skip
-        mesh = SimpleNamespace(dp=SimpleNamespace(rank=0, size=1))
+        mesh = SimpleNamespace(dp=SimpleNamespace(rank=0, size=1), cp=None)
         loaders = build_loaders(Config().replace(**options), mesh, first=True)
         # Megatron-LM's get_train_valid_test_num_samples
         sizes = [iterations * batch, (iterations // interval + 1) * each * batch, each * batch]
