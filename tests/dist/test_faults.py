@@ -189,7 +189,7 @@ def test_a_killed_process_is_told_in_one_line(tmp_path):
     assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
 
 
-@pytest.mark.parametrize("agent", [ONE_NODE, None], ids=["torchrun", "alone"])
+@pytest.mark.parametrize("agent", [pytest.param(ONE_NODE, id="torchrun"), pytest.param(None, id="alone", marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_leaves(agent, tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, agent) as process:

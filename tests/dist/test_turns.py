@@ -8,6 +8,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.turns import take_turns
 
 
+@pytest.mark.slow  # it waits
 @pytest.mark.dist
 def test_the_first_works_first_and_no_wait_times_out(tmp_path):
     for turn in range(2):
