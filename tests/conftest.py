@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 
@@ -33,6 +34,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before() -> Iterator[None]:
+    """The program's own handlers and level end with the test that started it: others look at what is logged."""
+    logger = logging.getLogger("megatron_snip")
+    logger.handlers[:], logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield
 
 
 @pytest.fixture(autouse=True)
