@@ -7,8 +7,9 @@ free and what it reads is there.  1F1B's order is written out here; the others' 
 make.  A linear's dgrad and wgrad take as long as its fprop, attention's backward twice its forward, all of it before
 the gradient goes on; what is recomputed is too.  Idle is the share of all processes' time: of equal stages without
 output layer, which is the schedule's own bubble; of the model's, whose last stage has it; and of those where three
-quarters of the linears are in FP4 and the others in FP8, at the nominal times of a quarter and half of BF16's.  "held"
-are the blocks whose activations of a microbatch the fullest process keeps at once.
+quarters of the linears are in FP4 and the others in FP8, at the nominal times of a quarter and half of BF16's: of each
+stage's linears, or as --snip-stage-constraint makespan deals them out.  "held" are the blocks whose activations of a
+microbatch the fullest process keeps at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
@@ -33,6 +35,9 @@ from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.model.flops import linear_flops_per_token
 from megatron_snip.model.stages import stage_blocks
+from megatron_snip.snip.plan.cost import by_stage
+from megatron_snip.snip.plan.options import read_choices, solve_request
+from megatron_snip.train.setup import snip_shapes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 #: An operation: its kind (F forward, B backward, I and W its halves), stage and microbatch.
@@ -119,25 +124,41 @@ def run(orders: Sequence[Sequence[Op]], costs: Sequence[Costs], blocks: Sequence
     return 1.0 - busy / (len(orders) * max(clock)), most
 
 
-def costs_of(config: Config, lengths: Sequence[int], *, head: bool, linear: float = 1.0) -> list[Costs]:
-    """FLOPs of a token in each stage of so many blocks, a linear's times ``linear``; head: with the output layer."""
+def dealt_out(config: Config) -> list[float]:
+    """Mean time of a linear of each process, by BF16's, under a plan of --snip-stage-constraint makespan."""
+    shapes = snip_shapes(config)
+    snip = config.replace(snip_stage_constraint="makespan", snip_target=0.75, snip_options="fp8,fp4").snip
+    choices = read_choices(snip, shapes)
+    worse = np.outer([shape.gemm_flops for shape in shapes], [0.0, 1.0])  # so that no more than the target is in FP4
+    found = solve_request(snip, shapes, choices, worse).solve()
+    plan = {shape.name: choices.options[option] for shape, option in zip(shapes, found.choice)}
+    return [0.5 - 0.25 * share for share, _ in by_stage(shapes, plan).values()]
+
+
+def costs_of(config: Config, lengths: Sequence[int], *, head: bool, linear: Sequence[float] = (1.0,)) -> list[Costs]:
+    """FLOPs of a token in each stage of so many blocks; head: with the output layer.
+
+    linear: what a linear of each process, or of all, takes by its time in BF16.
+    """
     m = config.model
-    linears = linear_flops_per_token(m) / m.num_layers * linear
+    whole = linear_flops_per_token(m) / m.num_layers
     attention = 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2
-    again = linears + attention if config.training.recompute_granularity == "full" else 0.0
-    logits = 2 * m.padded_vocab_size * m.hidden_size
-    return [
-        Costs(
-            n * (linears + attention) + logits * (head and stage == len(lengths) - 1),
-            n * (linears + 2 * attention + again) + logits * (head and stage == len(lengths) - 1),
-            n * linears + logits * (head and stage == len(lengths) - 1),
+    again = config.training.recompute_granularity == "full"
+    costs = []
+    for stage, n in enumerate(lengths):
+        linears = whole * linear[stage % len(linear)]
+        logits = 2 * m.padded_vocab_size * m.hidden_size * (head and stage == len(lengths) - 1)
+        forward = n * (linears + attention) + logits
+        costs.append(
+            Costs(forward, n * (linears + 2 * attention) + logits + again * (forward - logits), n * linears + logits)
         )
-        for stage, n in enumerate(lengths)
-    ]
+    return costs
 
 
-def rows(config: Config, pp: int, microbatches: int, last: int) -> list[tuple[str, float, float, float, int]]:
-    """(schedule, idle of equal stages, of the model, of the model under a plan, held), where chunks are whole blocks.
+def rows(config: Config, pp: int, microbatches: int, last: int) -> list[tuple[str, float, float, float, float, int]]:
+    """(schedule, four shares of idle time, held), where chunks are whole blocks.
+
+    Idle: of equal stages, of the model, of the model under a plan with as much FP4 in each stage, and by makespan.
 
     last: blocks of the last process for a row of unequal stages.
     """
@@ -160,8 +181,9 @@ def rows(config: Config, pp: int, microbatches: int, last: int) -> list[tuple[st
         lengths = [len(blocks) for blocks in stage_blocks(m.num_layers, split.parallel)]
         bubble, held = run(orders, costs_of(config, [1] * len(lengths), head=False), lengths)
         whole, _ = run(orders, costs_of(config, lengths, head=True), lengths)
-        planned, _ = run(orders, costs_of(config, lengths, head=True, linear=PLANNED), lengths)
-        found.append((name, bubble, whole, planned, held))
+        planned, _ = run(orders, costs_of(config, lengths, head=True, linear=[PLANNED]), lengths)
+        dealt, _ = run(orders, costs_of(config, lengths, head=True, linear=dealt_out(split)), lengths)
+        found.append((name, bubble, whole, planned, dealt, held))
     return found
 
 
@@ -179,13 +201,13 @@ def main() -> None:
         pp, dp = config.parallel.pipeline_model_parallel_size, config.data_parallel_size(gpus)
         microbatches = config.num_microbatches(dp)
         layout = f"{name} on {gpus} GPUs, pp {pp}, {microbatches} microbatches"
-        print(f"\n{layout}\n\n| schedule | idle: equal stages | the model | under a plan | blocks held |")
-        print("|---|---|---|---|---|")
+        print(f"\n{layout}\n\n| schedule | idle: equal stages | the model | under a plan | by makespan | blocks held |")
+        print("|---|---|---|---|---|---|")
         for schedule, *idle, held in rows(config, pp, microbatches, last):
             print(f"| {schedule} | {' | '.join(f'{share:.2%}' for share in idle)} | {held} |")
             found[f"{layout}, {schedule}"] = {"idle": idle, "held": held}
     if args.json:
-        about = {"counted": "no measurement", "idle": "equal stages, the model, the model under a plan"}
+        about = {"counted": "no measurement", "idle": "equal stages, the model, under a plan, by makespan"}
         Path(args.json).write_text(json.dumps({"about": about, "results": found}, indent=1) + "\n")
 
 

@@ -82,7 +82,7 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
     shapes = snip_shapes(config)
     plan.check_names(shape.name for shape in shapes)
     return "\n".join(
-        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of all linears' time in BF16, nominally"
+        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16, nominally"
         for stage, (share, taken) in by_stage(shapes, plan.linears).items()
     )
 

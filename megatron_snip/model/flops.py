@@ -24,7 +24,5 @@ def parameters(m: ModelConfig, *, tied: bool) -> int:
 
 def iteration_flops(m: ModelConfig, sequences: int) -> float:
     """FLOPs of one iteration over this many sequences, forward and backward; causal attention counted half."""
-    attention = m.num_layers * spec_of(m).attention_flops(m)
-    head = 2 * m.padded_vocab_size * m.hidden_size
-    per_token = linear_flops_per_token(m) + attention + head
+    per_token = sum(shape.gemm_flops + shape.other_flops for shape in linear_shapes(m))
     return 3.0 * per_token * m.seq_length * sequences

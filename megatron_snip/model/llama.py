@@ -391,7 +391,7 @@ LLAMA = register(
         },
         more_parameters=lambda m: 2 * m.hidden_size,
         # causal: half of all pairs of tokens, by queries and keys and by values
-        attention_flops=lambda m: 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2,
+        attention_flops=lambda m: 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length // 2,
         names={part: f"model.{part}" for part in ("embed_tokens", "layers", "norm")} | {"lm_head": "lm_head"},
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -52,7 +52,7 @@ class ModelSpec:
     block: Callable[[Any, int], nn.Module]
     linears: Mapping[str, BlockLinear]
     more_parameters: Callable[[ModelConfig], int]
-    attention_flops: Callable[[ModelConfig], float]
+    attention_flops: Callable[[ModelConfig], int]
     names: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -63,11 +63,16 @@ class ModelSpec:
 
     def linear_shapes(self, m: ModelConfig) -> list[LinearShape]:
         """Every quantisable linear of the whole model, in order, all on stage 0."""
-        return [
+        shapes = [
             LinearShape(f"layers.{block}.{module}", *linear.size(m), block, linear.kind, f"{block}: {linear.reads}")
             for block in range(m.num_layers)
             for module, linear in self.linears.items()
         ]
+        for last in range(len(self.linears) - 1, len(shapes), len(self.linears)):
+            # tools may not know the vocabulary, and then count no output layer
+            output = 2 * m.padded_vocab_size * m.hidden_size if m.vocab_size and last == len(shapes) - 1 else 0
+            shapes[last] = replace(shapes[last], other_flops=self.attention_flops(m) + output)
+        return shapes
 
     def linear_of(self, name: str) -> BlockLinear:
         """A linear by its name in the whole model."""

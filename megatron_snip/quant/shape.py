@@ -16,7 +16,9 @@ class LinearShape:
     """A linear of the whole model: weight [out_features, in_features], whatever tp shards it.
 
     block: the block's number in the whole model; kind: one of KINDS; reads: what its input is, the same word for
-    linears that read the same tensor; stage: the pipeline process that holds it.
+    linears that read the same tensor; stage: the pipeline process that holds it; other_flops: FLOPs per token of
+    forward that this stage does besides linears and that are counted with this one: attention with the last linear of
+    its block, the output layer with the last of the model.
     """
 
     name: str
@@ -26,6 +28,7 @@ class LinearShape:
     kind: str = ""
     reads: str = ""
     stage: int = 0
+    other_flops: int = 0
 
     @property
     def gemm_flops(self) -> int:

@@ -62,7 +62,10 @@ def _is_kind(value: Any) -> bool:
     return value in (*KINDS, "")  # "": of a model whose linears have no known kinds
 
 
-_SHAPE = {"out_features": is_count, "in_features": is_count, "block": is_count, "kind": _is_kind, "reads": is_text}
+_SHAPE = {
+    "out_features": is_count, "in_features": is_count, "block": is_count, "kind": _is_kind, "reads": is_text,
+    "other_flops": is_count,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +167,8 @@ def _row(name: str, entry: Any, count: int) -> tuple[LinearShape, list[float]]:
     def is_row(value: Any) -> bool:
         return isinstance(value, list) and len(value) == count and all(is_number(number) for number in value)
 
+    if isinstance(entry, dict):
+        entry = {"other_flops": 0, **entry}  # files from before 2026-11-22 have none
     check_fields(
         entry,
         {**_SHAPE, "values": is_row},

@@ -162,6 +162,16 @@ def gemm_flops(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
 def modelled_time(
     shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], times: GemmTimes = NOMINAL
 ) -> Floats:
+    """[L, O]: time of linear l in option o, and of what its shape counts with it, which stays in BF16.
+
+    As a share of what the whole model takes in BF16 at its mean speed.  Raises as ``gemm_time``.
+    """
+    linears = int(gemm_flops(shapes).sum())
+    other = np.array([len(GEMMS) * shape.other_flops for shape in shapes])  # backward costs twice forward
+    return (gemm_time(shapes, options, times) * linears + other[:, None]) / (linears + int(other.sum()))
+
+
+def gemm_time(shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], times: GemmTimes = NOMINAL) -> Floats:
     """[L, O]: GEMM time of linear l in option o as a share of all linears' in BF16 at its mean speed.
 
     Raises UserError for a format that the table has not.
@@ -200,7 +210,7 @@ def efficiency(
     if measure == "fp4":
         bits = [[get_format(getattr(option, gemm)).element_bits for gemm in GEMMS] for option in options]
         return flops / flops.sum() @ (np.array(bits).T <= 4).astype(np.float64)
-    plain = modelled_time(shapes, [LinearPrecision.uniform("bf16")], times)
+    plain = gemm_time(shapes, [LinearPrecision.uniform("bf16")], times)
     least = sum(
         int(f) * times.fastest(gemm, shape.out_features, shape.in_features)
         for shape, row in zip(shapes, flops)
@@ -212,7 +222,7 @@ def efficiency(
             f"by the GEMM times of {times.hardware} no format is faster than bf16, so there is no time to save; "
             "take bf16 out of --snip-options, or leave --gemm-times out for nominal times"
         )
-    return (plain - modelled_time(shapes, options, times)) / most
+    return (plain - gemm_time(shapes, options, times)) / most
 
 
 def achieved(
@@ -230,7 +240,7 @@ def achieved(
 def by_stage(
     shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], times: GemmTimes = NOMINAL
 ) -> dict[int, tuple[float, float]]:
-    """Stage -> (FP4's share of its linears' FLOPs, its modelled time as a share of all linears' in BF16)."""
+    """Stage -> (FP4's share of its linears' FLOPs, its modelled time as a share of the whole model's in BF16)."""
     share = _chosen(efficiency, shapes, precisions, "fp4", NOMINAL)
     taken = _chosen(modelled_time, shapes, precisions, times)
     flops, stage = gemm_flops(shapes).sum(axis=1), stages(shapes)

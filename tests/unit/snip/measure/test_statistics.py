@@ -14,7 +14,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.made_up import assert_same, changed, statistics
 
 NAME = "layers.3.mlp.up_proj"
-UP = LinearShape(NAME, 8, 4, block=3, kind="up", reads="layers.3.mlp")
+UP = LinearShape(NAME, 8, 4, block=3, kind="up", reads="layers.3.mlp", other_flops=5)
 DOWN = LinearShape("layers.3.mlp.down_proj", 4, 8, block=3, kind="down", reads="layers.3.mlp.down_proj")
 
 
@@ -86,6 +86,16 @@ def test_errors(tmp_path, change, field):
     path.write_text("{")
     with pytest.raises(ValueError, match="no JSON"):
         Statistics.load(path)
+
+
+def test_files_without_other_flops_count_none(tmp_path):
+    """As they were until 2026-11-22."""
+    path = tmp_path / "stats.json"
+    stats().save(path)
+    values = json.loads(path.read_text())
+    assert linear(values).pop("other_flops") == 5
+    path.write_text(json.dumps(values))
+    assert [shape.other_flops for shape in Statistics.load(path).shapes] == [0]
 
 
 def test_files_of_the_version_before_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from megatron_snip.config import Config, SnipConfig
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
-from megatron_snip.snip.plan.cost import GemmTimes
+from megatron_snip.snip.plan.cost import GemmTimes, by_stage
 from megatron_snip.snip.plan.options import (
     auto_options,
     changed_gemms,
@@ -26,9 +26,9 @@ from megatron_snip.snip.plan.options import (
     solve_request,
 )
 
-#: Twelve blocks on two stages, every linear as large as any other.
+#: Twelve blocks on two stages, every linear as large as any other, and nothing besides them.
 SHAPES = [
-    dataclasses.replace(shape, out_features=128, in_features=128, stage=shape.block // 6)
+    dataclasses.replace(shape, out_features=128, in_features=128, stage=shape.block // 6, other_flops=0)
     for shape in linear_shapes(Config().replace(num_layers=12, hidden_size=128, num_attention_heads=1).model)
 ]
 NAMES = [shape.name for shape in SHAPES]
@@ -198,6 +198,25 @@ def test_stage_constraints_reach_the_solver():
     assert solve_request(SnipConfig(), one, choices, quality).stage is None, "and none with one"
     assert solve_request(SnipConfig(snip_stage_target=True), one, choices, quality).stage is not None
     assert makespan.time.sum(axis=0) == pytest.approx([0.5, 0.25]), "shares of BF16's time"
+
+
+def test_a_makespan_counts_the_output_layer():
+    """It stays in BF16, so its stage gets more FP4 than the other until both take one time."""
+    sizes = {"num_layers": 12, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 1, "vocab_size": 1024}
+    model = Config().replace(**sizes, seq_length=128).model
+    shapes = [dataclasses.replace(shape, stage=shape.block // 6) for shape in linear_shapes(model)]
+    found = {}
+    for constraint in ("each", "makespan"):
+        snip = SnipConfig(snip_stage_constraint=constraint, snip_target=0.5)
+        choices = check_choices(snip, shapes)
+        plan = solve_request(snip, shapes, choices, np.tile([0.0, 1.0], (len(shapes), 1))).solve()
+        linears = {shape.name: choices.options[o] for shape, o in zip(shapes, plan.choice)}
+        found[constraint] = by_stage(shapes, linears)
+    (first, quick), (last, slow) = found["each"].values()
+    assert first == pytest.approx(last, abs=0.02) and slow - quick > 0.04, "as much FP4 on each, the last waited for"
+    (first, quick), (last, slow) = found["makespan"].values()
+    assert first < 0.4 < 0.6 < last and slow == pytest.approx(quick, abs=0.01)
+    assert first + last == pytest.approx(1.0, abs=0.04), "and no more of it on the whole"
 
 
 def test_churn_counts_gemms():
