@@ -1,35 +1,33 @@
-"""Llama, cut into pipeline stages, and the parts that other decoders share.  Source: arXiv 2302.13971, 2307.09288.
+"""Llama's blocks, and the pipeline stages that all decoders are cut into.  Source: arXiv 2302.13971, 2307.09288.
 
 Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
 plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
 them memory once they are sharded, and `model.initial` or a checkpoint their values.
 Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
-the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.  Under context parallelism
-S is what a process has of a sequence, a cp-th of it, but for what attention reads.
+the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole, and under context
+parallelism S is a cp-th of a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_snip.config import ModelConfig
-from megatron_snip.mesh import Mesh
-from megatron_snip.model.recompute import NOTHING, Recompute, run_again
-from megatron_snip.model.rotary import rotary_tables, rotate
-from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
+from megatron_snip.model.attention import Attention
+from megatron_snip.model.build import Build, RMSNorm
+from megatron_snip.model.recompute import run_again
+from megatron_snip.model.rotary import rotary_tables
+from megatron_snip.model.spec import BlockLinear, ModelSpec, register
 from megatron_snip.model.swiglu import swiglu
-from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
-from megatron_snip.parallel.documents import Documents
+from megatron_snip.parallel.context import gather_sequences, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
-    Region,
     RowParallelLinear,
     VocabParallelEmbedding,
     linears_of_one_input,
@@ -39,105 +37,7 @@ from megatron_snip.parallel.tensor import (
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, wide_linear
 from megatron_snip.quant.linear_op import pack_key
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Build:
-    """What every part of the model is built with."""
-
-    model: ModelConfig
-    mesh: Mesh
-    region: Region
-    seed: int
-    dtype: torch.dtype  # of the compute, not of the parameters
-    device: torch.device
-    recompute: Recompute = NOTHING
-    documents: Documents | None = None  # None where their ends mean nothing
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The kind of model."""
-        return spec_of(self.model)
-
-    def empty(self, *shape: int) -> Tensor:
-        """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
-        return torch.empty(shape, device="meta")
-
-    def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
-        """The parallel linear of this name."""
-        linear = self.spec.linear_of(name)
-        return linear.module(name, self.empty(*linear.size(self.model)), self.region, self.mesh.device_mesh)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
-
-    weight: nn.Parameter
-
-    def __init__(self, build: Build, *, of_heads: bool = False) -> None:
-        """of_heads: over the channels of each head of this process, not over the residual stream's."""
-        super().__init__()
-        self.epsilon = build.model.norm_epsilon
-        channels = build.model.head_dim if of_heads else build.model.hidden_size
-        parameter = make_parameter(build.empty(channels), None, build.region.axis, build.mesh.device_mesh)
-        tags = Tags("norm", None, "always" if of_heads else "sequence_parallel", weight_decay=False)
-        add_parameter(self, "weight", parameter, tags)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H], or [..., D] of heads -> the same shape."""
-        weight = local(self.weight)
-        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.epsilon)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
-
-    def __init__(self, build: Build, prefix: str) -> None:
-        super().__init__()
-        m = build.model
-        self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
-        self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
-        )
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None = None
-    ) -> Tensor:
-        """x [B, S/tp or S, H] -> the same shape."""
-        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
-        if self.cp.size > 1:  # in one collective
-            both = torch.cat([k, v], dim=-1)
-            k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
-        if self.recompute or self.region.wide:  # what is wide is not kept
-            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
-        else:
-            y = self.attend(q, k, v, cos, sin, mask)
-        out: Tensor = self.o_proj(y, key)
-        return out
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
-
-        mask [B, 1, S, S]: which key a query sees; None: all that are not later.
-        """
-        if self.region.wide:  # so that the order of sums, which the pieces change, does not show
-            q, k, v = q.double(), k.double(), v.double()
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        q, k = self.queries_and_keys(q, k)
-        k = rotate(k, cos, sin)
-        ys = [
-            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, mask)
-            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
-        ]
-        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
-        return y.float() if self.region.wide else y
-
-    def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
-        return q, k
 
 
 class MLP(nn.Module):

@@ -40,7 +40,8 @@ from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
-from megatron_snip.model.llama import Build, LlamaStage
+from megatron_snip.model.build import Build
+from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel import context
 from megatron_snip.parallel.data import local_of

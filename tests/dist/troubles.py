@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.sampling import MockDataset
-from megatron_snip.model import llama
+from megatron_snip.model import attention, llama
 from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear
 from megatron_snip.snip import coordinator
@@ -76,7 +76,7 @@ class Trouble:
                 ys = plain(linears, x, key)
                 return [change(y) if one is linear else y for one, y in zip(linears, ys, strict=True)]
 
-            llama.linears_of_one_input = changed
+            attention.linears_of_one_input = llama.linears_of_one_input = changed
             return
         plain_one = linear._local_linear
         linear._local_linear = lambda *args: change(plain_one(*args))

@@ -11,7 +11,8 @@ import torch
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import attention_of, check_model, hf_config, load_hf, model_options
-from megatron_snip.model.llama import LLAMA, Build, LlamaStage
+from megatron_snip.model.build import Build
+from megatron_snip.model.llama import LLAMA, LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.parallel.tensor import Region
 

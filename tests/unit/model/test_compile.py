@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.build import Build
 from megatron_snip.model.initial import draw_weights
-from megatron_snip.model.llama import Build, LlamaStage, build_stages
+from megatron_snip.model.llama import LlamaStage, build_stages
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.parallel.tensor import Region, drop_weight_casts
 from megatron_snip.quant import LinearPrecision

@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.build import Build, RMSNorm
 from megatron_snip.model.initial import draw_weights, fill_normal
-from megatron_snip.model.llama import (
-    LLAMA,
-    Build,
-    LlamaStage,
-    RMSNorm,
-    build_stages,
-)
+from megatron_snip.model.llama import LLAMA, LlamaStage, build_stages
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
