@@ -7,6 +7,8 @@ for what attention reads.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotate
 from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces
 from megatron_snip.parallel.tensor import linears_of_one_input
-from megatron_snip.quant import RoundingKey
+from megatron_snip.quant import StepContext
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -33,26 +35,30 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext | Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
+        wide = isinstance(context, StepContext) and context.wide
+        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, context)
         if self.cp.size > 1:  # in one collective
             both = torch.cat([k, v], dim=-1)
-            k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
-        if self.recompute or self.region.wide:  # what is wide is not kept
-            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
+            k, v = gather_sequences(both.double() if wide else both, self.cp).chunk(2, dim=-1)
+        attend = partial(self.attend, wide=True) if wide else self.attend
+        if self.recompute or wide:  # what is wide is not kept
+            y = run_again(attend, q, k, v, cos, sin, mask, region=self.region)
         else:
-            y = self.attend(q, k, v, cos, sin, mask)
-        out: Tensor = self.o_proj(y, key)
+            y = attend(q, k, v, cos, sin, mask)
+        out: Tensor = self.o_proj(y, context)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, wide: bool = False
+    ) -> Tensor:
         """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
 
-        mask [B, 1, S, S]: which key a query sees; None: all that are not later.
+        mask [B, 1, S, S]: which key a query sees; None: all that are not later.  wide: as in a pass that is.
         """
-        if self.region.wide:  # so that the order of sums, which the pieces change, does not show
+        if wide:  # so that the order of sums, which the pieces change, does not show
             q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
@@ -62,7 +68,7 @@ class Attention(nn.Module):
             for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
         ]
         y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
-        return y.float() if self.region.wide else y
+        return y.float() if wide else y
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""

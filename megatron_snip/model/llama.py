@@ -10,32 +10,31 @@ parallelism S is a cp-th of a sequence.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.model.attention import Attention
 from megatron_snip.model.build import Build, RMSNorm
+from megatron_snip.model.output import OutputLayer, logits_of
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register
 from megatron_snip.model.swiglu import swiglu
 from megatron_snip.parallel.context import gather_sequences, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
-from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     linears_of_one_input,
     local,
-    make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, wide_linear
-from megatron_snip.quant.linear_op import pack_key
+from megatron_snip.quant import PLAIN, RoundingKey, StepContext
+from megatron_snip.quant.linear_op import pack
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -47,10 +46,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (build.linear(f"{prefix}.{name}") for name in MLP_LINEARS)
 
-    def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, key)
-        out: Tensor = self.down_proj(swiglu(gate, up), key)
+        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, context)
+        out: Tensor = self.down_proj(swiglu(gate, up), context)
         return out
 
 
@@ -73,49 +72,19 @@ class Block(nn.Module):
         # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext, mask: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        if self._compiled is not None and not self._observed():
-            return self._compiled(x, cos, sin, pack_key(key), mask)
-        return self._run(x, cos, sin, key, mask)
+        if self._compiled is not None and not context.observed:
+            return self._compiled(x, cos, sin, pack(context), mask)
+        return self._run(x, cos, sin, context, mask)
 
-    def _observed(self) -> bool:
-        """Whether a probe looks, which compiled code would not show anything."""
-        attention, mlp = self.self_attn, self.mlp
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                   mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
-        return attention.region.wide or any(linear.observer is not None for linear in linears)
-
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key, mask)
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext | Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask)
         normed = self.post_attention_layernorm(x)
-        y = run_again(self.mlp, normed, key, region=self.region) if self._recompute_mlp else self.mlp(normed, key)
-        out: Tensor = x + y
+        if self._recompute_mlp:
+            return x + run_again(self.mlp, normed, context, region=self.region)
+        out: Tensor = x + self.mlp(normed, context)
         return out
-
-
-class OutputLayer(nn.Module):
-    """The weight [V, H] that turns the residual stream into logits, or a copy of the embedding; tp splits its rows."""
-
-    weight: nn.Parameter
-
-    def __init__(self, build: Build, shape: tuple[int, int], *, tied: bool = False) -> None:
-        super().__init__()
-        self.region = build.region
-        parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
-        add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
-        return _logits(x, local(self.weight), wide=self.region.wide)
-
-
-def _logits(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
-    """x [B, S, H] by weight [V/tp, H]: [B, S, V/tp]; wide: each sum rounded to float32 once."""
-    if not wide:
-        return F.linear(x, weight.to(x.dtype))
-    call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-    return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -139,8 +108,7 @@ class LlamaStage(nn.Module):
     def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool):
         super().__init__()
         m = build.model
-        self.build, self.iteration = build, 0
-        self.loss_tokens: int | Tensor = 1  # tokens of the global batch that count, by which the loss is divided
+        self.build = build
         vocab = (m.padded_vocab_size, m.hidden_size)
         # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
         self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
@@ -169,11 +137,15 @@ class LlamaStage(nn.Module):
         """The blocks of this stage by their number in the whole model."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0) -> Tensor:
-        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D]."""
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0, *, wide: bool = False) -> Tensor:
+        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D].
+
+        wide: as in a pass that is.
+        """
         length, cp = self.build.model.seq_length, self.build.mesh.cp.size
         q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
-        return self.blocks()[index].self_attn.attend(q, k, v, *self._tables(row0 // length)).flatten(0, 1)
+        tables = self._tables(row0 // length)
+        return self.blocks()[index].self_attn.attend(q, k, v, *tables, wide=wide).flatten(0, 1)
 
     def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """cos, sin and the attention mask of the microbatch that begins with this sample."""
@@ -198,57 +170,57 @@ class LlamaStage(nn.Module):
         kinds = (ColumnParallelLinear, RowParallelLinear)
         return {module.name: module for module in self.modules() if isinstance(module, kinds)}
 
-    def hidden(self, x: Tensor, sample_index: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, sample_index: Tensor, context: StepContext = PLAIN) -> Tensor:
         """Tokens [B, S] (first stage) or residual stream [B, S/tp or S, H] -> residual stream.
 
         sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
         """
         row0 = int(sample_index[0]) * self.build.model.seq_length
         rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
-        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
+        key = RoundingKey(self.build.seed, context.iteration, stream=0, row0=row0, col0=0, rows=rows)
+        context = dataclasses.replace(context, key=key)
         x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
         cos, sin, mask = self._tables(int(sample_index[0]))
 
         def run(x: Tensor, members: range) -> Tensor:
             for i in members:
-                x = blocks[i](x, cos, sin, key, mask)
+                x = blocks[i](x, cos, sin, context, mask)
             return x
 
         for members, again in self.build.recompute.runs(len(blocks)):
             x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, context: StepContext = PLAIN) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
-        x = self.build.region.enter(self.norm(x))
+        x = self.norm(x)
+        x = self.build.region.enter(x.double() if context.wide else x)
         head = self.lm_head or self.embed_tokens
         assert head is not None
         if isinstance(head, OutputLayer):
-            logits: Tensor = head(x)
+            logits: Tensor = head(x, wide=context.wide)
             return logits
-        return _logits(x, local(head.weight), wide=self.build.region.wide)
+        return logits_of(x, local(head.weight), wide=context.wide)
 
-    def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None, context: StepContext = PLAIN
+    ) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
 
         labels [B, S] are needed on the last stage; its loss is the sum over tokens divided by the number
         of tokens of the whole global batch, so gradients add up over microbatches and processes.
         """
-        x = self.hidden(x, sample_index)
+        x = self.hidden(x, sample_index, context)
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
-        return self._loss(self.logits(x), labels, sample_index)
-
-    def _loss(self, logits: Tensor, labels: Tensor | None, sample_index: Tensor) -> Tensor:
-        """This microbatch's share [1] of the loss: logits [B, S, V/tp], labels [B, S]."""
         assert labels is not None, "the last stage needs labels"
-        region = self.build.region
-        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
+        logits, axis = self.logits(x, context).flatten(0, 1), self.build.region.axis
+        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
         if self.build.documents is None:
-            return (losses.sum() / self.loss_tokens).reshape(1).clone()
-        return self.build.documents.loss(losses, int(sample_index[0]), self.loss_tokens).reshape(1).clone()
+            return (losses.sum() / context.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, int(sample_index[0]), context.loss_tokens).reshape(1).clone()
 
 
 def build_stages(

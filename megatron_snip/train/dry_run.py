@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -281,8 +282,8 @@ class _Stretches:
         assert coordinator is not None
         run_pass = stepper.pass_runner(self.batch, 1, lambda ahead: self.batch)
 
-        def marked(ahead: int = 0) -> Pass:
-            done = run_pass(ahead)
+        def marked(*which: Any, **how: Any) -> Pass:
+            done = run_pass(*which, **how)
             self._mark_gradients()
             return done
 

@@ -208,7 +208,6 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         formats=choices.formats,
         updates=Updates(parts.optimizer, AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)),
         mesh=parts.mesh,
-        region=next(iter(parts.stages.values())).build.region,
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
         wide=not t.bf16,
