@@ -210,8 +210,8 @@ class _ParallelLinear(nn.Module):
         own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.clock, key.rows)
         return LinearCall(
             context.precision or self._precision, own, self._input_col0, self._output_col0,
-            context.observers.get(self.name), input_casts, self.weight_casts, self._reduce_amax,
-            self.region.forward_only,
+            context.observers.get(self.name) if context.observers else None,
+            input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
         )  # fmt: skip
 
     def _local_linear(self, x: Tensor, context: StepContext | Tensor, input_casts: Casts | None = None) -> Tensor:
