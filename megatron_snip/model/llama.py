@@ -170,18 +170,18 @@ class LlamaStage(nn.Module):
         kinds = (ColumnParallelLinear, RowParallelLinear)
         return {module.name: module for module in self.modules() if isinstance(module, kinds)}
 
-    def hidden(self, x: Tensor, sample_index: Tensor, context: StepContext = PLAIN) -> Tensor:
+    def hidden(self, x: Tensor, sample_index: Sequence[int], context: StepContext = PLAIN) -> Tensor:
         """Tokens [B, S] (first stage) or residual stream [B, S/tp or S, H] -> residual stream.
 
-        sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
+        sample_index [B]: the global, consecutive numbers of the sequences.
         """
-        row0 = int(sample_index[0]) * self.build.model.seq_length
+        row0 = sample_index[0] * self.build.model.seq_length
         rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
         key = RoundingKey(self.build.seed, context.iteration, stream=0, row0=row0, col0=0, rows=rows)
         context = dataclasses.replace(context, key=key)
         x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
-        cos, sin, mask = self._tables(int(sample_index[0]))
+        cos, sin, mask = self._tables(sample_index[0])
 
         def run(x: Tensor, members: range) -> Tensor:
             for i in members:
@@ -205,7 +205,7 @@ class LlamaStage(nn.Module):
         return logits_of(x, local(head.weight), wide=context.wide)
 
     def forward(
-        self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None, context: StepContext = PLAIN
+        self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
     ) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
 
@@ -220,7 +220,7 @@ class LlamaStage(nn.Module):
         losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
         if self.build.documents is None:
             return (losses.sum() / context.loss_tokens).reshape(1).clone()
-        return self.build.documents.loss(losses, int(sample_index[0]), context.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, sample_index[0], context.loss_tokens).reshape(1).clone()
 
 
 def build_stages(

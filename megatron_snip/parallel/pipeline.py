@@ -49,6 +49,17 @@ class _Stage(PipelineStage):
         super().__init__(*args, **options)
         self._sharding = sharding
 
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        """One microbatch's forward, given the numbers of its samples; overrides torch's, which cuts tensors alone.
+
+        FSDP takes a tensor to the device, and reading it there would wait for all that runs.
+        """
+        assert kwargs is not None
+        kwargs = {**kwargs, "sample_index": kwargs["sample_index"].tolist()}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
+
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """One microbatch's backward; overrides torch's."""
         if backward_type != "full" or not isinstance(self.submod, FSDPModule):
@@ -148,11 +159,11 @@ class Pipeline:
     def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
         (stage,) = self.stages.values()
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        losses = []
+        samples, losses = batch.sample_index.tolist(), []
         for m in range(len(tokens)):
             if training:
                 before_backward(stage, self.sharding, last=m == len(tokens) - 1)
-            loss = stage(tokens[m], batch.sample_index[m], labels[m], context=context)
+            loss = stage(tokens[m], sample_index=samples[m], labels=labels[m], context=context)
             if training:
                 loss.sum().backward()
             losses.append(loss.detach())

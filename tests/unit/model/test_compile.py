@@ -59,7 +59,7 @@ def step(stage: LlamaStage, precisions: str, iteration: int, **how) -> list[Tens
     tokens = torch.randint(128, (2, 129), generator=torch.Generator().manual_seed(iteration))
     stage.zero_grad()
     drop_weight_casts([stage])
-    loss = stage(tokens[:, :-1], torch.tensor([0, 1]), tokens[:, 1:], StepContext(iteration, **how))
+    loss = stage(tokens[:, :-1], [0, 1], tokens[:, 1:], StepContext(iteration, **how))
     loss.backward()
     return [loss.detach(), *(p.grad for p in stage.parameters())]
 
@@ -103,7 +103,7 @@ def test_evaluation_and_a_probe(make):
     compiled, eager = make("eager"), make()
     for stage in (compiled, eager):
         step(stage, "fp8", 1)
-    given = torch.zeros(2, 128, dtype=torch.int64), torch.tensor([0, 1]), torch.ones(2, 128).long()
+    given = torch.zeros(2, 128, dtype=torch.int64), [0, 1], torch.ones(2, 128).long()
     losses = []
     with torch.no_grad():
         for context in (StepContext(2), StepContext(3), StepContext(3, precision=LinearPrecision.uniform("bf16"))):

@@ -37,7 +37,9 @@ def test_the_loss_is_the_mean_over_all_tokens(parts):
     loss = one.stepper.pipeline.forward_backward(batch, 1)
     (stage,) = one.stages.values()
     with torch.no_grad():
-        logits = torch.cat([stage.logits(stage.hidden(t, i)) for t, i in zip(batch.tokens, batch.sample_index)])
+        logits = torch.cat(
+            [stage.logits(stage.hidden(t, i)) for t, i in zip(batch.tokens, batch.sample_index.tolist())]
+        )
     expected = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     assert loss == pytest.approx(float(expected), rel=1e-5)
 

@@ -82,7 +82,7 @@ def seen(parts):
     bf16 = LinearPrecision.uniform("bf16")
     context = StepContext(ITERATION, batch.tokens.numel(), bf16, wide=True)
     for m in range(len(batch.tokens)):
-        loss = stage(batch.tokens[m], batch.sample_index[m], batch.labels[m], context)
+        loss = stage(batch.tokens[m], batch.sample_index[m].tolist(), batch.labels[m], context)
         grads = torch.autograd.grad(loss.sum(), list(outputs.values()))
         for name, grad in zip(outputs, grads, strict=True):
             row0 = int(batch.sample_index[m, 0]) * SEQUENCE
