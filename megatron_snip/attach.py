@@ -36,14 +36,14 @@ from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import Axis, Mesh
 from megatron_snip.model.spec import linear_place
-from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
+    PLAIN,
     Casts,
     LinearCall,
-    LinearObserver,
     LinearPrecision,
     LinearShape,
     RoundingKey,
+    StepContext,
     check_linear,
     name_stream,
     run_linear,
@@ -115,6 +115,7 @@ class Snip:
         self.plan: Plan | None = None
         self.statistics: Statistics | None = None
         self.length = 0  # tokens of a sequence, as the linears last saw one
+        self.context = PLAIN  # of the pass under way, since a model that is not ours hands nothing to its linears
         device = next(iter(linears.values())).weight.device
         self._mesh = _mesh()
         self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
@@ -136,8 +137,7 @@ class Snip:
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
             updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
-            region=Region(self._mesh.tp, sequence_parallel=False), tokens=0, device=device, wide=False,
-            own_attends=False,
+            tokens=0, device=device, wide=False, own_attends=False,
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
@@ -161,14 +161,15 @@ class Snip:
             for p in parameters:
                 p.grad = None
 
+        def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
+            with self._in(context):
+                return self._pass(losses[ahead])
+
         zero_grad()
         try:
             device = self._probe.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else of every GPU of the node
-                run = self._probe.run
-                found = run(
-                    lambda ahead=0: self._pass(losses[ahead]), zero_grad, self.iteration, len(losses), updates=False
-                )
+                found = self._probe.run(run_pass, zero_grad, self.iteration, len(losses), updates=False)
         finally:
             for p, (grad, values) in zip(parameters, before, strict=True):
                 p.grad = grad
@@ -267,14 +268,16 @@ class Snip:
     @contextmanager
     def unquantised(self) -> Iterator[None]:
         """Inside, all linears compute as without SNIP, for a comparison."""
-        before = {name: linear.precision for name, linear in self.linears.items()}
+        with self._in(StepContext(precision=_PLAIN)):
+            yield
+
+    @contextmanager
+    def _in(self, context: StepContext) -> Iterator[None]:
+        before, self.context = self.context, context
         try:
-            for linear in self.linears.values():
-                linear.precision = _PLAIN
             yield
         finally:
-            for name, linear in self.linears.items():
-                linear.precision = before[name]
+            self.context = before
 
 
 class AttachedLinear:
@@ -288,7 +291,6 @@ class AttachedLinear:
     def __init__(self, snip: Snip, name: str, module: nn.Linear, *, keeps: bool) -> None:
         self.snip, self.name, self.module = snip, name, module
         self.precision = _PLAIN
-        self.observer: LinearObserver | None = None
         self.rows_seen = 0  # tokens since the last update, by which stochastic rounding draws
         self.casts = Casts() if keeps else None
         self._stream = name_stream(name)
@@ -300,8 +302,9 @@ class AttachedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        module, device = self.module, x.device.type
-        if self.observer is None and self.precision == _PLAIN:
+        module, device, context = self.module, x.device.type, self.snip.context
+        precision, observer = context.precision or self.precision, context.observers.get(self.name)
+        if observer is None and precision == _PLAIN:
             return F.linear(x, module.weight, module.bias)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if dtype not in (torch.bfloat16, torch.float32):
@@ -309,7 +312,7 @@ class AttachedLinear:
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         self.snip.length = x.shape[-2] if x.ndim > 2 else len(rows)
         key = RoundingKey(self.snip.seed, self.snip.iteration, self._stream, row0=self.rows_seen)
-        call = LinearCall(self.precision, key, observer=self.observer, weight_casts=self.casts)
+        call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
         if torch.is_grad_enabled():
             self.rows_seen += len(rows)
         y = run_linear(rows, module.weight, call, self.snip.impl)

@@ -68,8 +68,8 @@ def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
     """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
     plain = type(linear)._local_linear
 
-    def forward(x: Tensor, key: Any, casts: Any = None) -> Tensor:
-        y = plain(linear, x, key)
+    def forward(x: Tensor, context: Any, casts: Any = None) -> Tensor:
+        y = plain(linear, x, context)
         flat, w = x.flatten(0, 1), linear.weight
         qx = fake_quantize(flat, fmt, role="input", dim=1)
         qw = fake_quantize(w.detach(), fmt, role="weight", dim=1)

@@ -36,6 +36,7 @@ from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train.build_model import build_model
 from megatron_snip.train.evaluations import Evaluation, Scores, evaluation_file, score_rows
 from megatron_snip.train.report import write_report
 from megatron_snip.train.run_folder import (
@@ -46,7 +47,7 @@ from megatron_snip.train.run_folder import (
     saved_options,
     with_saved_options,
 )
-from megatron_snip.train.setup import agree_on, build_model, check, mesh_of, with_defaults
+from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 from megatron_snip.train.trackers import check_trackers, start_trackers
 
 LOGGER = logging.getLogger("megatron_snip")

@@ -114,7 +114,7 @@ class SnipLM(TemplateLM):
         for row, ids in enumerate(inputs):
             tokens[row, : len(ids)] = torch.tensor(ids)
         stage.cos, stage.sin = self._cos[:length], self._sin[:length]
-        hidden = stage.hidden(tokens.to(device), torch.zeros(1, dtype=torch.long)).flatten(0, 1)  # [B S, H]
+        hidden = stage.hidden(tokens.to(device), [0]).flatten(0, 1)  # [B S, H]
         at = [row * length + position for row, n, _, said in wanted for position in range(n - len(said), n)]
         labels = torch.tensor([token for *_, said in wanted for token in said], device=device)
         losses, greedy = self._judge(hidden[torch.tensor(at, device=device)], labels)

@@ -1,143 +1,42 @@
-"""Llama, cut into pipeline stages, and the parts that other decoders share.  Source: arXiv 2302.13971, 2307.09288.
+"""Llama's blocks, and the pipeline stages that all decoders are cut into.  Source: arXiv 2302.13971, 2307.09288.
 
 Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
 plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
 them memory once they are sharded, and `model.initial` or a checkpoint their values.
 Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
-the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole.  Under context parallelism
-S is what a process has of a sequence, a cp-th of it, but for what attention reads.
+the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole, and under context
+parallelism S is a cp-th of a sequence.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_snip.config import ModelConfig
-from megatron_snip.mesh import Mesh
-from megatron_snip.model.recompute import NOTHING, Recompute, run_again
-from megatron_snip.model.rotary import rotary_tables, rotate
-from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
+from megatron_snip.model.attention import Attention
+from megatron_snip.model.build import Build, RMSNorm
+from megatron_snip.model.output import OutputLayer, logits_of
+from megatron_snip.model.recompute import run_again
+from megatron_snip.model.rotary import rotary_tables
+from megatron_snip.model.spec import BlockLinear, ModelSpec, register
 from megatron_snip.model.swiglu import swiglu
-from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
-from megatron_snip.parallel.documents import Documents
+from megatron_snip.parallel.context import gather_sequences, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
-from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
-    Region,
     RowParallelLinear,
     VocabParallelEmbedding,
     linears_of_one_input,
     local,
-    make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, wide_linear
-from megatron_snip.quant.linear_op import pack_key
+from megatron_snip.quant import PLAIN, RoundingKey, StepContext
+from megatron_snip.quant.linear_op import pack
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Build:
-    """What every part of the model is built with."""
-
-    model: ModelConfig
-    mesh: Mesh
-    region: Region
-    seed: int
-    dtype: torch.dtype  # of the compute, not of the parameters
-    device: torch.device
-    recompute: Recompute = NOTHING
-    documents: Documents | None = None  # None where their ends mean nothing
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The kind of model."""
-        return spec_of(self.model)
-
-    def empty(self, *shape: int) -> Tensor:
-        """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
-        return torch.empty(shape, device="meta")
-
-    def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
-        """The parallel linear of this name."""
-        linear = self.spec.linear_of(name)
-        return linear.module(name, self.empty(*linear.size(self.model)), self.region, self.mesh.device_mesh)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
-
-    weight: nn.Parameter
-
-    def __init__(self, build: Build, *, of_heads: bool = False) -> None:
-        """of_heads: over the channels of each head of this process, not over the residual stream's."""
-        super().__init__()
-        self.epsilon = build.model.norm_epsilon
-        channels = build.model.head_dim if of_heads else build.model.hidden_size
-        parameter = make_parameter(build.empty(channels), None, build.region.axis, build.mesh.device_mesh)
-        tags = Tags("norm", None, "always" if of_heads else "sequence_parallel", weight_decay=False)
-        add_parameter(self, "weight", parameter, tags)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H], or [..., D] of heads -> the same shape."""
-        weight = local(self.weight)
-        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.epsilon)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
-
-    def __init__(self, build: Build, prefix: str) -> None:
-        super().__init__()
-        m = build.model
-        self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
-        self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
-        )
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None = None
-    ) -> Tensor:
-        """x [B, S/tp or S, H] -> the same shape."""
-        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, key)
-        if self.cp.size > 1:  # in one collective
-            both = torch.cat([k, v], dim=-1)
-            k, v = gather_sequences(both.double() if self.region.wide else both, self.cp).chunk(2, dim=-1)
-        if self.recompute or self.region.wide:  # what is wide is not kept
-            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
-        else:
-            y = self.attend(q, k, v, cos, sin, mask)
-        out: Tensor = self.o_proj(y, key)
-        return out
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
-
-        mask [B, 1, S, S]: which key a query sees; None: all that are not later.
-        """
-        if self.region.wide:  # so that the order of sums, which the pieces change, does not show
-            q, k, v = q.double(), k.double(), v.double()
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        q, k = self.queries_and_keys(q, k)
-        k = rotate(k, cos, sin)
-        ys = [
-            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, mask)
-            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
-        ]
-        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
-        return y.float() if self.region.wide else y
-
-    def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
-        return q, k
 
 
 class MLP(nn.Module):
@@ -147,10 +46,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (build.linear(f"{prefix}.{name}") for name in MLP_LINEARS)
 
-    def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, key)
-        out: Tensor = self.down_proj(swiglu(gate, up), key)
+        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, context)
+        out: Tensor = self.down_proj(swiglu(gate, up), context)
         return out
 
 
@@ -173,49 +72,19 @@ class Block(nn.Module):
         # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext, mask: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        if self._compiled is not None and not self._observed():
-            return self._compiled(x, cos, sin, pack_key(key), mask)
-        return self._run(x, cos, sin, key, mask)
+        if self._compiled is not None and not context.observed:
+            return self._compiled(x, cos, sin, pack(context), mask)
+        return self._run(x, cos, sin, context, mask)
 
-    def _observed(self) -> bool:
-        """Whether a probe looks, which compiled code would not show anything."""
-        attention, mlp = self.self_attn, self.mlp
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                   mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # fmt: skip
-        return attention.region.wide or any(linear.observer is not None for linear in linears)
-
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, key: RoundingKey | Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key, mask)
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext | Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask)
         normed = self.post_attention_layernorm(x)
-        y = run_again(self.mlp, normed, key, region=self.region) if self._recompute_mlp else self.mlp(normed, key)
-        out: Tensor = x + y
+        if self._recompute_mlp:
+            return x + run_again(self.mlp, normed, context, region=self.region)
+        out: Tensor = x + self.mlp(normed, context)
         return out
-
-
-class OutputLayer(nn.Module):
-    """The weight [V, H] that turns the residual stream into logits, or a copy of the embedding; tp splits its rows."""
-
-    weight: nn.Parameter
-
-    def __init__(self, build: Build, shape: tuple[int, int], *, tied: bool = False) -> None:
-        super().__init__()
-        self.region = build.region
-        parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
-        add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
-        return _logits(x, local(self.weight), wide=self.region.wide)
-
-
-def _logits(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
-    """x [B, S, H] by weight [V/tp, H]: [B, S, V/tp]; wide: each sum rounded to float32 once."""
-    if not wide:
-        return F.linear(x, weight.to(x.dtype))
-    call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-    return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -239,8 +108,7 @@ class LlamaStage(nn.Module):
     def __init__(self, build: Build, layers: range, *, first: bool, last: bool, tied: bool):
         super().__init__()
         m = build.model
-        self.build, self.iteration = build, 0
-        self.loss_tokens: int | Tensor = 1  # tokens of the global batch that count, by which the loss is divided
+        self.build = build
         vocab = (m.padded_vocab_size, m.hidden_size)
         # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
         self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
@@ -269,11 +137,15 @@ class LlamaStage(nn.Module):
         """The blocks of this stage by their number in the whole model."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0) -> Tensor:
-        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D]."""
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0, *, wide: bool = False) -> Tensor:
+        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D].
+
+        wide: as in a pass that is.
+        """
         length, cp = self.build.model.seq_length, self.build.mesh.cp.size
         q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
-        return self.blocks()[index].self_attn.attend(q, k, v, *self._tables(row0 // length)).flatten(0, 1)
+        tables = self._tables(row0 // length)
+        return self.blocks()[index].self_attn.attend(q, k, v, *tables, wide=wide).flatten(0, 1)
 
     def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """cos, sin and the attention mask of the microbatch that begins with this sample."""
@@ -298,57 +170,57 @@ class LlamaStage(nn.Module):
         kinds = (ColumnParallelLinear, RowParallelLinear)
         return {module.name: module for module in self.modules() if isinstance(module, kinds)}
 
-    def hidden(self, x: Tensor, sample_index: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, sample_index: Sequence[int], context: StepContext = PLAIN) -> Tensor:
         """Tokens [B, S] (first stage) or residual stream [B, S/tp or S, H] -> residual stream.
 
-        sample_index [B], on the CPU, holds the global, consecutive numbers of the sequences.
+        sample_index [B]: the global, consecutive numbers of the sequences.
         """
-        row0 = int(sample_index[0]) * self.build.model.seq_length
+        row0 = sample_index[0] * self.build.model.seq_length
         rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
-        key = RoundingKey(self.build.seed, self.iteration, stream=0, row0=row0, col0=0, rows=rows)
+        key = RoundingKey(self.build.seed, context.iteration, stream=0, row0=row0, col0=0, rows=rows)
+        context = dataclasses.replace(context, key=key)
         x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
         blocks = list(self.layers.values())
-        cos, sin, mask = self._tables(int(sample_index[0]))
+        cos, sin, mask = self._tables(sample_index[0])
 
         def run(x: Tensor, members: range) -> Tensor:
             for i in members:
-                x = blocks[i](x, cos, sin, key, mask)
+                x = blocks[i](x, cos, sin, context, mask)
             return x
 
         for members, again in self.build.recompute.runs(len(blocks)):
             x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, context: StepContext = PLAIN) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
-        x = self.build.region.enter(self.norm(x))
+        x = self.norm(x)
+        x = self.build.region.enter(x.double() if context.wide else x)
         head = self.lm_head or self.embed_tokens
         assert head is not None
         if isinstance(head, OutputLayer):
-            logits: Tensor = head(x)
+            logits: Tensor = head(x, wide=context.wide)
             return logits
-        return _logits(x, local(head.weight), wide=self.build.region.wide)
+        return logits_of(x, local(head.weight), wide=context.wide)
 
-    def forward(self, x: Tensor, sample_index: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
+    ) -> Tensor:
         """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
 
         labels [B, S] are needed on the last stage; its loss is the sum over tokens divided by the number
         of tokens of the whole global batch, so gradients add up over microbatches and processes.
         """
-        x = self.hidden(x, sample_index)
+        x = self.hidden(x, sample_index, context)
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
-        return self._loss(self.logits(x), labels, sample_index)
-
-    def _loss(self, logits: Tensor, labels: Tensor | None, sample_index: Tensor) -> Tensor:
-        """This microbatch's share [1] of the loss: logits [B, S, V/tp], labels [B, S]."""
         assert labels is not None, "the last stage needs labels"
-        region = self.build.region
-        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), region.axis, wide=region.wide)
+        logits, axis = self.logits(x, context).flatten(0, 1), self.build.region.axis
+        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
         if self.build.documents is None:
-            return (losses.sum() / self.loss_tokens).reshape(1).clone()
-        return self.build.documents.loss(losses, int(sample_index[0]), self.loss_tokens).reshape(1).clone()
+            return (losses.sum() / context.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, sample_index[0], context.loss_tokens).reshape(1).clone()
 
 
 def build_stages(

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_snip.model.llama import LLAMA, Attention, Block, Build, RMSNorm
+from megatron_snip.model.attention import Attention
+from megatron_snip.model.build import Build, RMSNorm
+from megatron_snip.model.llama import LLAMA, Block
 from megatron_snip.model.spec import register
 
 

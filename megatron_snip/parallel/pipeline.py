@@ -6,6 +6,7 @@ several stages).  A probe is one more `forward_backward` without an optimiser st
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
@@ -18,6 +19,8 @@ from torch.distributed.pipelining._backward import stage_backward
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.data import before_backward
 from megatron_snip.parallel.documents import Documents
+from megatron_snip.parallel.tensor import drop_weight_casts
+from megatron_snip.quant import PLAIN, StepContext
 
 
 class BatchLike(Protocol):
@@ -45,6 +48,17 @@ class _Stage(PipelineStage):
     def __init__(self, sharding: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._sharding = sharding
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        """One microbatch's forward, given the numbers of its samples; overrides torch's, which cuts tensors alone.
+
+        FSDP takes a tensor to the device, and reading it there would wait for all that runs.
+        """
+        assert kwargs is not None
+        kwargs = {**kwargs, "sample_index": kwargs["sample_index"].tolist()}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """One microbatch's backward; overrides torch's."""
@@ -115,51 +129,52 @@ class Pipeline:
             self._schedules[training] = (microbatches, schedule)
         return self._schedules[training][1]
 
-    def _tell_stages(self, batch: BatchLike, iteration: int) -> None:
-        """The iteration, for random bits, and the tokens of the global batch, by which the loss is divided."""
+    def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
+        """Run the batch and leave its gradients in `.grad`, added to what is there.
+
+        context: what the pass is to be beside iteration and tokens, which are filled in here.
+        Returns this process's share of the loss: the sum over all processes is tp times the loss in nats.
+        """
+        return self._run(batch, iteration, context, training=True)
+
+    @torch.no_grad()
+    def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
+        """The same share of the loss without gradients."""
+        return self._run(batch, iteration, context, training=False)
+
+    def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> float:
+        """Make the pass's context, and drop what its linears keep with it."""
         tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp_cp.size
         if self.documents is not None:
             tokens = self.documents.begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
-        for stage in self.stages.values():
-            cast(Any, stage).iteration = iteration
-            cast(Any, stage).loss_tokens = tokens
+        context = dataclasses.replace(context, iteration=iteration, loss_tokens=tokens)
+        run = self._plain if self.mesh.pp.size == 1 else self._pipelined
+        try:
+            return run(batch, context, training=training)
+        finally:
+            # An update may follow, or other precisions.  FSDP has freed what it gathered, and whether its next buffer
+            # has this one's address differs between processes, which must cast, and reduce over tp, alike.
+            drop_weight_casts(self.stages.values())
 
-    def forward_backward(self, batch: BatchLike, iteration: int) -> float:
-        """Run the batch and leave its gradients in `.grad`, added to what is there.
-
-        Returns this process's share of the loss: the sum over all processes is tp times the loss in nats.
-        """
-        self._tell_stages(batch, iteration)
-        if self.mesh.pp.size == 1:
-            return self._plain(batch, training=True)
-        return self._pipelined(batch, training=True)
-
-    @torch.no_grad()
-    def evaluate(self, batch: BatchLike, iteration: int) -> float:
-        """The same share of the loss without gradients."""
-        self._tell_stages(batch, iteration)
-        if self.mesh.pp.size == 1:
-            return self._plain(batch, training=False)
-        return self._pipelined(batch, training=False)
-
-    def _plain(self, batch: BatchLike, *, training: bool) -> float:
+    def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
         (stage,) = self.stages.values()
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
-        losses = []
+        samples, losses = batch.sample_index.tolist(), []
         for m in range(len(tokens)):
             if training:
                 before_backward(stage, self.sharding, last=m == len(tokens) - 1)
-            loss = stage(tokens[m], batch.sample_index[m], labels[m])
+            loss = stage(tokens[m], sample_index=samples[m], labels=labels[m], context=context)
             if training:
                 loss.sum().backward()
             losses.append(loss.detach())
         return self._share(losses)
 
-    def _pipelined(self, batch: BatchLike, *, training: bool) -> float:
+    def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
         schedule = self._schedule(training, len(batch.tokens))
         tokens, labels = batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
-        options: dict[str, Any] = {"sample_index": batch.sample_index.flatten()}
+        # torch cuts tensors into microbatches, and gives every stage anything else as it is
+        options: dict[str, Any] = {"sample_index": batch.sample_index.flatten(), "context": context}
         if self._has_last:
             options |= {"labels": labels, "target": labels}
         losses: list[Tensor] = []

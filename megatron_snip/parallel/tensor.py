@@ -5,7 +5,7 @@
     sequence parallel: outside these layers activations [B, S/tp, H] are split along the sequence
 
 `Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
-dtype, as Megatron's do, but for those of a float32 run's probe (`Region.wide`).
+dtype, as Megatron's do, but for those of a float32 run's probe (`StepContext.wide`).
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
 """
@@ -31,10 +31,10 @@ from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import (
     Casts,
     LinearCall,
-    LinearObserver,
     LinearPrecision,
     RoundingKey,
     Sizes,
+    StepContext,
     linear_op,
     name_stream,
     run_linear,
@@ -85,16 +85,12 @@ class Region:
     """The stretch of a block whose activations are split over tensor parallel processes.
 
     tp_cp: tp and context parallel processes, which together have a microbatch's activations; None: tp alone.
-
-    With `wide`, which a probe sets for its time, sums that tp splits are carried in float64 and rounded to float32
-    once, so that they do not depend on the split.  `forward_only` holds while a forward runs that will be run again
-    before its backward.
+    `forward_only` holds while a forward runs that will be run again before its backward.
     """
 
     axis: Axis
     sequence_parallel: bool
     tp_cp: Axis | None = None
-    wide: bool = False
     forward_only: bool = False
 
     @property
@@ -118,7 +114,6 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
-        x = x.double() if self.wide else x
         if self.axis.size == 1:
             return x
         if self.sequence_parallel:
@@ -127,12 +122,12 @@ class Region:
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums [B, S, H] -> their sum, [B, S/tp or S, H]."""
-        if self.axis.size > 1:
-            forward, backward = (
-                (_reduce_scatter_sequence, _all_gather_sequence) if self.sequence_parallel else (_all_reduce, None)
-            )
-            x = _Collective.apply(x, self.axis, forward, backward)
-        return x.float() if self.wide else x
+        if self.axis.size == 1:
+            return x
+        forward, backward = (
+            (_reduce_scatter_sequence, _all_gather_sequence) if self.sequence_parallel else (_all_reduce, None)
+        )
+        return _Collective.apply(x, self.axis, forward, backward)
 
 
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
@@ -157,16 +152,16 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _ParallelLinear(nn.Module):
-    """A quantisable linear without bias; `precision`, `impl` and `observer` may change between steps.
+    """A quantisable linear without bias; `precision` and `impl` may change between steps.
 
-    `weight_casts` holds the weight's casts from its first use to `drop_weight_casts`, which the caller owes
-    it after every change of the weights; None casts at every use, where FSDP frees the weight in between.
+    `weight_casts` holds the weight's casts from its first use to `drop_weight_casts`, with which a pipeline ends its
+    pass; None casts at every use, where FSDP frees the weight in between.
     """
 
     weight: nn.Parameter  # [N, K], this process's part
     split_dim: int
     sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
-    wide_dtype: torch.dtype  # of the output in a wide region
+    wide_dtype: torch.dtype  # of the output in a wide pass
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -177,7 +172,6 @@ class _ParallelLinear(nn.Module):
         self.keeps_input = True
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
-        self.observer: LinearObserver | None = None
         self.weight_casts: Casts | None = Casts()
         cut = self.sharded_roles if region.axis.size > 1 else frozenset()
         if region.cuts_tokens:
@@ -209,20 +203,23 @@ class _ParallelLinear(nn.Module):
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
         return amax
 
-    def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
-        """Everything about a call; `key` is the microbatch's."""
+    def linear_call(self, context: StepContext, input_casts: Casts | None) -> LinearCall:
+        """Everything about a call."""
+        key = context.key
+        assert key is not None, "a stage gives each microbatch its key"
         own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.clock, key.rows)
         return LinearCall(
-            self._precision, own, self._input_col0, self._output_col0,
-            self.observer, input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
+            context.precision or self._precision, own, self._input_col0, self._output_col0,
+            context.observers.get(self.name) if context.observers else None,
+            input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
         )  # fmt: skip
 
-    def _local_linear(self, x: Tensor, key: RoundingKey | Tensor, input_casts: Casts | None = None) -> Tensor:
-        """x [B, S, K_local] -> [B, S, N_local]; in a wide region float64 where tp sums it."""
-        if isinstance(key, Tensor):
-            return _as_one_operator([self], x, key)[0]
-        call, w = self.linear_call(key, input_casts), local(self.weight)
-        if self.region.wide:
+    def _local_linear(self, x: Tensor, context: StepContext | Tensor, input_casts: Casts | None = None) -> Tensor:
+        """x [B, S, K_local] -> [B, S, N_local]; in a wide pass float64 where tp sums it."""
+        if isinstance(context, Tensor):
+            return _as_one_operator([self], x, context)[0]
+        call, w = self.linear_call(context, input_casts), local(self.weight)
+        if context.wide:
             return wide_linear(x.flatten(0, 1), w, call, self.wide_dtype).unflatten(0, x.shape[:2])
         return run_linear(x, w, call, self.impl)
 
@@ -231,12 +228,12 @@ class _ParallelLinear(nn.Module):
         return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"
 
 
-def _as_one_operator(linears: Sequence[_ParallelLinear], x: Tensor, key: Tensor) -> list[Tensor]:
+def _as_one_operator(linears: Sequence[_ParallelLinear], x: Tensor, context: Tensor) -> list[Tensor]:
     """x [B, S, K_local] -> [B, S, N_local] of each linear, in a compiled block."""
     ys = linear_op.linears(
         x.flatten(0, 1),
         [local(linear.weight) for linear in linears],
-        key,
+        context,
         [linear.handle for linear in linears],
         keeps_input=any(linear.keeps_input for linear in linears),
     )
@@ -250,12 +247,12 @@ class ColumnParallelLinear(_ParallelLinear):
     wide_dtype = torch.float32
     sharded_roles = frozenset({"weight", "grad_output"})
 
-    def forward(self, x: Tensor, key: RoundingKey | Tensor, input_casts: Casts | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext | Tensor, input_casts: Casts | None = None) -> Tensor:
         """x [B, S, K], the same on each process -> [B, S, N/tp].
 
         Linears that are given the same x share its casts through `input_casts`; see `linears_of_one_input`.
         """
-        return self._local_linear(x, key, input_casts)
+        return self._local_linear(x, context, input_casts)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -265,31 +262,32 @@ class RowParallelLinear(_ParallelLinear):
     wide_dtype = torch.float64  # tp sums it
     sharded_roles = frozenset({"input", "weight"})
 
-    def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]."""
-        return self.region.leave(self._local_linear(x, key))
+        y = self.region.leave(self._local_linear(x, context))
+        return y.float() if isinstance(context, StepContext) and context.wide else y
 
 
-def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey | Tensor) -> list[Tensor]:
+def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor) -> list[Tensor]:
     """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, sharing x's casts; enters the region.
 
-    A key that is a tensor (`pack_key`) is a compiled block's: its linears are one operator.
+    A context that is a tensor (`pack`) is a compiled block's: its linears are one operator.
     """
     first = linears[0]
     region = first.region
-    if isinstance(key, Tensor):
-        return _as_one_operator(linears, region.enter(x), key)
-    if region.axis.size > 1 and not region.wide and gemm_by_gemm(first.impl):
-        return linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, key))
-    x, casts = region.enter(x), Casts()
-    return [linear(x, key, casts) for linear in linears]
+    if isinstance(context, Tensor):
+        return _as_one_operator(linears, region.enter(x), context)
+    if region.axis.size > 1 and not context.wide and gemm_by_gemm(first.impl):
+        return linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, context))
+    x, casts = region.enter(x.double() if context.wide else x), Casts()
+    return [linear(x, context, casts) for linear in linears]
 
 
-def _group(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey) -> Group:
+def _group(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext) -> Group:
     """What the linears of x [B, S/tp or S, K] are now."""
     first = linears[0]
     region, gathers = first.region, first.region.sequence_parallel
-    calls = [linear.linear_call(key, None) for linear in linears]
+    calls = [linear.linear_call(context, None) for linear in linears]
     tokens = x.shape[0] * x.shape[1] * (region.axis.size if gathers else 1)
     backends = [
         backends_of(linear.impl, call.precision, x.device, Sizes(tokens, x.shape[2], local(linear.weight).shape[0]))
@@ -300,7 +298,7 @@ def _group(linears: Sequence[_ParallelLinear], x: Tensor, key: RoundingKey) -> G
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:
-    """Forget casts of all parallel linears' weights in `modules`; owed after every change of the weights."""
+    """Forget casts of all parallel linears' weights in `modules`."""
     for module in modules:
         for linear in module.modules():
             if isinstance(linear, _ParallelLinear) and linear.weight_casts is not None:

@@ -17,12 +17,14 @@ from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Oper
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import Clock, RoundingKey, name_stream
 from megatron_snip.quant.shape import KINDS, LinearShape
+from megatron_snip.quant.step_context import PLAIN, StepContext
 from megatron_snip.quant.three_gemms import Sizes
 from megatron_snip.quant.wide import wide_linear
 
 __all__ = [
     "GEMMS",
     "KINDS",
+    "PLAIN",
     "Casts",
     "Clock",
     "LinearCall",
@@ -33,6 +35,7 @@ __all__ = [
     "Quantized",
     "RoundingKey",
     "Sizes",
+    "StepContext",
     "check_compiled",
     "check_linear",
     "dequantize",

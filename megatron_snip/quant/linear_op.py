@@ -3,7 +3,7 @@
 One call runs all linears that read the same x, as their forward shares its casts.  What differs from step to step is
 read when it runs, by a number of each linear (``handle``): precision, backends, kept casts of the weight.  So a graph
 outlives a change of plans, and all blocks of a model share it.  What backward needs, codes and scales, are outputs
-of unknown sizes.  The key is a tensor, because a number would be compiled into the graph.
+of unknown sizes.  The context is a tensor, because its numbers would be compiled into the graph.
 
 Bits are those of ``quantized_linear``; so is the order in which gradients of x are added.
 """
@@ -21,7 +21,9 @@ from torch import Tensor
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.linear import backends_of
 from megatron_snip.quant.operands import Casts, LinearCall, Operand
+from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, Rows
+from megatron_snip.quant.step_context import StepContext
 from megatron_snip.quant.three_gemms import Backends, Sizes, backward, forward
 
 
@@ -30,13 +32,15 @@ class Owner(Protocol):
 
     impl: str
 
-    def linear_call(self, key: RoundingKey, input_casts: Casts | None) -> LinearCall:
-        """Everything about a call; ``key`` is the microbatch's, of no linear yet."""
+    def linear_call(self, context: StepContext, input_casts: Casts | None) -> LinearCall:
+        """Everything about a call."""
         ...
 
 
 _OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+#: Precisions of all linears that a pass was run in, each with its number.
+_PRECISIONS: dict[LinearPrecision, int] = {}
 
 
 def handle_of(owner: Owner) -> Tensor:
@@ -46,13 +50,22 @@ def handle_of(owner: Owner) -> Tensor:
     return torch.tensor([number])
 
 
-def pack_key(key: RoundingKey) -> Tensor:
-    """A microbatch's key as int64 [3], or [7] with its rows, on the CPU."""
-    return torch.tensor([key.seed, key.iteration, key.row0, *(key.rows or ())])
+def pack(context: StepContext) -> Tensor:
+    """A microbatch's context as int64 [4], or [8] with its rows, on the CPU; nobody observes it."""
+    key, precision = context.key, context.precision
+    assert key is not None and not context.observed
+    number = -1 if precision is None else _PRECISIONS.setdefault(precision, len(_PRECISIONS))
+    return torch.tensor([key.seed, key.iteration, key.row0, number, *(key.rows or ())])
+
+
+def _unpack(packed: Tensor) -> StepContext:
+    seed, iteration, row0, number, *rows = packed.tolist()
+    key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*rows) if rows else None)
+    return StepContext(iteration, precision=None if number < 0 else list(_PRECISIONS)[number], key=key)
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], key: Tensor, handles: Sequence[Tensor], *, keeps_input: bool
+    x: Tensor, weights: Sequence[Tensor], context: Tensor, handles: Sequence[Tensor], *, keeps_input: bool
 ) -> list[Tensor]:
     """x [T,K], weights [N,K] each -> ys [T,N] of x.dtype, differentiable once.
 
@@ -60,29 +73,28 @@ def linears(
     """
     needs_wgrad = torch.is_grad_enabled() and weights[0].requires_grad
     made: list[Tensor] = torch.ops.megatron_snip.linears(
-        x, list(weights), key, torch.cat(list(handles)), needs_wgrad, needs_wgrad and keeps_input
+        x, list(weights), context, torch.cat(list(handles)), needs_wgrad, needs_wgrad and keeps_input
     )
     return made[: len(weights)]
 
 
 def _calls(
-    key: Tensor, handles: Tensor, x: Tensor, ws: Sequence[Tensor], tokens: int
+    context: Tensor, handles: Tensor, x: Tensor, ws: Sequence[Tensor], tokens: int
 ) -> Iterator[tuple[LinearCall, Backends]]:
     """The call of each linear now, and who multiplies; x [...] tells the device."""
-    seed, iteration, row0, *rows = key.tolist()
-    plain, casts = RoundingKey(seed, iteration, 0, row0, rows=Rows(*rows) if rows else None), Casts()
+    now, casts = _unpack(context), Casts()
     for number, w in zip(handles.tolist(), ws, strict=True):
         owner = _OWNERS[number]
-        call = owner.linear_call(plain, casts)
+        call = owner.linear_call(now, casts)
         yield call, backends_of(owner.impl, call.precision, x.device, Sizes(tokens, w.shape[1], w.shape[0]))
 
 
 @torch.library.custom_op("megatron_snip::linears", mutates_args=())
 def _linears(
-    x: Tensor, ws: Sequence[Tensor], key: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
+    x: Tensor, ws: Sequence[Tensor], context: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
 ) -> list[Tensor]:
     ys, saved, seen = [], [], set()
-    for w, (call, backends) in zip(ws, _calls(key, handles, x, ws, len(x)), strict=True):
+    for w, (call, backends) in zip(ws, _calls(context, handles, x, ws, len(x)), strict=True):
         y, kept = forward(x, w, call, backends, needs_wgrad=needs_wgrad)
         ys.append(y)
         if needs_wgrad:
@@ -96,7 +108,7 @@ def _linears(
 
 @_linears.register_fake
 def _(
-    x: Tensor, ws: Sequence[Tensor], key: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
+    x: Tensor, ws: Sequence[Tensor], context: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
 ) -> list[Tensor]:
     made = [x.new_empty(x.shape[0], w.shape[0]) for w in ws]
     size = torch.library.get_ctx().new_dynamic_size
@@ -111,7 +123,7 @@ def _linears_backward(
     ws: Sequence[Tensor],
     x: Tensor | None,
     saved: Sequence[Tensor],
-    key: Tensor,
+    context: Tensor,
     handles: Tensor,
     needs_dgrad: bool,
 ) -> list[Tensor]:
@@ -119,7 +131,7 @@ def _linears_backward(
     kept: dict[tuple[Form | None, Output], Operand] = {}
     if x is not None:
         kept[None, "values"] = Operand(None, "values", x)
-    calls = list(_calls(key, handles, gs[0], ws, tokens))
+    calls = list(_calls(context, handles, gs[0], ws, tokens))
     wanted: list[tuple[Form | None, Output]] = []
     for i, (call, backends) in enumerate(calls):
         form, output = call.form("wgrad", "input"), backends.wgrad.output("input", kept=True)
@@ -143,7 +155,7 @@ def _(
     ws: Sequence[Tensor],
     x: Tensor | None,
     saved: Sequence[Tensor],
-    key: Tensor,
+    context: Tensor,
     handles: Tensor,
     needs_dgrad: bool,
 ) -> list[Tensor]:
@@ -152,18 +164,18 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, ws, key, handles, _, keeps_input = inputs
+    x, ws, context, handles, _, keeps_input = inputs
     ctx.count, ctx.keeps_input = len(ws), keeps_input
-    ctx.save_for_backward(key, handles, *ws, *output[len(ws) :], *([x] if keeps_input else []))
+    ctx.save_for_backward(context, handles, *ws, *output[len(ws) :], *([x] if keeps_input else []))
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    key, handles, *rest = ctx.saved_tensors
+    context, handles, *rest = ctx.saved_tensors
     x = rest.pop() if ctx.keeps_input else None
     ws, saved = rest[: ctx.count], rest[ctx.count :]
     needs_dgrad = ctx.needs_input_grad[0]
     gs = [g.contiguous() for g in grads[: ctx.count]]
-    made = torch.ops.megatron_snip.linears_backward(gs, ws, x, saved, key, handles, needs_dgrad)
+    made = torch.ops.megatron_snip.linears_backward(gs, ws, x, saved, context, handles, needs_dgrad)
     return (made.pop() if needs_dgrad else None), made, None, None, None, None
 
 

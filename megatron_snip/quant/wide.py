@@ -2,7 +2,7 @@
 
 In float32 the sum of two parts is not, to the last bit, the sum of the whole, so an operand's last bit depends on how
 tensor parallelism cuts the sums before it, and an element that stands near a tie then rounds to another code.  With
-float64 products and float64 sums over processes (``Region.wide``) operands are the same on every layout.
+float64 products and float64 sums over processes (``StepContext.wide``) operands are the same on every layout.
 Source: docs/numerics.md, "Reduction over the mesh".
 """
 

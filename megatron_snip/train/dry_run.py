@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -40,7 +41,8 @@ from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
-from megatron_snip.model.llama import Build, LlamaStage
+from megatron_snip.model.build import Build
+from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel import context
 from megatron_snip.parallel.data import local_of
@@ -280,8 +282,8 @@ class _Stretches:
         assert coordinator is not None
         run_pass = stepper.pass_runner(self.batch, 1, lambda ahead: self.batch)
 
-        def marked(ahead: int = 0) -> Pass:
-            done = run_pass(ahead)
+        def marked(*which: Any, **how: Any) -> Pass:
+            done = run_pass(*which, **how)
             self._mark_gradients()
             return done
 

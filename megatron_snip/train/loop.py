@@ -1,4 +1,4 @@
-"""The training loop, on one screen, and what surrounds it: start, save, validate, log, end."""
+"""The training loop, on one screen, and what surrounds it: start, validate, log, end."""
 
 from __future__ import annotations
 
@@ -10,79 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip import runtime
-from megatron_snip.checkpoint.manifest import Damaged
-from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
-from megatron_snip.model.initial import draw_weights
 from megatron_snip.snip.measure.probe import ProbeFailed
-from megatron_snip.train.guard import Guard, go_back
-from megatron_snip.train.instruments import Instruments, peak_tflops
-from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks, progress_line, validation_line
+from megatron_snip.train.guard import go_back
+from megatron_snip.train.instruments import peak_tflops
+from megatron_snip.train.metrics import progress_line, validation_line
 from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report import write_report
-from megatron_snip.train.rerun import Rerun
-from megatron_snip.train.run_folder import (
-    Start,
-    advice,
-    changed_options,
-    drop_later_plans,
-    earlier_start,
-    find_start,
-    open_run_folder,
-    read_tensors,
-)  # fmt: skip
+from megatron_snip.train.run_folder import advice, drop_later_plans, find_start
+from megatron_snip.train.run_state import RunState
 from megatron_snip.train.run_summary import format_summary
-from megatron_snip.train.same_data import agreed, consumed_validation, first_problem, settle_data
-from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
+from megatron_snip.train.same_data import agreed, first_problem
+from megatron_snip.train.setup import agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
-from megatron_snip.train.watch import LossWatch
 
 LOGGER = logging.getLogger("megatron_snip")
 
 
-class Trainer:
-    """One run: its parts, its place in the data, and what it writes."""
-
-    def __init__(self, config: Config, parts: Parts, start: Start) -> None:
-        self.config, self.parts, self.start = config, parts, start
-        self.iteration = start.iteration
-        self.nan_iterations = 0  # skipped ones of the whole run
-        self.nan_in_a_row = 0
-        self.data_problem = ""  # a file that went bad, the same on every process
-        self.divergence = RunningMean()  # measured, of the plan in force
-        self.watch = LossWatch(config.training)
-        self.rerun = Rerun(parts.stepper, self.watch, config.training.seed)
-        if config.training.rerun_mode == "validate_results":
-            parts.stepper.validate = self.rerun.validated
-        self.consumed = 0  # samples behind this run, read or skipped: where the next batch begins
-        self.consumed_valid = 0  # the same of the validation data
-        self.data_skipped = 0  # samples, by going back to checkpoints
-        self.guard = self._make_guard() if config.snip.snip_guard else None
-        self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
-        self.signal = runtime.StopSignal(config.training.exit_signal_handler)
-        self.began = self.logged = time.perf_counter()
-        self.logged_iteration = start.iteration
-        self._load()
-        loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
-        parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
-        start = self.start
-        self.writer = None
-        self.saver = Saver(config.save_dir, config.checkpoint, parts.mesh, start.run_id, start.iteration)
-        parts.stepper.before_update = self.saver.wait_copied
-        if parts.mesh.rank == 0:
-            open_run_folder(config, start)
-            unwritten = (start.state or {}).get("unwritten_rows", ())
-            self.writer = MetricsWriter(config, start.run_id, start.iteration, unwritten=unwritten)
-        parts.mesh.barrier()
-        run_dir, rank = Path(config.logging.run_dir), parts.mesh.rank
-        cut_back_ranks(run_dir, start.iteration, rank, parts.mesh.world_size)
-        if rank > 0 and config.logging.log_all_ranks:
-            self.writer = MetricsWriter(config, start.run_id, start.iteration, rank)
+class Trainer(RunState):
+    """One run."""
 
     def run(self) -> None:
         """Train to the last iteration, or until something asks to leave."""
@@ -211,13 +162,6 @@ class Trainer:
         except IndexedDatasetError as error:  # on every process alike; training will come to it
             raise ProbeFailed(str(error)) from None
 
-    def _make_guard(self) -> Guard:
-        start, parts = self.start, self.parts
-        folders: dict[Path, Any] = {self.config.save_dir: None}
-        if start.load is not None:
-            folders.setdefault(start.load, start.load_iteration)
-        return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
-
     def _went_back(self, result: StepResult, suspicious: bool) -> bool:
         """Let the guard judge this iteration; whether the run is back at a checkpoint, from which the loop goes on."""
         if self.guard is None:
@@ -299,75 +243,6 @@ class Trainer:
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
             total = self.config.training.train_iters
             runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops, peak=peak))
-
-    def _save(self, *, last: bool) -> None:
-        coordinator = self.parts.coordinator
-        if self.guard is not None:
-            self.guard.add_checkpoint(self.iteration)
-        state = {
-            "run_id": self.start.run_id,
-            "iteration": self.iteration,
-            "consumed_samples": self.consumed,
-            "consumed_valid_samples": self.consumed_valid,
-            "data_skipped": self.data_skipped,
-            "optimizer_steps": self.parts.optimizer.steps,
-            "scheduled_samples": self.parts.optimizer.samples,
-            "nan_iterations": self.nan_iterations,
-            "divergence": vars(self.divergence),
-            "watch": self.watch.state(),
-            "rerun": self.rerun.state(),
-            "guard": self.guard.state() if self.guard else None,
-            "config": self.config.to_dict(),
-            "snip": coordinator.state() if coordinator else None,
-            "data": self.parts.data,
-            "unwritten_rows": self.writer.unwritten if self.writer else [],
-        }
-        self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
-
-    def _load(self) -> None:
-        """Read the checkpoint that the run starts from, or the newest before it that is what was written."""
-        while self.start.load is not None:
-            start, tensors = self.start, self.parts.tensors()
-            assert start.load is not None
-            if start.state is None or self.config.checkpoint.no_load_optim:
-                tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
-            try:
-                read_tensors(start, tensors)
-            except Damaged as error:  # the same on every process
-                self.start = agree_on(self.config, earlier_start(self.config, start, error))
-                continue
-            return self._take_up(start)
-        draw_weights(self.parts.stages.values())
-        LOGGER.info("starting from new weights at iteration 0")
-
-    def _take_up(self, start: Start) -> None:
-        """What a checkpoint tells beside tensors; nothing for --finetune."""
-        self.iteration = self.logged_iteration = start.iteration
-        state = start.state
-        if state is None:
-            return
-        for change in changed_options(self.config, state):
-            LOGGER.warning(f"this run continues with a changed option, {change}")
-        anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
-        self._take_state({**state, **anew})
-        self.consumed, self.data_skipped = state["consumed_samples"], state.get("data_skipped", 0)
-        if self.guard is not None:
-            if state.get("guard"):
-                self.guard.load_state(state["guard"])
-            if not self.config.checkpoint.no_load_optim:
-                self.guard.add_checkpoint(start.load_iteration)
-
-    def _take_state(self, state: dict[str, Any]) -> None:
-        """What a checkpoint's state says of counters, the optimiser and plans."""
-        parts = self.parts
-        parts.optimizer.set_steps(state["optimizer_steps"], state.get("scheduled_samples"))
-        self.consumed_valid = consumed_validation(self.config, state)
-        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # no good checkpoint is of a skipped one
-        self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
-        self.watch.load_state(state.get("watch", {}))
-        self.rerun.load_state(state.get("rerun", {}))
-        if parts.coordinator is not None and state["snip"]:
-            parts.coordinator.load_state(state["snip"])
 
 
 def train(config: Config, ending: Ending | None = None) -> None:

@@ -14,7 +14,8 @@ import torch
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.snip.measure.probe import ProbeFailed
-from megatron_snip.train.setup import Parts, build_pipeline
+from megatron_snip.train.build_model import build_pipeline
+from megatron_snip.train.setup import Parts
 from megatron_snip.train.step import Stepper
 
 LOGGER = logging.getLogger("megatron_snip")

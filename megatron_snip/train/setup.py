@@ -22,14 +22,9 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
-from megatron_snip.model.llama import Build, LlamaStage, build_stages
-from megatron_snip.model.recompute import Recompute
+from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.model.stages import stage_blocks
-from megatron_snip.parallel.data import keeps_weights, shard_over_dp
-from megatron_snip.parallel.documents import Documents
-from megatron_snip.parallel.pipeline import Pipeline
-from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import (
     LinearPrecision,
     LinearShape,
@@ -45,6 +40,7 @@ from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
+from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.same_data import Identity
@@ -153,66 +149,6 @@ class Parts:
         return {**weights, **self.optimizer.tensors()}
 
 
-def documents_of(config: Config) -> Documents | None:
-    """What ends of documents mean in a run; None where they mean nothing."""
-    d, per_token = config.data, config.training.calculate_per_token_loss
-    if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
-        return None
-    return Documents(
-        build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size).eod,
-        reset_positions=d.reset_position_ids,
-        reset_attention=d.reset_attention_mask,
-        mask_loss=d.eod_mask_loss,
-        per_token=per_token,
-    )
-
-
-def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
-    """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
-    m, t, pp = config.model, config.training, mesh.pp.size
-    dtype = torch.bfloat16 if t.bf16 else torch.float32
-    again = Recompute(
-        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
-    )
-    region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config))
-    stages = build_stages(
-        build,
-        stage_blocks(m.num_layers, config.parallel),
-        tied=not m.untie_embeddings_and_output_weights,
-        of=lambda s: s % pp == mesh.pp.rank,
-    )
-    strategy = config.parallel.data_parallel_sharding_strategy
-    for stage in stages.values():
-        for linear in stage.linears().values():
-            linear.impl = config.precision.linear_impl
-            if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
-                linear.weight_casts = None
-        for block in stage.blocks().values() if t.compile else ():
-            block.compile_run()
-        shard_over_dp(stage, stage.units(), mesh, dtype, strategy)
-        stage.allocate()
-    return stages
-
-
-def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
-    """The pipeline over this process's stages."""
-    m, t = config.model, config.training
-    own = m.seq_length // mesh.cp.size
-    s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
-    return Pipeline(
-        dict(stages),
-        num_stages=len(stage_blocks(m.num_layers, config.parallel)),
-        mesh=mesh,
-        sharding=config.parallel.data_parallel_sharding_strategy,
-        activation=(t.micro_batch_size, s, m.hidden_size),
-        tokens=(t.micro_batch_size, own),
-        dtype=torch.bfloat16 if t.bf16 else torch.float32,
-        device=device,
-        documents=next(iter(stages.values())).build.documents,
-    )
-
-
 def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
     """Loaders of training and validation; the ``first`` of a node fills the cache of sample indices before others look.
 
@@ -272,7 +208,6 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         formats=choices.formats,
         updates=Updates(parts.optimizer, AdamSettings(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)),
         mesh=parts.mesh,
-        region=next(iter(parts.stages.values())).build.region,
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
         wide=not t.bf16,

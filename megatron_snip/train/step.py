@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
-from megatron_snip.model.llama import LlamaStage
 from megatron_snip.parallel.data import (
     clip_coefficient,
     gradient_square_sum,
@@ -20,8 +18,7 @@ from megatron_snip.parallel.data import (
     sum_tied_gradients,
 )
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
-from megatron_snip.parallel.tensor import drop_weight_casts
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import PLAIN, LinearPrecision, StepContext
 from megatron_snip.snip.measure.probe import Pass, PassRunner
 from megatron_snip.train.optim import Optimizer
 from megatron_snip.train.schedule import learning_rate, weight_decay
@@ -58,15 +55,12 @@ class Stepper:
         """The last stage's processes along tp hold the same loss: it is counted once."""
         return share if self.mesh.tp.is_first else 0.0
 
-    def gradients(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> tuple[Pass, bool]:
+    def gradients(
+        self, batch: BatchLike, iteration: int, context: StepContext = PLAIN, *, stop: bool = False
+    ) -> tuple[Pass, bool]:
         """Leave the batch's gradients in place; returns the pass and whether any process has `stop`."""
-        stages = cast(Iterable[LlamaStage], self.pipeline.stages.values())
-        try:
-            share = self.pipeline.forward_backward(batch, iteration)
-        finally:
-            # The update follows, or other precisions do.  FSDP has freed what it gathered, and whether its next buffer
-            # has this one's address differs between processes, which must cast, and reduce over tp, alike.
-            drop_weight_casts(stages)
+        stages = self.pipeline.stages.values()
+        share = self.pipeline.forward_backward(batch, iteration, context)
         sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
         sum_tied_gradients(stages, self.mesh)
         self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
@@ -81,9 +75,9 @@ class Stepper:
     ) -> PassRunner:
         """What a probe before this iteration runs its passes with; ``later(n)`` is the n-th batch after this one."""
 
-        def run_pass(ahead: int = 0) -> Pass:
+        def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
             assert ahead == 0 or later is not None, "only this batch is known"
-            return self.gradients(later(ahead) if ahead and later else batch, iteration)[0]
+            return self.gradients(later(ahead) if ahead and later else batch, iteration, context)[0]
 
         return run_pass
 
@@ -102,21 +96,10 @@ class Stepper:
         self.optimizer.zero_grad()
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 
-    def evaluate(self, batch: BatchLike, iteration: int) -> float:
+    def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
         """Loss of a batch in nats a token, without gradients."""
-        share = self.pipeline.evaluate(batch, iteration)
-        drop_weight_casts(self.pipeline.stages.values())
-        return self._sum(self._loss_share(share))[0]
+        return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration, context)))[0]
 
     def bf16_loss(self, batch: BatchLike, iteration: int) -> float:
-        """`evaluate` with all linears in BF16; nothing of it is left afterwards."""
-        stages = list(cast(Iterable[LlamaStage], self.pipeline.stages.values()))
-        linears = [linear for stage in stages for linear in stage.linears().values()]
-        before = [linear.precision for linear in linears]
-        try:
-            for linear in linears:
-                linear.precision = LinearPrecision.uniform("bf16")
-            return self.evaluate(batch, iteration)
-        finally:
-            for linear, precision in zip(linears, before, strict=True):
-                linear.precision = precision
+        """`evaluate` with all linears in BF16."""
+        return self.evaluate(batch, iteration, StepContext(precision=LinearPrecision.uniform("bf16")))

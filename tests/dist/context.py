@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_snip.mesh import build_mesh
 from megatron_snip.parallel.context import causal_attention, gather_sequences, own_tokens, pieces, rows_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear
-from megatron_snip.quant import LinearPrecision, RoundingKey
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.operands import LinearCall
 
@@ -62,7 +62,7 @@ def casts_of_pieces() -> dict[str, bool]:
         linear = module(f"layers.{number}.self_attn.q_proj", draw(K, K, seed=3), region, mesh.device_mesh)
         for fmt in ("fp8", "fp4", "mxfp4", "nvfp4", "nvfp4_rht"):
             linear.precision = LinearPrecision.uniform(fmt)
-            call = linear.linear_call(own, None)
+            call = linear.linear_call(StepContext(key=own), None)
             plain = LinearCall(linear.precision, RoundingKey(7, 5, call.key.stream, row0=3 * S))
             for gemm, role in (("fprop", "input"), ("dgrad", "grad_output"), ("wgrad", "grad_output"), ("wgrad", "input")):
                 x = operands[role]

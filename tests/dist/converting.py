@@ -60,7 +60,7 @@ def logits_of(options: dict[str, Any], load: Path, iteration: int, tokens: torch
     run_folder.read_tensors(start, {n: t for n, t in parts.tensors().items() if n.startswith("model.")})
     (stage,) = parts.stages.values()
     with torch.no_grad():
-        return stage.logits(stage.hidden(tokens, torch.arange(len(tokens))))
+        return stage.logits(stage.hidden(tokens, range(len(tokens))))
 
 
 def first_batch(options: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
-from megatron_snip.quant import LinearPrecision, Operands
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, Operands, StepContext
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop
@@ -27,22 +27,23 @@ SMALL = {**TINY, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "n
 
 
 class Poison:
-    """An observer that puts one NaN into its linear's output gradient in some iterations."""
-
-    def __init__(self, stage: Any, iterations: set[int]) -> None:
-        self.stage, self.iterations = stage, iterations
+    """An observer that puts one NaN into its linear's output gradient."""
 
     def backward(self, operands: Operands) -> None:
-        if self.stage.iteration in self.iterations:
-            assert operands.grad_output is not None
-            operands.grad_output[0, 0] = float("nan")
+        operands.grad_output[0, 0] = float("nan")
 
 
 def poison(parts: Parts, rank: int, iterations: set[int]) -> None:
     """On one rank, into the first linear that backward reaches last, so that no other weight of it is touched."""
     if dist.get_rank() == rank:
-        stage = parts.stages[min(parts.stages)]
-        next(iter(stage.linears().values())).observer = Poison(stage, iterations)
+        linear = next(iter(parts.stages[min(parts.stages)].linears().values()))
+        plain = linear.linear_call
+
+        def poisoned(context: StepContext, input_casts: Casts | None) -> LinearCall:
+            call = plain(context, input_casts)
+            return call._replace(observer=Poison()) if context.iteration in iterations else call
+
+        linear.linear_call = poisoned  # type: ignore[method-assign]
 
 
 def poisoned_steps(options: dict[str, Any], rank: int, bad: set[int], iterations: int) -> dict[str, Any]:

@@ -27,13 +27,14 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, operands
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, operands
 from megatron_snip.quant.rounding import random_bits
 from megatron_snip.train.dry_run_counts import Tracker
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
+CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 
 
@@ -86,7 +87,7 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     recorder = Recorder()
     operands.cast = recorder
     try:
-        y = layer(region.enter(x) if kind == "column" else x, KEY)
+        y = layer(region.enter(x) if kind == "column" else x, CONTEXT)
         y.backward(g)
     finally:
         operands.cast = recorder.real
@@ -129,13 +130,14 @@ def run_group(
     layers, observer = [], _Observer()
     for i, name in enumerate(names):
         layer = ColumnParallelLinear(f"layers.3.{i}", draw(N, K, seed=2 + i) / 16, region, mesh.device_mesh)
-        layer.precision, layer.observer = LinearPrecision.parse(name), observer if observed else None
+        layer.precision = LinearPrecision.parse(name)
         layers.append(layer)
+    context = StepContext(key=KEY, observers={layer.name: observer for layer in layers} if observed else {})
     if beside:
-        ys = linears_of_one_input(layers, x, KEY)
+        ys = linears_of_one_input(layers, x, context)
     else:
         whole, casts = region.enter(x), Casts()
-        ys = [layer(whole, KEY, casts) for layer in layers]
+        ys = [layer(whole, context, casts) for layer in layers]
     gs = [part(draw(samples, length, N, seed=7 + i), 2, mesh).bfloat16() for i in range(len(names))]
     torch.autograd.backward(ys, gs)
     weights = [local(layer.weight.grad) for layer in layers]
@@ -192,7 +194,7 @@ def run_order(sequence_parallel: bool) -> tuple[list[str], list[str]]:
     layers = [ColumnParallelLinear(f"{i}", draw(N, K, seed=i), region, mesh.device_mesh) for i in range(2)]
     x = draw(1, S // (2 if sequence_parallel else 1), K, seed=1).requires_grad_()
     with pytest.MonkeyPatch.context() as monkeypatch, _Log(monkeypatch) as log:
-        ys = linears_of_one_input(layers, x, KEY)
+        ys = linears_of_one_input(layers, x, CONTEXT)
         forward, log.events = log.events, []
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     return forward, log.events
@@ -218,7 +220,7 @@ def run_sent(precision: str) -> tuple[int, int]:
     tracker = Tracker()
     tracker.name_axes(mesh)
     with tracker, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        ys = linears_of_one_input(layers, x, KEY)
+        ys = linears_of_one_input(layers, x, CONTEXT)
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     sent = sum(n for what, n in tracker.counts.items() if what[0] == "bytes" and what[2] == "all-gather")
     return sent, sum(saved.values())

@@ -24,12 +24,18 @@ class _Order(Tracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def _is_given_numbers(stage: Any, given: Any, named: dict[str, Any]) -> None:
+    assert isinstance(named["sample_index"], list), "on a GPU reading a tensor would wait"
+
+
 def an_iteration(options: dict[str, Any]) -> dict[str, Any]:
     """What the second iteration of a run sends, and the ops of it in order."""
     config, parts = make(options)
     loader, size = parts.train_loader, config.training.global_batch_size
     loader.close()
     parts.stepper.step(loader.make(0), 1)
+    for stage in parts.stages.values():
+        stage.register_forward_pre_hook(_is_given_numbers, with_kwargs=True)
     order = _Order()
     order.name_axes(parts.mesh)
     with order:

@@ -18,9 +18,10 @@ from torch import Tensor
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.sampling import MockDataset
-from megatron_snip.model import llama
+from megatron_snip.model import attention, llama
 from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear
+from megatron_snip.quant import StepContext
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -63,36 +64,40 @@ class Trouble:
             for linear in parts.linears.values():
                 self._change_output(linear, partial(self._planned, linear))
         elif self.kind == "backward" and dist.get_rank() == self.rank:
-            self._change_output(next(iter(first.linears().values())), partial(self._poisoned, first))
+            self._change_output(next(iter(first.linears().values())), self._poisoned)
         elif self.kind == "forward" and dist.get_rank() == self.rank:
-            last.norm.register_forward_hook(lambda module, given, y: self._scaled(last, y))
+            last.register_forward_pre_hook(self._note_iteration, with_kwargs=True)
+            last.norm.register_forward_hook(lambda module, given, y: self._scaled(y))
 
-    def _change_output(self, linear: Any, change: Callable[[Tensor], Tensor]) -> None:
+    def _note_iteration(self, stage: Any, given: Any, named: dict[str, Any]) -> None:
+        self.iteration = named["context"].iteration
+
+    def _change_output(self, linear: Any, change: Callable[[Tensor, StepContext], Tensor]) -> None:
         """Of a linear that shares its input with others, as it leaves the function that runs them together."""
         if isinstance(linear, ColumnParallelLinear):
             plain = llama.linears_of_one_input
 
-            def changed(linears: Any, x: Tensor, key: Any) -> list[Tensor]:
-                ys = plain(linears, x, key)
-                return [change(y) if one is linear else y for one, y in zip(linears, ys, strict=True)]
+            def changed(linears: Any, x: Tensor, context: Any) -> list[Tensor]:
+                ys = plain(linears, x, context)
+                return [change(y, context) if one is linear else y for one, y in zip(linears, ys, strict=True)]
 
-            llama.linears_of_one_input = changed
+            attention.linears_of_one_input = llama.linears_of_one_input = changed
             return
         plain_one = linear._local_linear
-        linear._local_linear = lambda *args: change(plain_one(*args))
+        linear._local_linear = lambda x, context: change(plain_one(x, context), context)
 
-    def _planned(self, linear: Any, y: Tensor) -> Tensor:
-        plan = self.coordinator.plan
-        breaks = plan is not None and plan.iteration in self.iterations and str(linear.precision) == "fp4"
+    def _planned(self, linear: Any, y: Tensor, context: StepContext) -> Tensor:
+        plan, precision = self.coordinator.plan, str(context.precision or linear.precision)
+        breaks = plan is not None and plan.iteration in self.iterations and precision == "fp4"
         return y * self.factor if breaks else y
 
-    def _poisoned(self, stage: Any, y: Tensor) -> Tensor:
-        if y.requires_grad and self.now(stage.iteration):
+    def _poisoned(self, y: Tensor, context: StepContext) -> Tensor:
+        if y.requires_grad and self.now(context.iteration):
             y.register_hook(lambda grad: torch.full_like(grad, float("nan")))
         return y
 
-    def _scaled(self, stage: Any, y: Tensor) -> Tensor:
-        return y * self.factor * 2.0**self.done if y.requires_grad and self.now(stage.iteration) else y
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y * self.factor * 2.0**self.done if y.requires_grad and self.now(self.iteration) else y
 
 
 class SolverHere:

@@ -7,9 +7,9 @@ on one process is agreed on by all, and ends the probe on all of them alike.  So
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.mesh import Mesh
-from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import LinearObserver, LinearPrecision, LinearShape
+from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
 from megatron_snip.snip.measure.statistics import Floats, Statistics
@@ -31,10 +30,9 @@ class ProbeFailed(RuntimeError):
 
 
 class ProbedLinear(Protocol):
-    """What a probe needs of a parallel linear."""
+    """What a probe and plans need of a parallel linear."""
 
     precision: LinearPrecision
-    observer: LinearObserver | None
     split_dim: int
 
 
@@ -50,8 +48,8 @@ class Pass:
 class PassRunner(Protocol):
     """Runs one of the coming batches forward and backward and leaves its gradients."""
 
-    def __call__(self, ahead: int = 0) -> Pass:
-        """``ahead``: 0 for the next batch, 1 for the one after it."""
+    def __call__(self, ahead: int = 0, context: StepContext = PLAIN) -> Pass:
+        """``ahead``: 0 for the next batch, 1 for the one after it; context: whatever it says but the iteration."""
         ...
 
 
@@ -67,7 +65,6 @@ class Probe:
         formats: Iterable[str],
         updates: Updates,
         mesh: Mesh,
-        region: Region,
         tokens: int,
         device: torch.device,
         wide: bool,
@@ -77,8 +74,8 @@ class Probe:
         self.linears, self.attends, self.updates = linears, attends, updates
         self.shapes = tuple(shapes)  # of the whole model
         self.formats = sorted(set(formats) - {"bf16"})
-        self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
-        self.wide = wide  # with Region.wide, where the compute is float32
+        self.mesh, self.tokens, self.device = mesh, tokens, device
+        self.wide = wide  # as StepContext.wide, where the compute is float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
         self.gather = gather  # under context parallelism: a process's part of sequences [T, C] -> the whole of them
 
@@ -105,11 +102,10 @@ class Probe:
         self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, ahead: int, updates: bool
     ) -> Statistics:
         failure = Failure()
-        with self._measuring(zero_grad):
+        try:
             probes = self._attempt(failure, lambda: self._make_probes(updates))
             assert probes is not None
-            with self._observed(probes, failure):
-                result = run_pass(ahead)
+            result = run_pass(ahead, self._context(probes, failure))
             if not math.isfinite(result.loss):
                 failure.note(f"the loss is {result.loss}")
             self._note_idle(probes, failure)
@@ -118,6 +114,8 @@ class Probe:
                 self._sum_weight_errors(probes.values())
                 self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
             return self._reduce(probes, result.loss, iteration)
+        finally:
+            zero_grad()
 
     def _note_idle(self, probes: Mapping[str, LinearProbe], failure: Failure) -> None:
         """A linear that backward did not come to has nothing to show."""
@@ -154,21 +152,6 @@ class Probe:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
 
-    @contextmanager
-    def _measuring(self, zero_grad: Callable[[], None]) -> Iterator[None]:
-        """Inside, linears run in BF16 format; afterwards nothing is left."""
-        before = {name: linear.precision for name, linear in self.linears.items()}
-        try:
-            for linear in self.linears.values():
-                linear.precision = LinearPrecision.uniform("bf16")
-            self.region.wide = self.wide
-            yield
-        finally:
-            self.region.wide = False
-            for name, linear in self.linears.items():
-                linear.precision = before[name]
-            zero_grad()
-
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
         shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
         places = {
@@ -179,26 +162,22 @@ class Probe:
             for name, linear in self.linears.items()
         }
 
-    @contextmanager
-    def _observed(self, probes: Mapping[str, LinearProbe], failure: Failure) -> Iterator[None]:
-        """Inside, every linear shows its operands to its probe."""
+    def _context(self, probes: Mapping[str, LinearProbe], failure: Failure) -> StepContext:
+        """A pass in BF16 format, in which every linear shows its operands to its probe."""
         failure.probes = list(probes.values())
         groups: dict[tuple[int, str], dict[str, LinearProbe]] = {}
         for name, probe in probes.items():  # a linear of no known block is judged alone
             block = probe.shape.block
             groups.setdefault((block, "" if block in self.attends else name), {})[name] = probe
+        observers: dict[str, LinearObserver] = {}
         for (block, _), mine in groups.items():
+            attend = self.attends.get(block)
             together = BlockProbe(
-                mine, self.attends.get(block), self.mesh.tp, failure,
+                mine, partial(attend, wide=True) if attend is not None and self.wide else attend, self.mesh.tp, failure,
                 own=self.own_attends, cp=self.mesh.cp, gather=self.gather,
             )  # fmt: skip
-            for name in mine:
-                self.linears[name].observer = together.observer(name)
-        try:
-            yield
-        finally:
-            for linear in self.linears.values():
-                linear.observer = None
+            observers |= {name: together.observer(name) for name in mine}
+        return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers, wide=self.wide)
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
         """Over dp and cp, in place: u is not linear, so errors are summed over the whole batch first."""

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.build import Build
 from megatron_snip.model.initial import draw_weights
-from megatron_snip.model.llama import Build, LlamaStage, build_stages
+from megatron_snip.model.llama import LlamaStage, build_stages
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.parallel.tensor import Region, drop_weight_casts
-from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant import LinearPrecision, StepContext
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=2, num_query_groups=1, seq_length=128,
@@ -50,16 +51,15 @@ def make(lone_mesh):
     return stage
 
 
-def step(stage: LlamaStage, precisions: str, iteration: int) -> list[Tensor]:
+def step(stage: LlamaStage, precisions: str, iteration: int, **how) -> list[Tensor]:
     """Loss and gradients of two sequences, with precisions dealt out in turn."""
     given = [LinearPrecision.parse(text) for text in precisions.split(",")]
     for i, linear in enumerate(stage.linears().values()):
         linear.precision = given[i % len(given)]
-    stage.iteration = iteration
     tokens = torch.randint(128, (2, 129), generator=torch.Generator().manual_seed(iteration))
     stage.zero_grad()
     drop_weight_casts([stage])
-    loss = stage(tokens[:, :-1], torch.tensor([0, 1]), tokens[:, 1:])
+    loss = stage(tokens[:, :-1], [0, 1], tokens[:, 1:], StepContext(iteration, **how))
     loss.backward()
     return [loss.detach(), *(p.grad for p in stage.parameters())]
 
@@ -100,18 +100,21 @@ def test_a_graph_for_each_mix_of_wgrads_in_bf16_within_a_block(make):
 
 
 def test_evaluation_and_a_probe(make):
-    compiled = make("eager")
-    step(compiled, "fp8", 1)
+    compiled, eager = make("eager"), make()
+    for stage in (compiled, eager):
+        step(stage, "fp8", 1)
+    given = torch.zeros(2, 128, dtype=torch.int64), [0, 1], torch.ones(2, 128).long()
+    losses = []
     with torch.no_grad():
-        step_loss = compiled(torch.zeros(2, 128, dtype=torch.int64), torch.tensor([0, 1]), torch.ones(2, 128).long())
-    assert torch.isfinite(step_loss) and graphs() == 2
+        for context in (StepContext(2), StepContext(3), StepContext(3, precision=LinearPrecision.uniform("bf16"))):
+            losses.append(float(compiled(*given, context)))
+            assert losses[-1] == float(eager(*given, context))
+    assert losses[0] == losses[1] != losses[2] and graphs() == 2
     seen = []
 
     class Observer:
         def backward(self, operands):
             seen.append(operands.x.shape)
 
-    for linear in compiled.linears().values():
-        linear.observer = Observer()
-    step(compiled, "bf16", 2)
+    step(compiled, "bf16", 2, observers=dict.fromkeys(compiled.linears(), Observer()))
     assert len(seen) == 14 and graphs() == 2, "what is observed runs eagerly"

@@ -47,7 +47,8 @@ def test_heads_of_their_own_width():
 def test_the_count_is_that_of_a_real_model(name, lone_mesh):
     import torch
 
-    from megatron_snip.model.llama import Build, build_stages
+    from megatron_snip.model.build import Build
+    from megatron_snip.model.llama import build_stages
     from megatron_snip.parallel.tensor import Region
 
     for groups, tied in ((None, True), (1, False)):

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.build import Build, RMSNorm
 from megatron_snip.model.initial import draw_weights, fill_normal
-from megatron_snip.model.llama import (
-    LLAMA,
-    Build,
-    LlamaStage,
-    RMSNorm,
-    build_stages,
-)
+from megatron_snip.model.llama import LLAMA, LlamaStage, build_stages
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import KINDS, LinearPrecision, operands
+from megatron_snip.quant import KINDS, LinearPrecision, StepContext, operands
 from megatron_snip.quant.dispatch import cast
 
 MODEL = ModelConfig(
@@ -58,7 +54,7 @@ def tokens(seed: int = 0) -> torch.Tensor:
     return torch.randint(100, (2, 128), generator=torch.Generator().manual_seed(seed))
 
 
-SAMPLES = torch.tensor([0, 1])
+SAMPLES = [0, 1]
 
 
 def test_names_and_shapes():
@@ -198,8 +194,7 @@ def test_attention_sees_the_past_alone(make):
 def gradients(stage: LlamaStage, precision: str) -> tuple[float, dict[str, torch.Tensor]]:
     for linear in stage.linears().values():
         linear.precision = LinearPrecision.parse(precision)
-    stage.loss_tokens, stage.iteration = 256, 3
-    loss = stage(tokens(), SAMPLES, tokens(1))
+    loss = stage(tokens(), SAMPLES, tokens(1), StepContext(3, 256))
     loss.sum().backward()
     return loss.item(), {name: p.grad for name, p in stage.named_parameters()}
 
@@ -259,15 +254,34 @@ def test_stages_in_a_row_are_the_whole(make):
     loss, grads = gradients(whole, "fp8")
     stages = list(make(num_stages=2).values())
     for stage in stages:
-        stage.loss_tokens, stage.iteration = 256, 3
         for linear in stage.linears().values():
             linear.precision = LinearPrecision.uniform("fp8")
-    out = stages[1](stages[0](tokens(), SAMPLES), SAMPLES, tokens(1))
+    context = StepContext(3, 256)
+    out = stages[1](stages[0](tokens(), SAMPLES, context=context), SAMPLES, tokens(1), context)
     out.sum().backward()
     assert out.item() == loss
     for stage in stages:
         for name, p in stage.named_parameters():
             assert torch.equal(p.grad, grads[name]), name
+
+
+def test_passes_in_flight_keep_their_own_context(make):
+    """Forwards of a stage before their backwards, which run everything once more: each gives what it gives alone."""
+    passes = [StepContext(3, 256), StepContext(4, 256), StepContext(3, 128, LinearPrecision.uniform("bf16"))]
+
+    def grads(contexts: list[StepContext]) -> list[torch.Tensor]:
+        (stage,) = make(dataclasses.replace(MODEL, num_layers=1), recompute=Recompute("full")).values()
+        for linear in stage.linears().values():
+            linear.precision = LinearPrecision.parse("fp8/fp8/fp4")
+        weight, found = stage.layers["0"].mlp.up_proj.weight, []
+        losses = [stage(tokens(), SAMPLES, tokens(1), context) for context in contexts]
+        for loss in losses:
+            found += torch.autograd.grad(loss.sum(), weight)
+        return found
+
+    alone = [grads([context])[0] for context in passes]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(alone, 2))
+    assert all(torch.equal(a, b) for a, b in zip(grads(passes), alone, strict=True))
 
 
 def test_a_tied_head_is_the_embedding(make):
@@ -290,8 +304,7 @@ def test_random_bits_follow_the_global_sample(make):
         (stage,) = make(dataclasses.replace(MODEL, num_layers=1)).values()
         for linear in stage.linears().values():
             linear.precision = LinearPrecision.parse("bf16/bf16/fp4")
-        stage.iteration = 1
-        stage(tokens()[rows], torch.tensor(samples), tokens(1)[rows]).sum().backward()
+        stage(tokens()[rows], samples, tokens(1)[rows], StepContext(1)).sum().backward()
         return stage.layers["0"].mlp.down_proj.weight.grad
 
     both = grads_at([6, 7], slice(0, 2))

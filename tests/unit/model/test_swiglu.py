@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_snip.model.swiglu import swiglu
 from megatron_snip.parallel.tensor import Region, RowParallelLinear
-from megatron_snip.quant import LinearPrecision, RoundingKey
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext
 
 
 def plain(gate: Tensor, up: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def test_kept_for_backward(lone_mesh, precision, product):
     down = RowParallelLinear("layers.0.mlp.down_proj", torch.randn(128, width), region, lone_mesh.device_mesh)
     down.precision = LinearPrecision.uniform(precision)
     gate, up = (torch.randn(1, tokens, width).bfloat16().requires_grad_() for _ in range(2))
-    key = RoundingKey(1, 2, 0)
-    ours, before = (kept(lambda of=of: down(of(gate, up), key), down.weight) for of in (swiglu, plain))
+    context = StepContext(key=RoundingKey(1, 2, 0))
+    ours, before = (kept(lambda of=of: down(of(gate, up), context), down.weight) for of in (swiglu, plain))
     assert ours == tokens * width * (2 + 2 + product)
     assert before == tokens * width * (2 + 2 + 2 + product)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,9 @@ def test_the_loss_is_the_mean_over_all_tokens(parts):
     loss = one.stepper.pipeline.forward_backward(batch, 1)
     (stage,) = one.stages.values()
     with torch.no_grad():
-        logits = torch.cat([stage.logits(stage.hidden(t, i)) for t, i in zip(batch.tokens, batch.sample_index)])
+        logits = torch.cat(
+            [stage.logits(stage.hidden(t, i)) for t, i in zip(batch.tokens, batch.sample_index.tolist())]
+        )
     expected = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     assert loss == pytest.approx(float(expected), rel=1e-5)
 
@@ -67,6 +71,25 @@ def test_evaluation_is_the_same_loss_and_leaves_no_gradient(parts):
     loss = one.stepper.pipeline.evaluate(batch, 1)
     assert all(p.grad is None for p in one.optimizer.parameters.values())
     assert loss == one.stepper.pipeline.forward_backward(batch, 1)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_pass_ends_with_what_it_cast_of_the_weights(breaks, parts, monkeypatch):
+    """The weights may change after it, and nobody else is told of it."""
+    one = parts(precision="fp8")
+    (stage,) = one.stages.values()
+    batch, kept = one.train_loader.batch(0), []
+
+    def looked_at(*given):
+        kept.append(sum(bool(linear.weight_casts._made) for linear in stage.linears().values()))
+        if breaks:
+            raise RuntimeError("broken")
+
+    stage.norm.register_forward_hook(looked_at)
+    for run in (one.stepper.pipeline.forward_backward, one.stepper.pipeline.evaluate):
+        with pytest.raises(RuntimeError, match="broken") if breaks else contextlib.nullcontext():
+            run(batch, 1)
+        assert kept[0] == kept[-1] == 7 and not any(linear.weight_casts._made for linear in stage.linears().values())
 
 
 def test_the_iteration_reaches_the_random_bits(parts):

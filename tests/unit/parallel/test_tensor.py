@@ -14,9 +14,9 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearPrecision, RoundingKey, name_stream, quantized_linear
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, name_stream, quantized_linear
 
-KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=256)
+CONTEXT = StepContext(key=RoundingKey(seed=7, iteration=5, stream=0, row0=256))
 NAME = "layers.3.mlp.up_proj"
 
 
@@ -44,7 +44,7 @@ def test_a_linear_is_the_quantised_one_of_its_name(kind, precision, region, lone
     layer = kind(NAME, w, region, lone_mesh.device_mesh)
     layer.precision = LinearPrecision.parse(precision)
     x.requires_grad_()
-    y = layer(x, KEY)
+    y = layer(x, CONTEXT)
     flat = x.detach().flatten(0, 1).requires_grad_()
     twin = w.clone().requires_grad_()
     key = RoundingKey(7, 5, name_stream(NAME), row0=256)
@@ -64,7 +64,7 @@ def test_a_linear_tells_its_shape_and_precision(region, lone_mesh):
 
 def test_compute_in_bf16_leaves_the_weight_in_float32(region, lone_mesh):
     layer = ColumnParallelLinear(NAME, torch.randn(64, 32), region, lone_mesh.device_mesh)
-    y = layer(torch.randn(1, 4, 32, dtype=torch.bfloat16), KEY)
+    y = layer(torch.randn(1, 4, 32, dtype=torch.bfloat16), CONTEXT)
     assert y.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
     y.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32

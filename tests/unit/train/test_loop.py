@@ -11,6 +11,7 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.config import Config
+from megatron_snip.quant import PLAIN
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train import loop, same_data
@@ -97,11 +98,11 @@ def test_a_preflight_runs_every_option_and_a_probe(train_here, tmp_path, monkeyp
     ran, probed = [], []
     gradients, run = Stepper.gradients, Probe.run
 
-    def seen(self, batch, iteration, **how):
+    def seen(self, batch, iteration, context=PLAIN, **how):
         if iteration == 0:
             linears = [linear for stage in self.pipeline.stages.values() for linear in stage.linears().values()]
-            ran.append(({str(linear.precision) for linear in linears}, len(batch.tokens)))
-        return gradients(self, batch, iteration, **how)
+            ran.append(({str(context.precision or linear.precision) for linear in linears}, len(batch.tokens)))
+        return gradients(self, batch, iteration, context, **how)
 
     monkeypatch.setattr(Stepper, "gradients", seen)
     monkeypatch.setattr(Probe, "run", lambda self, *args, **how: probed.append(args[2]) or run(self, *args, **how))
@@ -204,8 +205,8 @@ def break_steps(monkeypatch, bad: set[int], *, loss: float = math.nan) -> None:
         parts = build_parts(*args)
         gradients = parts.stepper.gradients
 
-        def broken(batch, iteration, **how):
-            result, stop = gradients(batch, iteration, **how)
+        def broken(batch, iteration, *context, **how):
+            result, stop = gradients(batch, iteration, *context, **how)
             return (type(result)(loss, result.grad_norm, result.clip) if iteration in bad else result), stop
 
         parts.stepper.gradients = broken

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
+from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.train import run_folder
 from megatron_snip.train.metrics import read_metrics
@@ -277,11 +278,9 @@ def test_changed_options_are_told():
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_path, monkeypatch):
-    from megatron_snip.train import loop
-
     run, saves = tmp_path / "run", str(tmp_path / "run/checkpoints")
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Saver, "save", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Saver, "save", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_here(train_iters=3, load=saves)
     first = read_metrics(run / "metrics.jsonl")

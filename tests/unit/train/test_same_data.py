@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.train import loop
 from megatron_snip.train.same_data import difference
@@ -119,12 +120,12 @@ def test_a_checkpoint_of_before_and_finetuning_are_accepted(run, data, tmp_path,
     write(data, shift=1)
     saves = str(tmp_path / "run/checkpoints")
     run(load=saves, finetune=True, run_dir=str(tmp_path / "fine"), train_iters=2)
-    save = loop.Saver.save
+    save = Saver.save
 
     def without(saver, iteration, tensors, state, **more):
         save(saver, iteration, tensors, {k: v for k, v in state.items() if k != "data"}, **more)
 
-    monkeypatch.setattr(loop.Saver, "save", without)
+    monkeypatch.setattr(Saver, "save", without)
     run(more=True, accept_changed_data=True, exit_interval=4)
     write(data, shift=2)
     run(more=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, name_stream
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed
@@ -33,8 +33,8 @@ def probe(parts) -> tuple[Statistics, Pass]:
 
     run_pass = parts.stepper.pass_runner(batch, ITERATION)
 
-    def counted(ahead: int = 0) -> Pass:
-        passes.append(run_pass(ahead))
+    def counted(*how) -> Pass:
+        passes.append(run_pass(*how))
         return passes[-1]
 
     stats = parts.coordinator.probe.run(counted, parts.optimizer.zero_grad, ITERATION)
@@ -65,15 +65,13 @@ def probed(parts):
 def seen(parts):
     """Per linear what each microbatch shows, by hooks and torch.autograd.grad, to the bit what a probe sees.
 
-    In a wide region as a probe's: else operands differ in their last bit, and those at a tie round to another code.
+    In a wide pass as a probe's: else operands differ in their last bit, and those at a tie round to another code.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     (stage,) = parts.stages.values()
-    before = {name: linear.precision for name, linear in parts.linears.items()}
     hooks = []
     for name, linear in parts.linears.items():
-        linear.precision = LinearPrecision.uniform("bf16")
 
         def keep(module, args, output, name=name):
             inputs[name], outputs[name] = args[0].detach().float(), output
@@ -81,19 +79,17 @@ def seen(parts):
         hooks.append(linear.register_forward_hook(keep))
     batch = batch_of(parts)
     found: dict[str, list] = {name: [] for name in parts.linears}
-    stage.iteration, stage.build.region.wide = ITERATION, True
+    bf16 = LinearPrecision.uniform("bf16")
+    context = StepContext(ITERATION, batch.tokens.numel(), bf16, wide=True)
     for m in range(len(batch.tokens)):
-        loss = stage(batch.tokens[m], batch.sample_index[m], batch.labels[m])
+        loss = stage(batch.tokens[m], batch.sample_index[m].tolist(), batch.labels[m], context)
         grads = torch.autograd.grad(loss.sum(), list(outputs.values()))
         for name, grad in zip(outputs, grads, strict=True):
             row0 = int(batch.sample_index[m, 0]) * SEQUENCE
             x, w, g = inputs[name].flatten(0, 1), parts.linears[name].weight, grad.flatten(0, 1)
             found[name].append(Seen(x, w, g, row0))
-    stage.build.region.wide = False
     for hook in hooks:
         hook.remove()
-    for name, linear in parts.linears.items():
-        linear.precision = before[name]
     return found
 
 
@@ -225,11 +221,9 @@ def test_formats_that_do_not_quantise_are_not_measured(snip_parts):
 def state(parts) -> dict[str, object]:
     """What a probe must leave alone."""
     tensors = {name: tensor.clone() for name, tensor in parts.tensors().items()}
-    plain = {name: (linear.precision, linear.impl, linear.observer) for name, linear in parts.linears.items()}
+    plain = {name: (linear.precision, linear.impl) for name, linear in parts.linears.items()}
     grads = [name for name, p in parts.optimizer.parameters.items() if p.grad is not None]
-    wide = parts.coordinator.probe.region.wide
-    others = {"linears": plain, "steps": parts.optimizer.steps, "grads": grads, "rng": torch.get_rng_state()}
-    return {**tensors, **others, "wide": wide}
+    return {**tensors, "linears": plain, "steps": parts.optimizer.steps, "grads": grads, "rng": torch.get_rng_state()}
 
 
 def assert_same(one: dict[str, object], other: dict[str, object]) -> None:
@@ -245,7 +239,7 @@ def test_a_probe_leaves_no_trace(parts):
     before = state(parts)
     probe(parts)
     assert_same(before, state(parts))
-    assert before["grads"] == [] and all(linear.observer is None for linear in parts.linears.values())
+    assert before["grads"] == []
 
 
 def fail(*_: object, **__: object) -> None:
@@ -264,8 +258,8 @@ def test_a_probe_that_fails_leaves_no_trace_either(where, parts, monkeypatch):
 def test_an_error_in_the_models_own_pass_is_that_of_any_iteration(parts):
     before, run_pass = state(parts), parts.stepper.pass_runner(batch_of(parts), ITERATION)
 
-    def failing(ahead: int = 0) -> Pass:
-        run_pass(ahead)
+    def failing(*how) -> Pass:
+        run_pass(*how)
         raise RuntimeError("a broken GPU")
 
     with pytest.raises(RuntimeError, match="^a broken GPU$"):
@@ -277,8 +271,8 @@ def test_an_error_in_the_models_own_pass_is_that_of_any_iteration(parts):
 def test_a_loss_that_is_not_finite_fails(loss, parts):
     run_pass = parts.stepper.pass_runner(batch_of(parts), ITERATION)
 
-    def failing(ahead: int = 0) -> Pass:
-        return dataclasses.replace(run_pass(ahead), loss=loss)
+    def failing(*how) -> Pass:
+        return dataclasses.replace(run_pass(*how), loss=loss)
 
     with pytest.raises(ProbeFailed, match=f"rank 0: the loss is {loss}"):
         parts.coordinator.probe.run(failing, parts.optimizer.zero_grad, ITERATION)

@@ -1,0 +1,75 @@
+"""Causal grouped-query attention with rotary positions.  Source: arXiv 2305.13245, 2104.09864.
+
+Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head; under tp the local A
+and G are a tp-th of the whole.  Under context parallelism S is what a process has of a sequence, a cp-th of it, but
+for what attention reads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_snip.model.build import Build
+from megatron_snip.model.recompute import run_again
+from megatron_snip.model.rotary import rotate
+from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces
+from megatron_snip.parallel.tensor import linears_of_one_input
+from megatron_snip.quant import StepContext
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, build: Build, prefix: str) -> None:
+        super().__init__()
+        m = build.model
+        self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
+        self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
+        )
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext | Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """x [B, S/tp or S, H] -> the same shape."""
+        wide = isinstance(context, StepContext) and context.wide
+        q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, context)
+        if self.cp.size > 1:  # in one collective
+            both = torch.cat([k, v], dim=-1)
+            k, v = gather_sequences(both.double() if wide else both, self.cp).chunk(2, dim=-1)
+        attend = partial(self.attend, wide=True) if wide else self.attend
+        if self.recompute or wide:  # what is wide is not kept
+            y = run_again(attend, q, k, v, cos, sin, mask, region=self.region)
+        else:
+            y = attend(q, k, v, cos, sin, mask)
+        out: Tensor = self.o_proj(y, context)
+        return out
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, wide: bool = False
+    ) -> Tensor:
+        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
+
+        mask [B, 1, S, S]: which key a query sees; None: all that are not later.  wide: as in a pass that is.
+        """
+        if wide:  # so that the order of sums, which the pieces change, does not show
+            q, k, v = q.double(), k.double(), v.double()
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        q, k = self.queries_and_keys(q, k)
+        k = rotate(k, cos, sin)
+        ys = [
+            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, mask)
+            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+        ]
+        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
+        return y.float() if wide else y
+
+    def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
+        return q, k

@@ -1,0 +1,68 @@
+"""What the parts of a decoder are built with, and the norm that all of them share.
+
+Shapes: H hidden, D channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_snip.config import ModelConfig
+from megatron_snip.mesh import Mesh
+from megatron_snip.model.recompute import NOTHING, Recompute
+from megatron_snip.model.spec import ModelSpec, spec_of
+from megatron_snip.parallel.documents import Documents
+from megatron_snip.parallel.tags import Tags, add_parameter
+from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, local, make_parameter
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every part of the model is built with."""
+
+    model: ModelConfig
+    mesh: Mesh
+    region: Region
+    seed: int
+    dtype: torch.dtype  # of the compute, not of the parameters
+    device: torch.device
+    recompute: Recompute = NOTHING
+    documents: Documents | None = None  # None where their ends mean nothing
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The kind of model."""
+        return spec_of(self.model)
+
+    def empty(self, *shape: int) -> Tensor:
+        """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
+        return torch.empty(shape, device="meta")
+
+    def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
+        """The parallel linear of this name."""
+        linear = self.spec.linear_of(name)
+        return linear.module(name, self.empty(*linear.size(self.model)), self.region, self.mesh.device_mesh)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim; computed in float32.  Source: arXiv 1910.07467."""
+
+    weight: nn.Parameter
+
+    def __init__(self, build: Build, *, of_heads: bool = False) -> None:
+        """of_heads: over the channels of each head of this process, not over the residual stream's."""
+        super().__init__()
+        self.epsilon = build.model.norm_epsilon
+        channels = build.model.head_dim if of_heads else build.model.hidden_size
+        parameter = make_parameter(build.empty(channels), None, build.region.axis, build.mesh.device_mesh)
+        tags = Tags("norm", None, "always" if of_heads else "sequence_parallel", weight_decay=False)
+        add_parameter(self, "weight", parameter, tags)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H], or [..., D] of heads -> the same shape."""
+        weight = local(self.weight)
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.epsilon)

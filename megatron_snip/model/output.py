@@ -1,0 +1,38 @@
+"""The layer that turns the residual stream into logits.
+
+Shapes: B sequences, S tokens, H hidden, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_snip.model.build import Build
+from megatron_snip.parallel.tags import Tags, add_parameter
+from megatron_snip.parallel.tensor import local, make_parameter
+from megatron_snip.quant import LinearCall, LinearPrecision, wide_linear
+
+
+class OutputLayer(nn.Module):
+    """The weight [V, H] that turns the residual stream into logits, or a copy of the embedding; tp splits its rows."""
+
+    weight: nn.Parameter
+
+    def __init__(self, build: Build, shape: tuple[int, int], *, tied: bool = False) -> None:
+        super().__init__()
+        parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
+        add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
+
+    def forward(self, x: Tensor, *, wide: bool) -> Tensor:
+        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
+        return logits_of(x, local(self.weight), wide=wide)
+
+
+def logits_of(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
+    """x [B, S, H] by weight [V/tp, H]: [B, S, V/tp]; wide: each sum rounded to float32 once."""
+    if not wide:
+        return F.linear(x, weight.to(x.dtype))
+    call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
+    return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])

@@ -1,0 +1,77 @@
+"""From options to this process's stages of the model, and the pipeline that runs them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_snip.config import Config
+from megatron_snip.data.tokenizer import build_tokenizer
+from megatron_snip.mesh import Mesh
+from megatron_snip.model.build import Build
+from megatron_snip.model.llama import LlamaStage, build_stages
+from megatron_snip.model.recompute import Recompute
+from megatron_snip.model.stages import stage_blocks
+from megatron_snip.parallel.data import keeps_weights, shard_over_dp
+from megatron_snip.parallel.documents import Documents
+from megatron_snip.parallel.pipeline import Pipeline
+from megatron_snip.parallel.tensor import Region
+
+
+def documents_of(config: Config) -> Documents | None:
+    """What ends of documents mean in a run; None where they mean nothing."""
+    d, per_token = config.data, config.training.calculate_per_token_loss
+    if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
+        return None
+    return Documents(
+        build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size).eod,
+        reset_positions=d.reset_position_ids,
+        reset_attention=d.reset_attention_mask,
+        mask_loss=d.eod_mask_loss,
+        per_token=per_token,
+    )
+
+
+def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
+    """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
+    m, t, pp = config.model, config.training, mesh.pp.size
+    dtype = torch.bfloat16 if t.bf16 else torch.float32
+    again = Recompute(
+        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
+    )
+    region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config))
+    stages = build_stages(
+        build,
+        stage_blocks(m.num_layers, config.parallel),
+        tied=not m.untie_embeddings_and_output_weights,
+        of=lambda s: s % pp == mesh.pp.rank,
+    )
+    strategy = config.parallel.data_parallel_sharding_strategy
+    for stage in stages.values():
+        for linear in stage.linears().values():
+            linear.impl = config.precision.linear_impl
+            if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
+                linear.weight_casts = None
+        for block in stage.blocks().values() if t.compile else ():
+            block.compile_run()
+        shard_over_dp(stage, stage.units(), mesh, dtype, strategy)
+        stage.allocate()
+    return stages
+
+
+def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
+    """The pipeline over this process's stages."""
+    m, t = config.model, config.training
+    own = m.seq_length // mesh.cp.size
+    s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    return Pipeline(
+        dict(stages),
+        num_stages=len(stage_blocks(m.num_layers, config.parallel)),
+        mesh=mesh,
+        sharding=config.parallel.data_parallel_sharding_strategy,
+        activation=(t.micro_batch_size, s, m.hidden_size),
+        tokens=(t.micro_batch_size, own),
+        dtype=torch.bfloat16 if t.bf16 else torch.float32,
+        device=device,
+        documents=next(iter(stages.values())).build.documents,
+    )
