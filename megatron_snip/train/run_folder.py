@@ -304,11 +304,14 @@ def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes."""
-    now, out = config.to_dict(), []
+    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes.
+
+    An option that the checkpoint's version did not have was at its default.
+    """
+    now, default, out = config.to_dict(), Config().to_dict(), []
     for group in ("model", "training", "data", "precision", "snip"):
         for name, value in now[group].items():
-            old = state["config"].get(group, {}).get(name)
+            old = state["config"].get(group, {}).get(name, default[group][name])
             if old != value:
                 out.append(f"{name}: {old} -> {value}")
     return out

@@ -214,6 +214,10 @@ class Probe:
     def _reduce(self, probes: Mapping[str, LinearProbe], loss: float, iteration: int) -> Statistics:
         """One all-reduce over the world of a matrix indexed by global linear."""
         names = sorted(set().union(*(probe.sums.names for probe in probes.values())))
+        if len({shape.stage for shape in self.shapes}) < self.mesh.pp.size:  # a process without blocks knows no names
+            everyone = [names] * self.mesh.world_size
+            dist.all_gather_object(everyone, names, group=self.mesh.world)
+            names = max(everyone, key=len)
         table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
