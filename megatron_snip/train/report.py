@@ -117,8 +117,7 @@ def _divergences(run: Run) -> Section | None:
 
 def _curves_of(run: Run, prefix: str) -> dict[str, Curve]:
     """Metrics with a prefix, by the rest of their names."""
-    keys = dict.fromkeys(key for row in run.metrics for key in row if key.startswith(prefix))
-    return {key.removeprefix(prefix): run.column(key) for key in keys}
+    return {key.removeprefix(prefix): curve for key, curve in run.columns.items() if key.startswith(prefix)}
 
 
 def _by_linear(run: Run, kind: str) -> dict[str, float]:
@@ -192,13 +191,16 @@ def _planner(run: Run, stats: Statistics) -> Planner:
 
 def _stages(run: Run) -> Section | None:
     """Balance of several pipeline stages under the last plan."""
+    ends = {
+        (int(match[1]), match[2]): (at[-1], values[-1])
+        for key, (at, values) in run.columns.items()
+        if at and (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key))
+    }
+    newest = max((at for at, _ in ends.values()), default=0)
     found: dict[int, dict[str, float]] = {}
-    for row in run.metrics:
-        stages: dict[int, dict[str, float]] = {}
-        for key, value in row.items():
-            if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and is_finite(value):
-                stages.setdefault(int(match[1]), {})[match[2]] = float(value)
-        found = stages or found
+    for (stage, what), (at, value) in ends.items():
+        if at == newest:  # a plan on other stages may have been before
+            found.setdefault(stage, {})[what] = value
     last = [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
     if not last:
         return None

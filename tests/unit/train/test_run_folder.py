@@ -274,7 +274,8 @@ def test_changed_options_are_told():
         del state["config"][group][name]  # as in a checkpoint of a version that had no such option
     now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5, lr_warmup_init=1e-5)
     assert changed_options(now, state) == [
-        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1e-05", "data_path: [] -> ['a']", "snip_target: 0.75 -> 0.5",
+        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1e-05", "data_path: [] -> ['a']",
+        "snip_target: 0.75 -> 0.5",
     ]  # fmt: skip
 
 
