@@ -38,7 +38,7 @@ class Run:
 
     @cached_property
     def columns(self) -> dict[str, Curve]:
-        """Each metric's iterations and values, where it was recorded as a finite number; of one walk over rows."""
+        """Each metric's iterations and finite values, from one walk over the rows."""
         found: dict[str, Curve] = {}
         for row in self.metrics:
             for key, value in row.items():
