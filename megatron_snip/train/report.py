@@ -7,6 +7,7 @@ It is one file of 2 to 5 MB: pictures are thinned out (report_pictures), and not
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,10 +59,11 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
         return None
     marks = [(plan.iteration, plan.achieved) for plan in run.plans]
     shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
-    figures, text = [pictures.loss(shown, marks)], ""
+    plain = {name: html.escape(name, quote=False) for name in shown}  # plotly takes tags in its texts
+    figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
-        figure = pictures.difference(name, other, mine, theirs)
+        figure = pictures.difference(plain[name], plain[other], mine, theirs)
         if figure is None:
             run.notes.append(f"{name} and {other} have no iteration in common: there is no difference to show")
         else:
