@@ -63,8 +63,9 @@ def test_a_process_that_holds_the_embedding_alone_takes_part():
     options = {
         **SMALL, "num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True,
     }  # fmt: skip
-    for found in run_ranks(trace, 2, options, 1, {1}):
-        assert not found["errors"] and found["tensors"]
+    for updates in (True, False):
+        for found in run_ranks(trace, 2, options, 1, {1}, "", 0, updates):
+            assert not found["errors"] and found["tensors"]
 
 
 @pytest.mark.parametrize(
