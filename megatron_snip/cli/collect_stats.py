@@ -37,8 +37,8 @@ LOGGER = logging.getLogger("megatron_snip")
 
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
     """Options with which a probe, and nothing else, is built."""
-    t = config.training  # a run that has ended has no next batch
-    longer = {} if t.train_samples else {"train_iters": max(t.train_iters, iteration + batches)}
+    t = config.training  # a run that has ended has no next batch; one in samples tells its iterations by them
+    longer = {"train_iters": 0 if t.train_samples else max(t.train_iters, iteration + batches)}
     return config.replace(
         precision="snip",
         precision_plan=None,

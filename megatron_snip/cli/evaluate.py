@@ -153,6 +153,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
         seq_length=-(-length // TILE) * TILE, max_position_embeddings=None, micro_batch_size=1, global_batch_size=1,
         train_iters=1, lr_warmup_iters=0, data_path=(), train_data_path=(), valid_data_path=(), mock_data=True,
         eval_interval=None, wandb_project=None, tensorboard_dir=None, sequence_parallel=False,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,  # a request is one document
     )  # fmt: skip
     return config, start, length
 

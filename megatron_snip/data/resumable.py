@@ -35,7 +35,9 @@ class _Builder(IndexedDatasetBuilder):
 
     def __init__(self, prefix: str, dtype: npt.DTypeLike, path: Path, mark: Mapping[str, Any] | None) -> None:
         self._tokens = path
-        if mark and path.stat().st_size < mark["tokens"] * np.dtype(dtype).itemsize:
+        if not mark:  # what lies there may be, by another name, a dataset that is finished
+            path.unlink(missing_ok=True)
+        elif path.stat().st_size < mark["tokens"] * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} is shorter than it was")
         super().__init__(prefix, dtype, path)
         self._kept = path.with_suffix(".lengths")

@@ -7,6 +7,7 @@ It is one file of 2 to 5 MB: pictures are thinned out (report_pictures), and not
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,10 +59,11 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
         return None
     marks = [(plan.iteration, plan.achieved) for plan in run.plans]
     shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
-    figures, text = [pictures.loss(shown, marks)], ""
+    plain = {name: html.escape(name, quote=False) for name in shown}  # plotly takes tags in its texts
+    figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
-        figure = pictures.difference(name, other, mine, theirs)
+        figure = pictures.difference(plain[name], plain[other], mine, theirs)
         if figure is None:
             run.notes.append(f"{name} and {other} have no iteration in common: there is no difference to show")
         else:
@@ -117,8 +119,7 @@ def _divergences(run: Run) -> Section | None:
 
 def _curves_of(run: Run, prefix: str) -> dict[str, Curve]:
     """Metrics with a prefix, by the rest of their names."""
-    keys = dict.fromkeys(key for row in run.metrics for key in row if key.startswith(prefix))
-    return {key.removeprefix(prefix): run.column(key) for key in keys}
+    return {key.removeprefix(prefix): curve for key, curve in run.columns.items() if key.startswith(prefix)}
 
 
 def _by_linear(run: Run, kind: str) -> dict[str, float]:
@@ -192,13 +193,16 @@ def _planner(run: Run, stats: Statistics) -> Planner:
 
 def _stages(run: Run) -> Section | None:
     """Balance of several pipeline stages under the last plan."""
+    ends = {
+        (int(match[1]), match[2]): (at[-1], values[-1])
+        for key, (at, values) in run.columns.items()
+        if at and (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key))
+    }
+    newest = max((at for at, _ in ends.values()), default=0)
     found: dict[int, dict[str, float]] = {}
-    for row in run.metrics:
-        stages: dict[int, dict[str, float]] = {}
-        for key, value in row.items():
-            if (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key)) and is_finite(value):
-                stages.setdefault(int(match[1]), {})[match[2]] = float(value)
-        found = stages or found
+    for (stage, what), (at, value) in ends.items():
+        if at == newest:  # a plan on other stages may have been before
+            found.setdefault(stage, {})[what] = value
     last = [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
     if not last:
         return None

@@ -60,8 +60,9 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[list[int], list[floa
     xs, ys = np.asarray(curve[0], np.int64), np.asarray(curve[1], np.float64)
     if len(xs) > most:
         keep = {0, len(xs) - 1}
+        low, high = (np.where(np.isnan(ys), other, ys) for other in (np.inf, -np.inf))
         for bucket in np.array_split(np.arange(len(xs)), most // 2 - 1):
-            keep |= {int(bucket[ys[bucket].argmin()]), int(bucket[ys[bucket].argmax()])}
+            keep |= {int(bucket[low[bucket].argmin()]), int(bucket[high[bucket].argmax()])}
         order = sorted(keep)
         xs, ys = xs[order], ys[order]
     return xs.tolist(), _rounded(ys)

@@ -186,15 +186,18 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
     now, then, default = config.to_dict(), state["config"], Config().to_dict()
     fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
     if not finetune:
-        fixed += [("training", "global_batch_size"), ("training", "seed"), ("data", "split")]
+        fixed += [("training", name) for name in ("global_batch_size", "rampup_batch_size", "seed")]
+        fixed += [("data", "split")]
     for group, name in fixed:
         old, new = then.get(group, {}).get(name, default[group][name]), now[group][name]
         if old != new:
-            option = name.replace("_", "-")
+            option = f"--{name.replace('_', '-')}"
+            old, new = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (old, new))
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
             raise UserError(
-                f"--{option} is {new}, the checkpoint in {config.checkpoint.load} was trained with {old}; "
-                f"give --{option} {old}{instead}"
+                f"{option} is {'not given' if new == '' else new}, the checkpoint in {config.checkpoint.load} was "
+                f"trained {'without it' if old == '' else f'with {old}'}; "
+                f"{f'leave {option} out' if old == '' else f'give {option} {old}'}{instead}"
             )
 
 
@@ -304,11 +307,14 @@ def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes."""
-    now, out = config.to_dict(), []
+    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes.
+
+    An option that the checkpoint's version did not have was at its default.
+    """
+    now, default, out = config.to_dict(), Config().to_dict(), []
     for group in ("model", "training", "data", "precision", "snip"):
         for name, value in now[group].items():
-            old = state["config"].get(group, {}).get(name)
+            old = state["config"].get(group, {}).get(name, default[group][name])
             if old != value:
                 out.append(f"{name}: {old} -> {value}")
     return out

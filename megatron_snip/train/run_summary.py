@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,21 @@ class Run:
     options: dict[str, Any]
     stats: Statistics | None
 
-    def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of a metric, where it was recorded as a finite number."""
-        pairs = [(int(m["iteration"]), m[key]) for m in self.metrics if is_finite(m.get(key))]
-        return [iteration for iteration, _ in pairs], [float(value) for _, value in pairs]
+    @cached_property
+    def columns(self) -> dict[str, Curve]:
+        """Each metric's iterations and finite values, from one walk over the rows."""
+        found: dict[str, Curve] = {}
+        for row in self.metrics:
+            for key, value in row.items():
+                iterations, values = found.setdefault(key, ([], []))
+                if is_finite(value):
+                    iterations.append(row["iteration"])
+                    values.append(float(value))
+        return found
+
+    def column(self, key: str) -> Curve:
+        """Iterations and values of a metric."""
+        return self.columns.get(key, ([], []))
 
 
 def read_run(run_dir: str | Path) -> Run:

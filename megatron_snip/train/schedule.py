@@ -81,9 +81,13 @@ def weight_decay(t: TrainingConfig, samples: int) -> float:
     return start + behind * (end - start)
 
 
-def check_ramp(t: TrainingConfig) -> None:
-    """UserError for a --rampup-batch-size that does not lead to --global-batch-size."""
-    ramp = t.rampup_batch_size
+def check_batches(t: TrainingConfig) -> None:
+    """UserError for a --rampup-batch-size that does not lead to --global-batch-size, and for less than one batch."""
+    ramp, samples = t.rampup_batch_size, t.train_samples
+    if samples is not None and not ramp and 0 < samples < t.global_batch_size:
+        raise UserError(
+            f"--train-samples is {samples}, less than --global-batch-size {t.global_batch_size}; change one"
+        )
     if ramp and (len(ramp) != 3 or min(ramp) < 1 or len(t.batch_sizes) < 2 or t.batch_sizes[-1] != t.global_batch_size):
         raise UserError(
             f"--rampup-batch-size is {' '.join(map(str, ramp))}; give START INCREMENT SAMPLES, with START below "

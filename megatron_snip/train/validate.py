@@ -14,7 +14,7 @@ from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
-from megatron_snip.train.schedule import check_ramp, check_samples, check_schedule
+from megatron_snip.train.schedule import check_batches, check_samples, check_schedule
 
 #: Every numeric option by its range; None, where an option allows it, passes.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
-    check_ramp(config.training)
+    check_batches(config.training)
     config = config.with_iterations()
     _in_range(config)
     check_samples(config)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_snip.train.metrics import read_metrics
 from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, train_run, world_of
+from tests.dist.runs import LAYOUTS, train_run
 
 OPTIONS = {
     "train_iters": 4, "precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_apply_lag": 1, "snip_target": 0.5,
@@ -14,13 +14,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["tp2 x pp2 interleaved"])
-def test_a_preflight_is_not_seen(layout, tmp_path):
+#: Two pieces of a tile each; validations too.
+CP2 = {"context_parallel_size": 2, "seq_length": 512, "num_layers": 2, "eval_interval": 2, "eval_iters": 1}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(4, LAYOUTS["tp2 x pp2 interleaved"]), (2, CP2)], ids=["tp2 x pp2 interleaved", "cp2"]
+)
+def test_a_preflight_is_not_seen(world, layout, tmp_path):
     seen = []
     for preflight in (True, False):
         run_dir = tmp_path / str(preflight)
-        options = {**LAYOUTS[layout], **OPTIONS, "preflight": preflight, "run_dir": str(run_dir)}
-        run_ranks(train_run, world_of(layout), options)
-        rows = read_metrics(run_dir / "metrics.jsonl")
+        options = {**layout, **OPTIONS, "preflight": preflight, "run_dir": str(run_dir)}
+        run_ranks(train_run, world, options)
+        rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["iteration"]]
         seen.append([(row["lm loss"], row["grad-norm"], row["snip/plan_hash"]) for row in rows])
     assert seen[0] == seen[1] and len(seen[0]) == 4 and seen[0][-1][2]

@@ -59,6 +59,15 @@ def test_a_probe_that_fails_on_one_rank_ends_on_all_and_changes_nothing(failing,
             assert torch.equal(other["tensors"][name], tensor), name
 
 
+def test_a_process_that_holds_the_embedding_alone_takes_part():
+    options = {
+        **SMALL, "num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True,
+    }  # fmt: skip
+    for updates in (True, False):
+        for found in run_ranks(trace, 2, options, 1, {1}, "", 0, updates):
+            assert not found["errors"] and found["tensors"]
+
+
 @pytest.mark.parametrize(
     "layout",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2 x pp2 interleaved", "tp2 x dp2")), "tp2 x pp2 x dp2"],

@@ -77,6 +77,21 @@ class Sums:
         return torch.stack([self._sums[name] for name in names])
 
 
+def _operands(*, updates: bool) -> list[str]:
+    """Those that a probe casts."""
+    return [operand for operand in OPERANDS if updates or operand.startswith("fprop")]
+
+
+def names_of_sums(formats: Sequence[str], *, updates: bool) -> set[str]:
+    """Names of all sums of a linear's probe."""
+    names = {"norm/X", "norm/W", *(["norm/G", "update"] if updates else [])}
+    for fmt in formats:
+        names |= {f"token/{fmt}", *([f"own/{fmt}"] if updates else [])}
+        for operand in _operands(updates=updates):
+            names |= {f"{kind}/{fmt}/{operand}" for kind in ("nonzero", "underflow", "saturated", "error")}
+    return names
+
+
 def _row_sums(x: Tensor) -> Tensor:
     """Sums over the channels of x [T,C]: float32 [T]."""
     return x.sum(dim=1, dtype=torch.float32)
@@ -172,8 +187,7 @@ class LinearProbe:
     def collectives(self, cut: Collection[str]) -> int:
         """How many largest magnitudes over tp a microbatch needs; ``cut``: roles of which a process has a part."""
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
-        operands = OPERANDS if self.updates else [operand for operand in OPERANDS if operand.startswith("fprop")]
-        roles = [operand.rpartition("/")[2] for operand in operands]
+        roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
         shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
         return len(tensors) * sum(role in cut for role in roles) - shared
 

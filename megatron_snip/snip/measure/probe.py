@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Place, names_of_sums
 from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.measure.updates import Updates
 
@@ -113,7 +113,7 @@ class Probe:
             if updates:
                 self._sum_weight_errors(probes.values())
                 self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
-            return self._reduce(probes, result.loss, iteration)
+            return self._reduce(probes, result.loss, iteration, updates=updates)
         finally:
             zero_grad()
 
@@ -190,9 +190,10 @@ class Probe:
             probe.add_updates(self.updates, clip)
             probe.weight_error.clear()
 
-    def _reduce(self, probes: Mapping[str, LinearProbe], loss: float, iteration: int) -> Statistics:
+    def _reduce(self, probes: Mapping[str, LinearProbe], loss: float, iteration: int, *, updates: bool) -> Statistics:
         """One all-reduce over the world of a matrix indexed by global linear."""
-        names = sorted(set().union(*(probe.sums.names for probe in probes.values())))
+        found = [probe.sums.names for probe in probes.values()]  # none where a process has no blocks
+        names = sorted(set().union(*found) if found else names_of_sums(self.formats, updates=updates))
         table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:

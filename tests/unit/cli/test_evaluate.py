@@ -27,6 +27,7 @@ from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.run_folder import Start
+from megatron_snip.train.setup import documents_of
 
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
 
@@ -76,6 +77,16 @@ def test_the_run_folder_is_the_one_with_the_runs_id(tmp_path):
     (tmp_path / "elsewhere/config.json").write_text("{}")  # another program's
     assert run_folder_of(start) == tmp_path / "run"
     assert run_folder_of(Start(0, None, tmp_path, 0, "")) is None
+
+
+def test_a_request_is_one_document_whatever_the_run_was_trained_on(tmp_path, monkeypatch):
+    """The model of a run whose attention ends with each document is asked for no tokens of a batch."""
+    run = {"num_layers": 2, "seq_length": 128, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "t"}
+    ends = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    found = (Config().replace(**run, **ends), start_of(tmp_path))
+    monkeypatch.setattr(evaluate, "with_saved_options", lambda words, groups: found)
+    config, _, length = evaluate.options_of(*parse_own(["model", "--tasks", "piqa"]))
+    assert documents_of(config) is None and length == 128
 
 
 def test_what_texts_begin_with():

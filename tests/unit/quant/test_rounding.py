@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import RoundingKey, name_stream
-from megatron_snip.quant.rounding import mix64, philox, random_bits
+from megatron_snip.quant.rounding import Rows, mix64, philox, random_bits
 
 ONES = 0xFFFFFFFF
 # Known-answer vectors of Random123 (kat_vectors, philox4x32 10): counter, key, output.
@@ -50,6 +50,13 @@ def test_a_part_has_the_bits_of_its_place_in_the_whole():
     for row0, col0, rows, cols in [(0, 0, 20, 30), (5, 3, 7, 9), (19, 29, 1, 1), (4, 8, 0, 5), (4, 8, 5, 0)]:
         part = random_bits(RoundingKey(1, 2, 3, row0, col0), rows, cols)
         assert torch.equal(part, whole[row0 : row0 + rows, col0 : col0 + cols])
+
+
+def test_two_pieces_of_each_sequence_have_the_bits_of_their_places():
+    """Two sequences of eight rows, of which a process has rows 2, 3 and 4, 5 of each."""
+    whole = random_bits(RoundingKey(1, 2, 3, row0=2**32 - 5), 16, 9)
+    parts = random_bits(RoundingKey(1, 2, 3, row0=2**32 - 5, rows=Rows(2, 8, 2, 4)), 8, 9)
+    assert torch.equal(parts, whole[[2, 3, 4, 5, 10, 11, 12, 13]])
 
 
 def test_every_field_changes_the_bits():

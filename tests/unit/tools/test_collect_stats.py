@@ -11,7 +11,8 @@ import pytest
 
 from megatron_snip import runtime
 from megatron_snip.cli import collect_stats
-from megatron_snip.cli.collect_stats import main
+from megatron_snip.cli.collect_stats import main, probe_config
+from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.made_up import assert_same
 
@@ -68,6 +69,12 @@ def test_the_mean_over_several_batches(collect):
     second = 2 * several.values - one.values
     assert (second >= -1e-9 * several.values).all() and several.not_finite == ()
     assert several.column("norm/W") == pytest.approx(one.column("norm/W"), rel=1e-12)
+
+
+def test_a_run_in_samples_tells_its_iterations_by_them():
+    """Whatever batch the options make of them: the saved --train-iters may be of another."""
+    run = Config().replace(train_samples=40, train_iters=20, global_batch_size=4)
+    assert probe_config(run, 3, 1).with_iterations().training.train_iters == 10
 
 
 def test_other_data_replaces_the_runs(collect):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_snip.data import documents as documents_of
+from megatron_snip.data.resumable import ResumableBuilders
 from tests.unit.tools.test_preprocess_data import NULL, ROOT, documents, write
 from tools import preprocess_data
 from tools.preprocess_data import main
@@ -126,6 +127,22 @@ def test_a_longer_work_without_a_mark_leaves_nothing(tmp_path, quick, sources):
         (tmp_path / "o.partial" / name).write_bytes(b"\1" * 100000)
     assert main(words) == 0 and main([*words[:3], str(tmp_path / "whole"), *NULL]) == 0
     assert outputs(tmp_path, "o") == outputs(tmp_path, "whole")
+
+
+def test_a_dataset_that_has_its_name_stays_whole(tmp_path):
+    """Of work that needed no mark, killed between its two datasets, whatever the next go does."""
+    folder, prefixes = tmp_path / "d.partial", [str(tmp_path / name) for name in ("one", "two")]
+    killed = ResumableBuilders(folder, prefixes, "uint16", {})
+    for builder in killed.builders:
+        builder.add_encoded(bytes([1, 0, 2, 0]), [2])
+    killed.builders[0].finalize()
+    os.close(killed._lock)  # as a kill does
+    tokens = (tmp_path / "one.bin").read_bytes()
+    with ResumableBuilders(folder, prefixes, "uint16", {}) as again:
+        assert again.found is None
+        again.builders[0].add_encoded(bytes([3, 0]), [1])
+        again.builders[0]._stream.flush()
+        assert (tmp_path / "one.bin").read_bytes() == tokens == bytes([1, 0, 2, 0])
 
 
 def test_one_process_alone_writes(tmp_path, capsys, monkeypatch, quick, sources):

@@ -141,7 +141,7 @@ def test_runs_without_a_common_iteration(tmp_path):
 
 def test_long_curves_keep_their_spikes():
     values = np.sin(np.arange(100_000) / 1000)
-    values[[12_345, 70_001]] = 9, -9
+    values[[12_345, 12_346, 70_001]] = 9, math.nan, -9
     xs, ys = report.pictures.thinned((range(100_000), values.tolist()))
     assert len(xs) <= report.pictures.MOST_POINTS and xs == sorted(xs) and (xs[0], xs[-1]) == (0, 99_999)
     assert dict(zip(xs, ys))[12_345] == 9 and dict(zip(xs, ys))[70_001] == -9
@@ -259,6 +259,15 @@ def test_a_solve_of_the_trade_off_has_little_time(everything, monkeypatch):
     page = write_report(everything.parent, file=everything.parent / "other.html")
     assert len(named(shown(page)["Trade-off"][0])["solved for each share"]["x"]) == 1
     assert asked == [{"time_limit": report.POINT_SECONDS, "gap": 1e-3}]
+
+
+def test_a_run_s_name_is_no_markup(tmp_path):
+    """plotly would take it for some, as a browser would."""
+    runs = [full_run(tmp_path / name) for name in ("a<b>&c", "plain")]
+    loss, difference = shown(write_report(runs[0], runs[1:]))["Loss"]
+    assert loss["data"][0]["name"] == "a&lt;b&gt;&amp;c: training"
+    assert difference["layout"]["yaxis"]["title"]["text"] == "a&lt;b&gt;&amp;c - plain (nats)"
+    assert "<title>a&lt;b&gt;&amp;c</title>" in (runs[0] / "report.html").read_text()
 
 
 def test_stages_of_the_last_plan(tmp_path):

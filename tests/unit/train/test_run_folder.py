@@ -195,6 +195,22 @@ def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune
         assert find_start(tuned).load_iteration == 7
 
 
+def test_a_ramp_stays_what_it_was(tmp_path):
+    """Iterations are counted by it: without it a run would end before it has read its samples."""
+    load = str(used(tmp_path / "run", "abc") / "checkpoints")
+    grown = {"train_samples": 44, "global_batch_size": 8, "load": load}
+    ramp = {"rampup_batch_size": (2, 2, 12)}
+    was = Config().replace(**grown, **ramp).to_dict()
+    checkpoint(Path(load), 7, "abc", config=was)
+    said = refused(options(tmp_path / "run", **grown), tmp_path)
+    assert said.startswith(f"--rampup-batch-size is not given, the checkpoint in {load} was trained with 2 2 12; give")
+    assert find_start(options(tmp_path / "run", **grown, **ramp)).iteration == 7
+    was["training"]["rampup_batch_size"] = []
+    checkpoint(Path(load), 8, "abc", config=was)
+    said = refused(options(tmp_path / "run", **grown, **ramp), tmp_path)
+    assert "--rampup-batch-size is 2 2 12, the" in said and "without it; leave --rampup-batch-size out, or" in said
+
+
 def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
     run = used(tmp_path / "run", "abc")
     there = options(run, load=str(tmp_path / "mistyped"), save=str(tmp_path / "elsewhere"))
@@ -271,9 +287,12 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_pa
 
 def test_changed_options_are_told():
     state = {"config": Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()}
-    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5)
+    for group, name in (("training", "lr_wsd_decay_style"), ("model", "model_name"), ("training", "lr_warmup_init")):
+        del state["config"][group][name]  # as in a checkpoint of a version that had no such option
+    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5, lr_warmup_init=1e-5)
     assert changed_options(now, state) == [
-        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "data_path: [] -> ['a']", "snip_target: 0.75 -> 0.5",
+        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1e-05", "data_path: [] -> ['a']",
+        "snip_target: 0.75 -> 0.5",
     ]  # fmt: skip
 
 

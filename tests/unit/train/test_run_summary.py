@@ -84,3 +84,20 @@ def test_strange_rows_are_noted(row, tmp_path):
     run = read_run(write_run(tmp_path / "run", [line(1), row + "\n", line(3, **{"lm loss": 10**400})]))
     assert [r["iteration"] for r in run.metrics] == [1, 3] and "1 unreadable lines left out" in run.notes[0]
     assert "4.9000 -> 4.9000" in format_summary(run.path)
+
+
+def test_rows_are_read_once_however_many_metrics_are_asked_for(tmp_path):
+    class Counted(dict):
+        reads = 0
+
+        def items(self):
+            self.reads += 1
+            return super().items()
+
+        def get(self, *key):
+            raise AssertionError("a look at every row for each metric")
+
+    rows = [Counted(row, more=float(i)) for i, row in enumerate(read_run(full_run(tmp_path)).metrics)]
+    run = dataclasses.replace(read_run(tmp_path), metrics=rows)
+    assert run.column("more")[1] == list(range(len(rows))) and run.column("nothing") == ([], [])
+    assert len(run.column("lm loss")[0]) > 1 and {row.reads for row in rows} == {1}

@@ -231,6 +231,7 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         ({"rampup_batch_size": (4, 0, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 0 9; give START INCREM"),
         ({"rampup_batch_size": (4, 2), "global_batch_size": 6}, "--rampup-batch-size is 4 2; give START INCREMENT"),
         ({"train_samples": 90}, "--train-iters is 10, and --train-samples 90 makes 3; drop one"),
+        ({"train_samples": 9, "train_iters": 0}, "--train-samples is 9, less than --global-batch-size 24; change one"),
         ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters is for runs that are given"),
         (
             {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},

@@ -16,6 +16,7 @@ from megatron_snip.formats import SCALES, Element, Format, format_names, get_for
 from megatron_snip.quant import RoundingKey, fake_quantize
 from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
 from megatron_snip.quant.kernels import cpu
+from megatron_snip.quant.rounding import Rows
 from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
 
 built = pytest.mark.skipif(cpu.library() is None, reason="the CPU kernel is not built; pip install -e .")
@@ -71,7 +72,8 @@ def some_form(draw: random.Random, x: torch.Tensor) -> tuple[Form, Output]:
     key = None
     if draw.random() < 0.5:
         rows, cols = draw.choice([0, 7, 2**32 - 3, 2**40]), draw.choice([0, 4, 1, 2, 3, 2**34 - x.shape[1]])
-        key = RoundingKey(-5, 2**32 - 1, draw.randrange(2**64), rows, cols)
+        pieces = draw.choice([None, Rows(3, 40, 3, 20)])
+        key = RoundingKey(-5, 2**32 - 1, draw.randrange(2**64), rows, cols, rows=pieces)
     form = Form(fmt, draw.choice(["input", "weight"]), draw.choice([0, 1]), key)
     return form, draw.choice(OUTPUTS if form.element.carrier else OUTPUTS[:2])
 

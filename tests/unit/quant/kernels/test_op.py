@@ -10,8 +10,9 @@ from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, dequantize, fake_quantize, quantize
 from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
 from megatron_snip.quant.kernels import op
+from megatron_snip.quant.rounding import Rows
 
-KEY = RoundingKey(seed=2**64 + 5, iteration=3, stream=2**64 - 1, row0=2**33, col0=7)
+KEY = RoundingKey(seed=2**64 + 5, iteration=3, stream=2**64 - 1, row0=2**33, col0=7, rows=Rows(2, 9, 1, 5))
 OUTPUTS: tuple[Output, ...] = ("values", "codes", "operand")
 FORMATS = [get_format(name) for name in (*format_names(), "e3m2") if name != "bf16"]
 CUSTOM = Format(name="custom", element=get_format("e3m2").element, tile=24, weight_block=40, scale="fp32_pow2")
@@ -51,7 +52,7 @@ def test_a_forms_integers_name_the_same_form(form):
     else:
         assert back.key is not None
         assert back.key.words == form.key.words
-        assert (back.key.iteration, back.key.row0, back.key.col0) == (3, 2**33, 7)
+        assert (back.key.iteration, back.key.row0, back.key.col0, back.key.rows) == (3, 2**33, 7, KEY.rows)
 
 
 CUSTOM_FORM = Form(CUSTOM, "input", 0)

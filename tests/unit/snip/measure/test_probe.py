@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
 from megatron_snip.snip.measure import linear_probe
-from megatron_snip.snip.measure.linear_probe import LinearProbe
+from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.conftest import AGE
@@ -59,6 +59,18 @@ def parts(snip_parts):
 @pytest.fixture(scope="module")
 def probed(parts):
     return probe(parts)
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_process_without_linears_knows_what_the_others_add_up(updates, parts):
+    batch, prober = batch_of(parts), parts.coordinator.probe
+    run_pass = parts.stepper.pass_runner(batch, ITERATION)
+    found = prober.run(run_pass, parts.optimizer.zero_grad, ITERATION, updates=updates)
+    names = names_of_sums(prober.formats, updates=updates)
+    assert {name for name in names if not name.startswith("nonzero/")} == set(found.columns)
+    assert {name.partition("/")[2] for name in names if name.startswith(("nonzero/", "error/"))} == {
+        name.removeprefix("error/") for name in found.columns if name.startswith("error/")
+    }
 
 
 @pytest.fixture(scope="module")
