@@ -6,30 +6,33 @@
 Nothing is recomputed.  Bytes are those that a process hands over, "on a ring" those that leave it: (n - 1) of an
 all-gather's, (n - 1) / n of a reduce-scatter's, twice that of an all-reduce's.  Scalars are left out.
 
-Megatron-LM's counts are formulas, of its main branch (d98e8a64, 2026-08-22, core 0.20) in bf16 with
+Megatron-LM's counts are formulas, of its main branch (d98e8a64, 2026-08-22, core 0.20) in bf16, with
 --sequence-parallel where we have it, --use-distributed-optimizer and --overlap-grad-reduce.  A process has L blocks,
-M microbatches of T tokens (a cp-th of their sequences), N parameters; U = 2 T H / tp bytes.
+N parameters and M microbatches of T tokens (a cp-th of their sequences); U = 2 T H / tp bytes.  How often, of how many
+bytes each, and why:
 
-    tp   all-gather      U     6 L M    layers.py, LinearWithGradAccumulationAndAsyncCommunication: two inputs, in forward
-                                        and for wgrad; mappings.py, _ReduceScatterToSequenceParallelRegion: two gradients
-                               + M      VocabParallelEmbedding's gradient, first stage
-                               + 2 M    the output layer's input, last stage
-         reduce-scatter  tp U  4 L M    two outputs (mappings.py) and two gradients of inputs (layers.py)
-                               + M      the embedding's output;  + M  the gradient of the output layer's input
-         all-reduce      4 T   3 M      cross_entropy.py, last stage
-                         4 (2 L + 1) H  1   finalize_model_grads.py: gradients of norms, the last stage having one more
-         without sequence parallelism the 4 L M, and + M at each end, are all-reduces of tp U, and nothing is gathered
-    dp   all-gather      2 N / dp in all, reduce-scatter 4 N in all, a bucket each: param_and_grad_buffer.py; buckets by
-         distrib_optimizer.py, _compute_per_buffer_param_layout: 40 million parameters, or a million for each of dp,
-         on the first stage, all in one on the others; dp includes cp
-    pp   send            U, or tp U without sequence parallelism: schedules.py, get_tensor_shapes.  M forward unless it is
-         the last stage's, M backward unless it is the first's, of each chunk of blocks
-         all-reduce      4 V H / tp     finalize_model_grads.py: a tied embedding, first and last stage
-    cp   send            3 (cp - 1) K in all, 2 cp - 1 times a block: Transformer Engine (d0067d0d), context_parallel.py,
-         AttnFuncWithCPAndKVP2P: a ring of keys and values, K = 4 T G D / tp bytes, and in backward of their gradients
-    kept of a block and microbatch, in bf16, of T / tp tokens: inputs of both norms and what they give (8 H), q, k, v (2 A D
-         + 4 G D), attention's output (2 A D) and logarithms (4 A), fc1's output (4 F) and SwiGLU's (2 F,
-         fused_bias_swiglu.py keeps its input alone), a number for each norm's row (8)
+    tp   all-gather      4 L M, U     inputs, in forward and for wgrad: tensor_parallel/layers.py,
+                                      LinearWithGradAccumulationAndAsyncCommunication
+                         2 L M, U     gradients of outputs: mappings.py, _ReduceScatterToSequenceParallelRegion
+                         M, U         the embedding's gradient, on the first stage
+                         2 M, U       the output layer's input, on the last stage
+         reduce-scatter  4 L M, tp U  outputs, and gradients of inputs: the same two
+                         M, tp U      the embedding's output; on the last stage the gradient of the output layer's input
+         all-reduce      3 M, 4 T     the loss, on the last stage: cross_entropy.py
+                         1, 8 L H     gradients of norms, 4 H more on the last stage: finalize_model_grads.py
+         without sequence parallelism nothing is gathered, and the reduce-scatters are all-reduces of as many bytes
+    dp   all-gather      2 N / dp in all, one a bucket: param_and_grad_buffer.py; dp includes cp
+         reduce-scatter  4 N in all, one a bucket.  Buckets are of 40 million parameters or a million for each of dp on
+                         the first stage, one on each other: distrib_optimizer.py, _compute_per_buffer_param_layout
+    pp   send            M, U         of each chunk of blocks, forward but for the last and backward but for the first;
+                                      tp U without sequence parallelism: schedules.py, get_tensor_shapes
+         all-reduce      1, 4 V H / tp  a tied embedding, on the first and the last stage: finalize_model_grads.py
+    cp   send            (2 cp - 1) L M, of 3 (cp - 1) L M K in all, K = 4 T G D / tp: a ring of keys and values, and of
+                         their gradients: Transformer Engine d0067d0d, context_parallel.py, AttnFuncWithCPAndKVP2P
+
+A block keeps for each of T / tp tokens of a microbatch, in bytes: inputs of both norms and what they give 8 H, q, k and
+v 2 A D + 4 G D, attention's output 2 A D and logarithms 4 A, fc1's output 4 F (fused_bias_swiglu.py keeps no more),
+what SwiGLU gives 2 F, and a number for each norm's row 8.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class Megatron:
 
     def sent(self) -> Sent:
         """All that an iteration sends, scalars left out."""
-        return {key: (n, size) for key, (n, size) in {**self.over_tp(), **self.others()}.items() if n and size}
+        return {key: sent for key, sent in {**self.over_tp(), **self.others()}.items() if all(sent)}
 
     def over_tp(self) -> Sent:
         """Activations, the loss and the gradients of norms."""
@@ -137,7 +140,7 @@ class Megatron:
         return count + (held > 0)
 
     def kept(self) -> int:
-        """Bytes that a block keeps for backward, of a microbatch in bf16 under sequence parallelism, nothing recomputed."""
+        """Bytes that a block keeps for backward, of a microbatch, where tp goes with sequence parallelism."""
         m = self.model
         queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
         of_token = 8 * m.hidden_size + 4 * queries + 4 * keys + 4 * m.num_attention_heads + 6 * m.ffn_hidden_size + 8
@@ -212,7 +215,8 @@ def main() -> None:
             print(f"\n{case}, rank {rank}; times: MiB\n\n| | {' | '.join(of)} |\n|{'---|' * (len(of) + 1)}")
             print("\n".join(f"| {' | '.join(row)} |" for row in rows(of)), flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps({"about": {"counted": "no measurement"}, "results": found}, indent=1) + "\n")
+        text = json.dumps({"about": {"counted": "no measurement"}, "results": found}, indent=1)
+        Path(args.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":
