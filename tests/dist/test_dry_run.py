@@ -31,10 +31,13 @@ def test_collectives_are_those_of_a_run() -> None:
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
 
 
-def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm() -> None:
-    """By the formulas of benchmarks/megatron_counts.py; FP8's inputs are gathered as codes."""
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
+    """By the formulas of benchmarks/megatron_counts.py; FP8's inputs are gathered as codes.  dp 2, or cp 2."""
     layout = "tp2 x pp2 x dp2"
-    options = {**SMALL, **LAYOUTS[layout], "seq_length": 256, "distributed_backend": "auto"}
+    options = {
+        **SMALL, **LAYOUTS[layout], "seq_length": 256 * cp, "context_parallel_size": cp, "distributed_backend": "auto",
+    }  # fmt: skip
     plain, fp8 = (options_of({**options, "precision": precision}) for precision in ("bf16", "fp8"))
     world, ranks = world_of(layout), [0, 4]
     for one, other in zip(measure_all(plain, world, ranks), measure_all(fp8, world, ranks), strict=True):
@@ -48,7 +51,9 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm() -> None:
         inputs = 4 * theirs.blocks * theirs.microbatches * theirs.shard  # in forward, and in backward for wgrad
         saved = ours["tp", "all-gather"][1] - codes["tp", "all-gather"][1]
         assert inputs - saved <= 0.6 * inputs
-        assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
+        assert over("cp", ours, 2) == over("cp", codes, 2) <= over("cp", expected, 2)
+        if cp == 1:  # else attention keeps gathered keys and values
+            assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
 
 
 @pytest.mark.slow
