@@ -4,7 +4,8 @@
     python benchmarks/megatron_counts.py --json FILE --case llama_70b --precision fp8
 
 Nothing is recomputed.  Bytes are those that a process hands over, "on a ring" those that leave it: (n - 1) of an
-all-gather's, (n - 1) / n of a reduce-scatter's, twice that of an all-reduce's.  Scalars are left out.
+all-gather's, (n - 1) / n of a reduce-scatter's, twice that of an all-reduce's.  Scalars are left out, but for one that
+torch's pipeline sends in a run's first iteration, which is the one counted.
 
 Megatron-LM's counts are formulas, of its main branch (d98e8a64, 2026-08-22, core 0.20) in bf16, with
 --sequence-parallel where we have it, --use-distributed-optimizer and --overlap-grad-reduce.  A process has L blocks,
@@ -67,7 +68,7 @@ class Megatron:
 
     def __init__(self, config: Config, world_size: int, stage: int) -> None:
         m, p, t = config.model, config.parallel, config.training
-        self.config, self.model, self.parallel, self.stage = config, m, p, stage
+        self.model, self.parallel = m, p
         self.tp, self.pp, self.cp = (
             p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
         )  # fmt: skip
