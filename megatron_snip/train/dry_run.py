@@ -242,6 +242,18 @@ class _Stretches:
         parts.stepper.before_update = self._mark_gradients
         for stage in parts.stages.values():
             stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
+        self.before, self.kept = 0, 0
+        block = next(block for stage in parts.stages.values() for block in stage.blocks().values())
+        block.register_forward_pre_hook(self._before_block)
+        block.register_forward_hook(self._after_block)
+
+    def _before_block(self, *_: object) -> None:
+        self.before = self.tracker.memory.of_forward()
+
+    def _after_block(self, *_: object) -> None:
+        """Of the last microbatch, when a weight's casts are there already."""
+        if torch._C._current_graph_task_id() == -1:  # and not what backward recomputes
+            self.kept = self.tracker.memory.of_forward() - self.before
 
     def _mark_gradients(self) -> None:
         grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]
@@ -269,7 +281,8 @@ class _Stretches:
             further.subtract(laps[-2])
             for what, count in further.items():
                 counts[what] += self.left_out * batches * count
-        return Stretch(name, self.tracker.memory.peak(), Counter({what: n for what, n in counts.items() if n}))
+        counts = Counter({what: n for what, n in counts.items() if n})
+        return Stretch(name, self.tracker.memory.peak(), counts, self.kept)
 
     def _iteration(self) -> None:
         self.parts.stepper.step(self.batch, 1)

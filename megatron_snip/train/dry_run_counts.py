@@ -59,11 +59,15 @@ Counts = Counter[tuple[str | int, ...]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """One iteration or probe of one process: bytes by kind at the peak, and what `Counts` says."""
+    """One iteration or probe of one process: bytes by kind at the peak, and what `Counts` says.
+
+    kept: bytes that a block's forward leaves for its backward, of a microbatch.
+    """
 
     name: str
     peak: dict[str, int]
     counts: Counts
+    kept: int
 
     @property
     def total(self) -> int:
@@ -152,6 +156,10 @@ class Memory:
         for tensor in tensors:
             if (entry := self.of(tensor)) is not None:
                 entry.kind = kind
+
+    def of_forward(self) -> int:
+        """Bytes that are alive now of what forwards make."""
+        return sum(entry.size for entry in self.live.values() if entry.kind in ("activations", "casts"))
 
     def peak(self) -> dict[str, int]:
         """Bytes by kind at the moment since `begin` that has most."""

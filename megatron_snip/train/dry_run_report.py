@@ -69,6 +69,7 @@ def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> di
                     {
                         "name": stretch.name,
                         "peak": {"total": stretch.total, **stretch.peak},
+                        "kept_by_a_block": stretch.kept,
                         "flops": stretch.counts["flops",],
                         "collectives": [
                             {"axis": axis, "collective": kind, "count": count, "bytes": size}
@@ -111,6 +112,7 @@ def _rows(one: Measured) -> list[list[str]]:
     rows = [row("", lambda stretch: stretch.name)]
     rows += [row(f"{kind}, GiB", lambda s, kind=kind: f"{s.peak[kind] / _GIB:.2f}") for kind in KINDS]  # type: ignore[misc]
     rows.append(row("peak, GiB", lambda s: f"{s.total / _GIB:.2f}"))
+    rows.append(row("a block keeps for backward, MiB", lambda s: f"{s.kept / 2**20:.2f}"))
     rows.append(row("TFLOP", lambda s: f"{s.counts[('flops',)] / 1e12:.4g}"))
     pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})
     for pair in pairs:

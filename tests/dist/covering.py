@@ -16,6 +16,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "pp": (1, 2),
     "dp": (1, 2),
+    "cp": (1, 2),
     "interleaved": (False, True),
     "uneven": (False, True),
     "sequence_parallel": (False, True),
@@ -23,6 +24,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": ("optim", "no_shard", "optim_grads", "optim_grads_params"),
     "tied": (False, True),
 }
+MOST_PROCESSES = 8
 #: Blocks of the model: uneven, the first of two processes has six of them, interleaved in two chunks.
 NUM_LAYERS = 8
 
@@ -32,7 +34,8 @@ def is_valid(case: Case) -> bool:
     return (
         (case["pp"] > 1 or not (case["interleaved"] or case["uneven"]))
         and (case["tp"] > 1 or not case["sequence_parallel"])
-        and (case["dp"] > 1 or case["strategy"] == "optim")
+        and (case["dp"] * case["cp"] > 1 or case["strategy"] == "optim")
+        and world_of(case) <= MOST_PROCESSES
     )
 
 
@@ -59,14 +62,19 @@ def covering() -> list[Case]:
 
 def name_of(case: Case) -> str:
     """A case in a few words."""
-    axes = " x ".join(f"{axis}{case[axis]}" for axis in ("tp", "pp", "dp") if case[axis] > 1) or "alone"
+    axes = " x ".join(f"{axis}{case[axis]}" for axis in ("tp", "pp", "dp", "cp") if case[axis] > 1) or "alone"
     more = [name for name in ("interleaved", "uneven", "sequence_parallel", "tied") if case[name]]
     return ", ".join([axes, *more, case["strategy"], case["recompute"]])
 
 
 def world_of(case: Case) -> int:
     """Processes of a case."""
-    return case["tp"] * case["pp"] * case["dp"]
+    return case["tp"] * case["pp"] * case["dp"] * case["cp"]
+
+
+def length_of(case: Case) -> int:
+    """Tokens of a sequence: one tile, or two pieces of a tile for each process of cp."""
+    return 128 if case["cp"] == 1 else 2 * 128 * case["cp"]
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -76,6 +84,8 @@ def options_of(case: Case) -> dict[str, Any]:
         "num_layers": NUM_LAYERS,
         "tensor_model_parallel_size": case["tp"],
         "pipeline_model_parallel_size": case["pp"],
+        "context_parallel_size": case["cp"],
+        "seq_length": length_of(case),
         "num_virtual_stages_per_pipeline_rank": 2 if case["interleaved"] else None,
         "decoder_first_pipeline_num_layers": 6 if case["uneven"] else None,
         "sequence_parallel": case["sequence_parallel"],

@@ -17,8 +17,11 @@ from megatron_snip.train.metrics import read_metrics
 from tests.dist.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.runs import error_of_run, run_with_full_disk, train_run
 
+#: Small, and long enough for two processes' pieces of a sequence.
+SHORT = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "seq_length": 512}
 OPTIONS = {"train_iters": 8, "lr_decay_iters": 8, "log_interval": 100}
 LONE: dict = {}
+TP2_CP2 = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -33,16 +36,18 @@ def options_for(run_dir: Path, **more: object) -> dict:
 @pytest.fixture(scope="module")
 def lone_losses(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(train_run, 1, options_for(run_dir))
+    run_ranks(train_run, 1, options_for(run_dir, **SHORT, train_iters=10))
     return losses(run_dir)
 
 
 def test_a_run_moves_between_layouts(lone_losses, tmp_path):
-    """1 x 1 x 1, tp2 x pp2, dp4 and back, every other one saving in the background."""
+    """1 x 1 x 1, tp2 x pp2, tp2 x cp2, dp4 and back, every other one saving in the background."""
     run_dir = tmp_path / "run"
-    for number, (world, layout) in enumerate([(1, LONE), (4, TP2_PP2), (4, LONE), (1, LONE)], start=1):
-        leave = {"exit_interval": 2 * number} if number < 4 else {}
-        run_ranks(train_run, world, options_for(run_dir, async_save=number % 2 == 0, **layout, **leave))
+    layouts = [(1, LONE), (4, TP2_PP2), (4, TP2_CP2), (4, LONE), (1, LONE)]
+    for number, (world, layout) in enumerate(layouts, start=1):
+        leave = {"exit_interval": 2 * number} if number < len(layouts) else {}
+        options = {**SHORT, **layout, **leave, "train_iters": 10, "async_save": number % 2 == 0}
+        run_ranks(train_run, world, options_for(run_dir, **options))
         assert len(losses(run_dir)) == 2 * number
         manifest = read_manifest(run_dir / f"checkpoints/iter_{2 * number:07d}")
         assert len(manifest.tensors) == world, "every process writes a file"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.megatron_counts import Megatron, over, sent_by
 from megatron_snip.arguments import parse
 from megatron_snip.model.flops import iteration_flops, parameters
 from megatron_snip.train.dry_run import end_ranks, measure_all
@@ -28,6 +29,31 @@ def test_collectives_are_those_of_a_run() -> None:
         iteration, _, probe = one.stretches
         assert [collectives(iteration.counts), collectives(probe.counts)] == real[one.rank]
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
+
+
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
+    """By the formulas of benchmarks/megatron_counts.py; FP8's inputs are gathered as codes.  dp 2, or cp 2."""
+    layout = "tp2 x pp2 x dp2"
+    options = {
+        **SMALL, **LAYOUTS[layout], "seq_length": 256 * cp, "context_parallel_size": cp, "distributed_backend": "auto",
+    }  # fmt: skip
+    plain, fp8 = (options_of({**options, "precision": precision}) for precision in ("bf16", "fp8"))
+    world, ranks = world_of(layout), [0, 4]
+    for one, other in zip(measure_all(plain, world, ranks), measure_all(fp8, world, ranks), strict=True):
+        theirs = Megatron(plain, world, one.stage)
+        expected, ours, codes = theirs.sent(), sent_by(one.stretches[0]), sent_by(other.stretches[0])
+        for kind in ("all-gather", "reduce-scatter"):  # one of each weight and its gradient
+            assert ours["dp", kind][1] == codes["dp", kind][1] == expected["dp", kind][1]
+        assert over("pp", ours, 2) <= over("pp", expected, 2) + 4  # a number that torch sends at first
+        assert ours["tp", "reduce-scatter"] == codes["tp", "reduce-scatter"] == expected["tp", "reduce-scatter"]
+        assert over("tp", codes, 2) < over("tp", ours, 2) <= over("tp", expected, 2)
+        inputs = 4 * theirs.blocks * theirs.microbatches * theirs.shard  # in forward, and in backward for wgrad
+        saved = ours["tp", "all-gather"][1] - codes["tp", "all-gather"][1]
+        assert inputs - saved <= 0.6 * inputs
+        assert over("cp", ours, 2) == over("cp", codes, 2) <= over("cp", expected, 2)
+        if cp == 1:  # else attention keeps gathered keys and values
+            assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
 
 
 @pytest.mark.slow

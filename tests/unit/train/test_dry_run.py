@@ -28,7 +28,7 @@ def made_up(rank: int, mib: int) -> Measured:
         ("count", "tp", "all-gather"): 5, ("bytes", "tp", "all-gather"): 2**30, ("read",): 1,
     })  # fmt: skip
     peak = {**dict.fromkeys(KINDS, 0), "parameters": mib * MIB // 4, "activations": mib * MIB * 3 // 4}
-    return Measured(rank, rank // 2, 10**9, (Stretch("iteration, fp4", peak, counts),))
+    return Measured(rank, rank // 2, 10**9, (Stretch("iteration, fp4", peak, counts, 3 * MIB),))
 
 
 @pytest.fixture
@@ -96,9 +96,11 @@ def test_text_and_json_and_no_other_file(peaks, tmp_path, monkeypatch, capsys) -
     lines = [line.split("|") for line in text.splitlines()]
     rows = {line[1].strip(): line[2].strip() for line in lines[:25] if len(line) > 2}
     assert rows["peak, GiB"] == "1.00" and rows["activations, GiB"] == "0.75" and rows["TFLOP"] == "1"
+    assert rows["a block keeps for backward, MiB"] == "3.00"
     assert rows["tp all-gather, times: GiB"] == "5: 1.000" and rows["GEMM 128 x 256 x 512, fp4"] == "3"
     assert rows["kernel launches"] == "5" and rows["of them casts"] == "2" and rows["of them GEMMs"] == "3"
     (stretch,) = found["ranks"][0]["stretches"]
+    assert stretch["kept_by_a_block"] == 3 * MIB
     assert stretch["peak"]["total"] == 2**30 and stretch["flops"] == 10**12 and stretch["launches"]["cast"] == 2
     assert stretch["collectives"] == [{"axis": "tp", "collective": "all-gather", "count": 5, "bytes": 2**30}]
     assert found["layout"]["dp"] == 2 and found["plan"] == {"linears": 28, "options": 2}
