@@ -1,24 +1,20 @@
 #!/usr/bin/env bash
-# Wheels for a GPU machine without a network that has torch for CUDA, numpy and sentencepiece already:
+# Wheels for a GPU machine without a network that has torch for CUDA and numpy already:
 #   bash benchmarks/gpu_wheels.sh [FOLDER] [PYTHON]          here; by default build/gpu_wheels, for Python 3.12
 #   pip install --no-index --no-deps FOLDER/*.whl            there, and then benchmarks/gpu.py
-# The versions are those of requirements/; torchao is a peer that benchmarks/gpu.py measures.
+# They are requirements/base.txt without numpy and what comes with torch, and torchao, a peer that
+# benchmarks/gpu.py measures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-build/gpu_wheels}
 python=${2:-3.12}
-packages=(tyro docstring-parser typeguard highspy zlib-ng plotly narwhals torchao)
+already=(torch numpy filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy)
 most_mib=64
 
-pins=()
-for package in "${packages[@]}"; do
-    pin=$(grep -hE "^$package==" requirements/base.txt requirements/dev.txt | head -1 || true)
-    if [ -z "$pin" ]; then
-        echo "error: $package has no version in requirements/; add one" >&2
-        exit 2
-    fi
-    pins+=("$pin")
-done
+left_out=$(printf '%s==|' "${already[@]}")
+mapfile -t pins < <(grep -hE '^[a-z]' requirements/base.txt | grep -vE "^(${left_out%|})")
+torchao=$(grep -E '^torchao==' requirements/dev.txt)
+pins+=("$torchao")
 mkdir -p "$folder"
 python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$folder" --python-version "$python" \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_24_x86_64 \

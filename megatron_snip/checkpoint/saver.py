@@ -147,6 +147,8 @@ class Saver:
             torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the update
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
+            # torch 2.11 closes this part after each copy, and the next copy would fail
+            self._stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         running = async_save(tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group)
         assert isinstance(running, AsyncSaveResponse), "the stager copies in a thread"
         return running

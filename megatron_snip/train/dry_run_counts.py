@@ -246,10 +246,10 @@ class Tracker(TorchDispatchMode):
         self.memory.add(outs, "activations" if torch._C._current_graph_task_id() == -1 else "temporaries")
         if space == "megatron_snip":
             self._label_casts(name, args, outs)
-        elif space == "fsdp" and name == "chunk_cat":  # of the gradients that are to be reduced
+        elif space == "fsdp" and name.startswith("chunk_cat"):  # of the gradients that are to be reduced
             self.memory.mark(_tensors(args), "gradients")
         elif space == "fsdp":  # buffers of its collectives
-            self.memory.mark([*outs, *_tensors(kwargs.get("out") or ())], "gathered")
+            self.memory.mark([*outs, *_tensors([kwargs.get("out")])], "gathered")
         elif name == "clone" and (source := self.memory.of(args[0])) is not None and source.fmt:
             self._is_as(outs[0], source)  # codes in another order
         elif name == "mm" or name.startswith("_scaled_mm"):

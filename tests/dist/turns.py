@@ -7,15 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_snip.mesh import build_mesh
+from megatron_snip.mesh import build_mesh, set_timeout
 
 
 def take_turns(folder: Path, first: int, seconds: float, limit: float) -> list[list[int]]:
     """Twice in turn, the first for longer than a collective may take: the ranks that were done before each."""
     mesh = build_mesh("cpu", pp=1, dp=dist.get_world_size(), tp=1)
-    _set_pg_timeout(timedelta(seconds=limit), mesh.world)
+    set_timeout(timedelta(seconds=limit), mesh.world)
 
     def work(turn: int) -> list[int]:
         before = sorted(int(path.name) for path in (folder / str(turn)).iterdir())

@@ -286,8 +286,8 @@ def _cast_tall(
 
 
 @triton.jit
-def _words(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
-    """The words of ``draws_of``, of what a form's key gives and of where iteration, row0 and pieces lie."""
+def _now(iteration, row0, F: tl.constexpr):
+    """Where a form's draws stand: the halves of row0, and the iteration; zeros for a form that draws nothing."""
     low = 0
     high = 0
     now = 0
@@ -295,7 +295,7 @@ def _words(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
     if DRAWS:
         first = tl.load(row0)
         low, high, now = first.to(tl.int32), (first >> 32).to(tl.int32), tl.load(iteration).to(tl.int32)
-    return key0, key1, low, high, group0, now, pieces
+    return low, high, now
 
 
 # fmt: off
@@ -320,8 +320,10 @@ def cast_kernel(
     """
     place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a, place_b)
-    words_a = _words(key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a, A)
-    words_b = _words(key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b, B)
+    low_a, high_a, now_a = _now(iteration_a, row0_a, A)
+    low_b, high_b, now_b = _now(iteration_b, row0_b, B)
+    words_a = (key0_a, key1_a, low_a, high_a, group0_a, now_a, pieces_a)  # of ``draws_of``
+    words_b = (key0_b, key1_b, low_b, high_b, group0_b, now_b, pieces_b)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
