@@ -22,7 +22,6 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.model.recompute import NOTHING, Recompute, run_again
 from megatron_snip.model.rotary import rotary_tables, rotate
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register, spec_of
-from megatron_snip.model.swiglu import swiglu
 from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, rows_of
 from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
@@ -150,7 +149,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, key: RoundingKey | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, key)
-        out: Tensor = self.down_proj(swiglu(gate, up), key)
+        out: Tensor = self.down_proj(gate, key, up)
         return out
 
 

@@ -38,6 +38,7 @@ _MAX_SIDE = 1 << 24
 # A program's columns: a whole block of MAX_BLOCK.
 _COLS = 128
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
+_PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
 
 
 class Tiling(NamedTuple):
@@ -73,12 +74,23 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
-    """Whether the kernels can cast ``x`` [R, C] into these forms: on NVIDIA's GPUs, blocks of powers of two."""
-    return _on_nvidia(x) and all(
-        _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
-        for form, output in zip(forms, outputs, strict=True)
+def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tensor | None = None) -> bool:
+    """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
+    GPUs, blocks of powers of two.
+    """
+    return (
+        _on_nvidia(x)
+        and (up is None or takes_product(x, up))
+        and all(
+            _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
+            for form, output in zip(forms, outputs, strict=True)
+        )
     )
+
+
+def takes_product(gate: Tensor, up: Tensor) -> bool:
+    """Whether kernels make SwiGLU's product of gate and up [R, C], and its gradients, with the bits of torch's."""
+    return _on_nvidia(gate) and _on_nvidia(up) and gate.dtype == up.dtype == torch.bfloat16
 
 
 def _on_nvidia(x: Tensor) -> bool:
@@ -119,15 +131,15 @@ def cast(
     amax: Tensor | None,
     dtype: torch.dtype | None = None,
     count: bool = True,
+    up: Tensor | None = None,
 ) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted; two forms a launch.
+    """The casts of ``x`` [R, C], or with ``up`` of silu(x) * up, which ``takes`` has accepted; two forms a launch.
 
     dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
     """
     if dtype is not None and not (dtype == x.dtype or (x.dtype, dtype) == (torch.float32, torch.bfloat16)):
         x = x.to(dtype)
-    if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE:
-        x = x.contiguous()
+    x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
     casts = [allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(forms, outputs, strict=True)]
@@ -139,7 +151,8 @@ def cast(
         pair = forms[first : first + 2]
         both = len({form.block[0] for form in pair if form.block[0] > tiling(pair).chunk}) < 2
         chosen = slice(first, first + 1 + both)
-        _launch(x, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=dtype not in (None, x.dtype))
+        rounded = dtype not in (None, x.dtype)
+        _launch(x, up, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=rounded)
         if count and _twins(forms[chosen], outputs[chosen]):
             one, twin = (made.saturated for made in casts[chosen])
             assert one is not None and twin is not None
@@ -148,23 +161,29 @@ def cast(
     return casts
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """``x`` [R, C], or a copy whose rows the kernels can read."""
+    return x.contiguous() if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE else x
+
+
 def _launch(
     x: Tensor,
+    up: Tensor | None,
     forms: Sequence[Form],
     outputs: Sequence[Output],
     casts: Sequence[Cast],
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, one form, or two
-    whose blocks higher than a chunk are equally high.
+    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, or silu(x) * up,
+    in one form, or two whose blocks higher than a chunk are equally high.
     """
     from megatron_snip.quant.kernels import triton_kernels
     from megatron_snip.quant.kernels.triton_steps import How
 
     fp8 = _converts_fp8(x.device)
     specs: list[Any] = []
-    arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
+    arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), *x.shape, amax]
     twins = _twins(forms, outputs)
     for form, output, made in zip(forms, outputs, casts, strict=True):
         phase = -1 if form.key is None else form.key.col0 & 7
@@ -324,3 +343,16 @@ def finite_amax(x: Tensor) -> Tensor:
             x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **_OPTIONS
         )
     return out.view(torch.float32)
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up [...], which ``takes_product`` has accepted, from their product's, in one launch."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grads = torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device_of(gate):
+        triton_kernels.swiglu_backward_kernel[(-(-gate.numel() // _PRODUCT_SIZE),)](
+            grad, gate, up, *grads, gate.numel(), _PRODUCT_SIZE, num_warps=_PRODUCT_WARPS, **_OPTIONS
+        )
+    return grads

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.model.swiglu import swiglu
 from megatron_snip.parallel.tensor import Region, RowParallelLinear
 from megatron_snip.quant import LinearPrecision, RoundingKey
+from megatron_snip.quant.swiglu import swiglu
 
 
 def plain(gate: Tensor, up: Tensor) -> Tensor:
