@@ -2,7 +2,7 @@
 
 Direct calls go straight to a kernel or to the specification (cast.py).  Compilers and fake tensors cannot look into
 kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize`` and ``finite_amax``, whose forms are lists of
-integers, ``_FIELDS`` each: a form's constants and its key.
+integers, ``_FIELDS`` each: a form's constants and its key.  Of SwiGLU fake tensors alone see kernels, in a dry run.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def cast(
     """
     if not _traced(x):
         return _cast_now(x, forms, outputs, amax, dtype, count, up)
+    if up is not None and not triton_cast.takes_product(x, up):
+        x, up = swiglu_product(x, up), None
     numbers = [number for form, output in zip(forms, outputs, strict=True) for number in _numbers(form, output)]
     made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, numbers, dtype, count, up))
     return [
@@ -71,12 +73,11 @@ def swiglu_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gate and up [...] from that of ``swiglu_product(gate, up)``, of those that are needed."""
-    if needs_gate and needs_up and not torch.compiler.is_compiling():  # a compiler fuses what it sees
+    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # not in a graph, which a compiler fuses
         if isinstance(grad, FakeTensor):
             made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.swiglu_backward(grad, gate, up)
             return made
-        if triton_cast.takes_product(gate, up):
-            return triton_cast.swiglu_backward(grad, gate, up)
+        return triton_cast.swiglu_backward(grad, gate, up)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if needs_gate else None
     return grad_gate, grad * F.silu(gate) if needs_up else None
 

@@ -60,12 +60,14 @@ TILINGS = {
     (16, True): Tiling(16, 4),
 }
 _ANY = Tiling(32, 4)  # for other blocks
+# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
+_WHOLE = Tiling(128, 16)
 
 _MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 _FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
 
-# No fused multiply-add, and subnormal numbers are kept.
-_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+#: Of every launch: no fused multiply-add, and subnormal numbers are kept.
+OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 @cache
@@ -79,7 +81,7 @@ def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tenso
     GPUs, blocks of powers of two.
     """
     return (
-        _on_nvidia(x)
+        on_nvidia(x)
         and (up is None or takes_product(x, up))
         and all(
             _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
@@ -90,10 +92,10 @@ def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tenso
 
 def takes_product(gate: Tensor, up: Tensor) -> bool:
     """Whether kernels make SwiGLU's product of gate and up [R, C], and its gradients, with the bits of torch's."""
-    return _on_nvidia(gate) and _on_nvidia(up) and gate.dtype == up.dtype == torch.bfloat16
+    return on_nvidia(gate) and on_nvidia(up) and gate.dtype == up.dtype == torch.bfloat16
 
 
-def _on_nvidia(x: Tensor) -> bool:
+def on_nvidia(x: Tensor) -> bool:
     """Whether kernels can read ``x`` [...] and write beside it.
 
     Subclasses (fake tensors, for one) have no memory to point at.
@@ -116,10 +118,15 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def tiling(forms: Sequence[Form]) -> Tiling:
-    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once."""
-    side = max(max(form.block) for form in forms)
-    chosen = TILINGS.get((side, any(form.key is not None for form in forms)), _ANY)
+def tiling(forms: Sequence[Form], product: bool = False) -> Tiling:
+    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
+
+    product: whether SwiGLU's product is cast.
+    """
+    side, stochastic = max(max(form.block) for form in forms), any(form.key is not None for form in forms)
+    if product and side == MAX_BLOCK and not stochastic:
+        return _WHOLE
+    chosen = TILINGS.get((side, stochastic), _ANY)
     high = any(chosen.chunk < form.block[0] <= _ANY.chunk for form in forms)
     return _ANY if high else chosen
 
@@ -149,7 +156,7 @@ def cast(
     first = 0
     while first < len(forms):
         pair = forms[first : first + 2]
-        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair).chunk}) < 2
+        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair, up is not None).chunk}) < 2
         chosen = slice(first, first + 1 + both)
         rounded = dtype not in (None, x.dtype)
         _launch(x, up, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=rounded)
@@ -195,13 +202,13 @@ def _launch(
         arguments += [None, None, None, 0, 0, *_random(None, x.device)]
     if twins:
         specs[1] = None
-    chunk, warps = tiling(forms)
+    chunk, warps = tiling(forms, up is not None)
     rows = max(chunk, *(form.block[0] for form in forms))
     even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
     grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
-            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **_OPTIONS
+            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **OPTIONS
         )
 
 
@@ -289,7 +296,7 @@ def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
 
 def takes_codes(quantized: Quantized) -> bool:
     """Whether ``dequantize`` takes these codes [R, C]."""
-    return quantized.fmt.quantised and _on_nvidia(quantized.codes) and _natural(quantized.block)
+    return quantized.fmt.quantised and on_nvidia(quantized.codes) and _natural(quantized.block)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -322,14 +329,14 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
             rows,
             cols,
             num_warps=rows * cols // 2048,
-            **_OPTIONS,
+            **OPTIONS,
         )
     return out
 
 
 def takes_amax(x: Tensor) -> bool:
     """Whether ``finite_amax`` takes x [R, C]."""
-    return _on_nvidia(x)
+    return on_nvidia(x)
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -340,7 +347,7 @@ def finite_amax(x: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
-            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **_OPTIONS
+            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **OPTIONS
         )
     return out.view(torch.float32)
 
@@ -353,6 +360,6 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     grads = torch.empty_like(gate), torch.empty_like(up)
     with torch.cuda.device_of(gate):
         triton_kernels.swiglu_backward_kernel[(-(-gate.numel() // _PRODUCT_SIZE),)](
-            grad, gate, up, *grads, gate.numel(), _PRODUCT_SIZE, num_warps=_PRODUCT_WARPS, **_OPTIONS
+            grad, gate, up, *grads, gate.numel(), _PRODUCT_SIZE, num_warps=_PRODUCT_WARPS, **OPTIONS
         )
     return grads

@@ -14,6 +14,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,8 +25,18 @@ from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
 from megatron_snip.formats import Element, Format, format_names, get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import Clock, RoundingKey
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, allocate, cast_reference, finite_amax, swiglu_product
+from megatron_snip.quant.cast import (
+    Cast,
+    Form,
+    Output,
+    Quantized,
+    allocate,
+    cast_reference,
+    finite_amax,
+    swiglu_product,
+)
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.rounding import Rows
 from megatron_snip.quant.scales import tensor_scale
@@ -68,6 +79,13 @@ def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: obj
 def exp(x: Any) -> Any:
     """In the place of ``libdevice.exp``."""
     return tl.exp(x)  # of triton as the interpreter has it while it runs
+
+
+@contextmanager
+def as_instructions_round() -> Iterator[None]:
+    """Inside, the interpreter converts and exponentiates as this file's head says."""
+    with mock.patch.object(interpreter, "_convert_float", convert), mock.patch.object(libdevice, "exp", exp):
+        yield
 
 
 def differences(made: Sequence[Cast], expected: Sequence[Cast], outputs: Sequence[Output]) -> Iterator[str]:
@@ -149,7 +167,7 @@ def of_two_pieces() -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """SwiGLU's product as it is cast: whole and ragged tiles, special values, rows of their own strides, both roundings."""
+    """SwiGLU's product as it is cast: whole and ragged tiles, special values, rows of any strides, both roundings."""
     for name, shape, key in (("fp8", (256, 128), None), ("fp4", (131, 200), KEY), ("mxfp8", (35, 136), None)):
         gate, up = (operands(shape, torch.bfloat16)[1] for _ in range(2))
         forms = [plain(name, "input", dim, key) for dim in (1, 0)]
@@ -246,9 +264,23 @@ def of_products() -> Iterator[str]:
     for grad, gate, up in ((every.flip(0), every, torch.ones_like(every)), (normal[0] * 3, normal[1], normal[4])):
         leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
         expected = torch.autograd.grad(torch.nn.functional.silu(leaves[0]) * leaves[1], leaves, grad)
-        for name, ours, theirs in zip(("gate", "up"), triton_cast.swiglu_backward(grad, gate, up), expected, strict=True):
+        for name, ours, theirs in zip(
+            ("gate", "up"), triton_cast.swiglu_backward(grad, gate, up), expected, strict=True
+        ):
             if not torch.equal(bits(ours), bits(theirs)):
                 yield f"gradient of {name} {list(gate.shape)}"
+
+
+def rotated() -> Iterator[str]:
+    """Where rotary positions differ from torch's: odd numbers of heads and tokens, parts of them, tables a sample."""
+    for heads, channels, of_samples, part in ((5, 12, False, slice(None)), (3, 64, True, slice(10, 29))):
+        x = operands((2 * 40 * heads, channels), torch.bfloat16)[1].view(2, 40, heads, channels).transpose(1, 2)
+        angles = torch.randn((2, 1, 40, channels) if of_samples else (40, channels))
+        cos, sin = angles.cos().bfloat16()[..., part, :], angles.sin().bfloat16()[..., part, :]
+        for back, plain_ in ((False, rotary._rotate), (True, rotary._rotate_back)):
+            made, expected = rotary.launch(x[:, :, part], cos, sin, back=back), plain_(x[:, :, part], cos, sin)
+            if not torch.equal(bits(made), bits(expected)):
+                yield f"rotate {heads} heads of {channels}, back {back}"
 
 
 def largest() -> Iterator[str]:
@@ -262,11 +294,11 @@ def main() -> int:
     """Compare everything; 0 if nothing differs."""
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
     count, problems = 0, []
-    with mock.patch.object(interpreter, "_convert_float", convert), mock.patch.object(libdevice, "exp", exp):
+    with as_instructions_round():
         for case in itertools.chain(every_format(), pairs(), weights(), of_two_pieces(), products(), odd_ones()):
             count += 1
             problems += cast_differences(case)
-        problems += [*clocks(), *dequantised(), *of_products(), *largest()]
+        problems += [*clocks(), *dequantised(), *of_products(), *rotated(), *largest()]
     print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
     return 1 if problems else 0
 
