@@ -19,6 +19,7 @@ from kernel_resources import Launch, sweep
 from torch import Tensor
 
 from megatron_snip.formats import get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output, finite_amax, swiglu_product
 from megatron_snip.quant.dispatch import cast
@@ -107,7 +108,7 @@ def casts(contact: Contact) -> Table:
                  for fmt, role, dim, random in described]  # fmt: skip
         cases[name] = _cast_case(x, forms, output, amax)
         sizes[name] = 2.0 + len(forms) * (2.0 if output == "values" else 1.0)
-    for name, moved, case in _products(x):
+    for name, moved, case in _fused(x):
         cases[name], sizes[name] = case, moved
     seconds = _times(contact, cases)
     rates = {name: sizes[name] * x.numel() / taken / 1e9 for name, taken in seconds.items()}
@@ -117,17 +118,23 @@ def casts(contact: Contact) -> Table:
     return table
 
 
-def _products(x: Tensor) -> Iterator[tuple[str, float, Case]]:
-    """SwiGLU's product as down_proj reads it and its gradients, fused and not: names, bytes an element, cases."""
+def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
+    """What one launch does in place of several, and those several: names, bytes an element, cases."""
     up = x.flip(0)
     forms = [Form(get_format("fp8"), "input", dim) for dim in (1, 0)]
     outputs: list[Output] = ["operand", "operand"]
     yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, outputs, up=up)
-    yield "the same in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms, outputs)
+    yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms, outputs)
     yield "SwiGLU's gradients, one launch", 10.0, lambda: swiglu_gradients(up, x, up, True, True)
-    yield "the same in four launches", 22.0, lambda: (
+    yield "SwiGLU's gradients in four launches", 22.0, lambda: (
         torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)
     )  # fmt: skip
+    heads = x.view(1, len(x), -1, 128).transpose(1, 2)
+    cos, sin = x[:, :128].contiguous(), x[:, -128:].contiguous()
+    for back, plain, count in ((False, rotary._rotate, "five"), (True, rotary._rotate_back, "six")):
+        words = "rotary positions backward" if back else "rotary positions"
+        yield f"{words}, one launch", 4.0, partial(rotary._rotated, heads, cos, sin, back=back)
+        yield f"{words} in {count} launches", 20.0 + 4.0 * back, partial(plain, heads, cos, sin)
 
 
 def tilings(contact: Contact) -> Table:

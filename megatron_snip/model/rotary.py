@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """One launch each way on a GPU, in place of five and a dozen; the bits are autograd's."""
+    """One launch each way on a GPU, in place of five and nine; the bits are autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes these: bf16 on a GPU, channels one after another, and all heads in one program."""
+    """Whether the kernel takes x [B, A, S, D] and its tables: bf16 on a GPU, all heads of a token in one program."""
     return (
         triton_cast.on_nvidia(x)
         and x.dtype == cos.dtype == sin.dtype == torch.bfloat16

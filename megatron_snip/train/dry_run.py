@@ -165,10 +165,8 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Inside, what asks for the device chooses as on a Hopper GPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
-        stack.enter_context(
-            mock.patch.object(triton_cast, "takes_product", lambda gate, _: gate.dtype == torch.bfloat16)
-        )
-        stack.enter_context(mock.patch.object(rotary, "_fused", lambda x, *_: x.dtype == torch.bfloat16))
+        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
+            stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
         stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_snip.formats import get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax, swiglu_product
 from megatron_snip.quant.kernels import triton_cast
@@ -131,20 +132,32 @@ def _on_the_cpu() -> AbstractContextManager[None]:
     return as_instructions_round()
 
 
-def gradients(*, rehearse: bool) -> str:
-    """Whether SwiGLU's gradients differ from torch's on the same device, over every bf16 gate; empty if they do not."""
-    every = torch.arange(2**16, dtype=torch.int32, device="cpu" if rehearse else "cuda").to(torch.int16)
-    gate = every.view(torch.bfloat16).repeat(1 if rehearse else 256)
-    generator = torch.Generator(gate.device).manual_seed(1)
-    grad, up = (torch.randn(gate.shape, generator=generator, device=gate.device).bfloat16() for _ in range(2))
+def elementwise(*, rehearse: bool) -> list[str]:
+    """Where SwiGLU's gradients, over every bf16 gate, or rotary positions differ from torch's on the same device."""
+    device = "cpu" if rehearse else "cuda"
+    gate = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(torch.bfloat16)
+    gate = gate.repeat(1 if rehearse else 256)
+    generator = torch.Generator(device).manual_seed(1)
+    grad, up, x = (torch.randn(gate.shape, generator=generator, device=device).bfloat16() for _ in range(3))
+    x = x.view(-1, 64, 8, 64).transpose(1, 2)
+    angles = torch.randn(64, 64, generator=generator, device=device)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    expected = {
+        "SwiGLU's gradient of gate": torch.ops.aten.silu_backward(grad * up, gate),
+        "SwiGLU's gradient of up": grad * torch.nn.functional.silu(gate),
+        "rotary positions": rotary._rotate(x, cos, sin),
+        "rotary positions backward": rotary._rotate_back(x, cos, sin),
+    }
     try:
         with _on_the_cpu() if rehearse else nullcontext():
-            made = triton_cast.swiglu_backward(grad, gate, up)
+            made = (
+                *triton_cast.swiglu_backward(grad, gate, up),
+                *(rotary.launch(x, cos, sin, back=back) for back in (False, True)),
+            )
     except Exception as error:
-        return f"SwiGLU's gradients: {''.join(traceback.format_exception_only(error)).strip()}"
-    expected = torch.ops.aten.silu_backward(grad * up, gate), grad * torch.nn.functional.silu(gate)
-    alike = [torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(made, expected, strict=True)]
-    return "" if all(alike) else f"SwiGLU's gradients of gate and up: the same bits as torch's are {alike}"
+        return [f"elementwise kernels: {''.join(traceback.format_exception_only(error)).strip()}"]
+    alike = zip(expected.items(), made, strict=True)
+    return [f"{name} against torch's" for (name, one), other in alike if not torch.equal(bits(one), bits(other))]
 
 
 def main() -> int:
@@ -161,8 +174,8 @@ def main() -> int:
             found = list(pool.map(one, numbers))
     else:
         found = [one(number) for number in numbers]
-    found.append(gradients(rehearse=args.rehearse))
-    print(json.dumps({"cases": len(found), "differences": [text for text in found if text]}))
+    found += elementwise(rehearse=args.rehearse)
+    print(json.dumps({"cases": len(numbers), "differences": [text for text in found if text]}))
     return 1 if any(found) else 0
 
 

@@ -14,8 +14,8 @@ def test_the_kernel_gives_the_specifications_bits(number):
 
 
 @pytest.mark.gpu
-def test_swiglus_gradients_are_torchs():
-    assert core.gradients(rehearse=False) == ""
+def test_swiglus_gradients_and_rotary_positions_are_torchs():
+    assert core.elementwise(rehearse=False) == []
 
 
 def test_the_set_is_small_and_no_case_is_there_twice():
