@@ -1,13 +1,14 @@
 """Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
 
 One launch reads x once and writes one form or two; a weight's operands for fprop and dgrad differ in layout alone and
-are one cast that is stored twice.  SwiGLU's product of two tensors is made as it is read.  Where triton is not installed nothing here is taken, and the
-specification runs.
+are one cast that is stored twice.  SwiGLU's product of two tensors is made as they are read.  Where triton is not
+installed nothing here is taken, and the specification runs.
 
 What has been run: the kernels compile for Hopper and Blackwell and their code has no fused, flushed or approximate
-arithmetic (tests/unit/quant/kernels/test_triton_compile.py); in Triton's interpreter, on CPU, they give the
-specification's bits (test_triton_cast.py there), with torch in place of the conversions to bf16 and FP8, which the
-interpreter rounds wrongly, and numpy's exponential in place of CUDA's.  Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
+arithmetic but SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py); in Triton's
+interpreter, on CPU, they give the specification's bits (test_triton_cast.py there), with torch in place of the
+conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential in place of CUDA's.
+Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
 """
 
 from __future__ import annotations
