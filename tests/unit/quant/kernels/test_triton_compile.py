@@ -141,7 +141,7 @@ def fused(text: str) -> float:
 
 
 def test_swiglu_fuses_what_torch_does(compiled):
-    """CUDA's exponential takes three fused operations.  A gradient has one more, in 1 + x (1 - s), as torch's kernel."""
+    """CUDA's exponential takes three fused operations.  A gradient has one more, in 1 + x (1 - s), as torch's."""
     x = torch.ones(4096, dtype=torch.bfloat16)
     gradients = compiled("swiglu_backward_kernel", HOPPER, lambda: triton_cast.swiglu_backward(x, x, x))
     product = compiled("cast_kernel", HOPPER, LAUNCHES["mxfp8 input of SwiGLU, two of codes"])
