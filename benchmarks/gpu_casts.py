@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,14 +15,16 @@ import torch
 from gpu import ROOT, Contact, Table
 from harness import Case, interleaved
 from kernel_resources import LAUNCHES as LAUNCHED
-from kernel_resources import SWEEP, Launch
+from kernel_resources import Launch, sweep
 from torch import Tensor
 
 from megatron_snip.formats import get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output, finite_amax
+from megatron_snip.quant.cast import Form, Output, finite_amax, swiglu_product
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.kernels.op import swiglu_gradients
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
@@ -105,6 +108,8 @@ def casts(contact: Contact) -> Table:
                  for fmt, role, dim, random in described]  # fmt: skip
         cases[name] = _cast_case(x, forms, output, amax)
         sizes[name] = 2.0 + len(forms) * (2.0 if output == "values" else 1.0)
+    for name, moved, case in _fused(x):
+        cases[name], sizes[name] = case, moved
     seconds = _times(contact, cases)
     rates = {name: sizes[name] * x.numel() / taken / 1e9 for name, taken in seconds.items()}
     for name, taken in seconds.items():
@@ -113,13 +118,41 @@ def casts(contact: Contact) -> Table:
     return table
 
 
+def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
+    """What one launch does in place of several, and those several: names, bytes an element, cases."""
+    up = x.flip(0)
+    forms = [Form(get_format("fp8"), "input", dim) for dim in (1, 0)]
+    outputs: list[Output] = ["operand", "operand"]
+    yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, outputs, up=up)
+    yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms, outputs)
+    yield "SwiGLU's gradients, one launch", 10.0, lambda: swiglu_gradients(up, x, up, True, True)
+    yield "SwiGLU's gradients in four launches", 22.0, lambda: (
+        torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)
+    )  # fmt: skip
+    heads = x.view(1, len(x), -1, 128).transpose(1, 2)
+    cos, sin = x[:, :128].contiguous(), x[:, -128:].contiguous()
+    for back, plain, count in ((False, rotary._rotate, "five"), (True, rotary._rotate_back, "six")):
+        words = "rotary positions backward" if back else "rotary positions"
+        yield f"{words}, one launch", 4.0, partial(rotary._rotated, heads, cos, sin, back=back)
+        yield f"{words} in {count} launches", 20.0 + 4.0 * back, partial(plain, heads, cos, sin)
+
+
 def tilings(contact: Contact) -> Table:
     """Every number of rows and warps a program, for the launches of kernel_resources.py: what TILINGS should say."""
+    if contact.rehearse:
+        from tests.unit.quant.kernels.interpreted import as_instructions_round
+
+        with as_instructions_round():
+            return _tilings(contact)
+    return _tilings(contact)
+
+
+def _tilings(contact: Contact) -> Table:
     table = Table("Rows and warps of a cast", ("launch", "rows x warps", "registers", "spilled", "ms", "by the copy's"))
     shape = (128, 128) if contact.rehearse else (8192, 8192)
     launches = list(LAUNCHED.items())[:: 3 if contact.rehearse else 1]
     x = torch.randn(*shape, device=contact.device).bfloat16()
-    target, amax, master = torch.empty_like(x), finite_amax(x), x.float()
+    target, amax, master, up = torch.empty_like(x), finite_amax(x), x.float(), x.flip(0)
     for name, launch in launches:
         if contact.left() < 15:
             table.bad.append(f"{name}: left out, the time was over")
@@ -127,14 +160,16 @@ def tilings(contact: Contact) -> Table:
         source = x if launch.dtype is None else master
         cases: dict[str, Case] = {"copy": lambda: target.copy_(x)}
         kernels = {}
-        for tiling in SWEEP:
-            case = partial(_tiled, source, launch, amax, tiling)
+        for tiling in sweep(launch):
+            case = partial(_tiled, source, up, launch, amax, tiling)
             kernels[f"{tiling.chunk} x {tiling.warps}"] = _compiled(case)
             cases[f"{tiling.chunk} x {tiling.warps}"] = case
         seconds = _times(contact, cases)
-        moved = source.element_size() + len(launch.forms) * (2 if launch.outputs[0] == "values" else 1)
+        moved = source.element_size() * (1 + launch.product) + len(launch.forms) * (
+            2 if launch.outputs[0] == "values" else 1
+        )
         best = min(kernels, key=lambda words: seconds[words])
-        now = "{} x {}".format(*triton_cast.tiling(launch.forms))
+        now = "{} x {}".format(*triton_cast.tiling(launch.forms, launch.product))
         for words, kernel in kernels.items():
             share = moved / 4 * seconds["copy"] / seconds[words]
             marks = f"{' *' if words == now else ''}{' best' if words == best else ''}"
@@ -144,9 +179,9 @@ def tilings(contact: Contact) -> Table:
     return table
 
 
-def _tiled(x: Tensor, launch: Launch, amax: Tensor, tiling: triton_cast.Tiling) -> object:
-    with mock.patch.object(triton_cast, "tiling", lambda forms: tiling):
-        return triton_cast.cast(x, launch.forms, launch.outputs, amax, launch.dtype, count=False)
+def _tiled(x: Tensor, up: Tensor, launch: Launch, amax: Tensor, tiling: triton_cast.Tiling) -> object:
+    with mock.patch.object(triton_cast, "tiling", lambda *_: tiling):
+        return launch.of(x, up, amax)
 
 
 def _compiled(case: Case) -> object:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -59,11 +59,11 @@ class _Compiled:
         return lambda *args, **kwargs: self.results.append(self.kernel.warmup(*args, grid=grid, **kwargs))
 
 
-def compile_ahead(name: str, capability: int, call: Callable[[], object]) -> Any:
+def compile_ahead(name: str, capability: int, call: Callable[[], object], module: ModuleType = triton_kernels) -> Any:
     """The one kernel of that name that ``call`` would have launched on a device of the capability."""
-    kernel = _Compiled(getattr(triton_kernels, name))
+    kernel = _Compiled(getattr(module, name))
     with (
-        mock.patch.object(triton_kernels, name, kernel),
+        mock.patch.object(module, name, kernel),
         mock.patch.object(triton_cast, "_converts_fp8", lambda device: True),
     ):
         driver.set_active(_no_device(capability))
@@ -105,22 +105,30 @@ def resources(compiled: Any) -> Resources:
 
 
 class Launch(NamedTuple):
-    """One cast of x [R, C]: its forms and outputs, and what it is rounded to if it is float32."""
+    """One cast of x [R, C]: its forms and outputs, what it is rounded to if it is float32, and whether it is SwiGLU's
+    product that is cast.
+    """
 
     forms: list[Form]
     outputs: list[Output]
     dtype: torch.dtype | None = None
+    product: bool = False
 
     def __call__(self) -> object:
         """Cast an x of even tiles."""
         x = torch.empty(256, 512, dtype=torch.bfloat16 if self.dtype is None else torch.float32)
-        return triton_cast.cast(x, self.forms, self.outputs, torch.ones(()), self.dtype, count=False)
+        return self.of(x, torch.empty_like(x), torch.ones(()))
+
+    def of(self, x: torch.Tensor, up: torch.Tensor, amax: torch.Tensor) -> object:
+        """Cast x [R, C], or the product of x and ``up``."""
+        read = up if self.product else None
+        return triton_cast.cast(x, self.forms, self.outputs, amax, self.dtype, count=False, up=read)
 
 
-def _both(name: str, role: str, output: Output, key: RoundingKey | None = None) -> Launch:
+def _both(name: str, role: str, output: Output, key: RoundingKey | None = None, *, product: bool = False) -> Launch:
     fmt = get_format(name)
     forms = [Form(fmt, role, dim, key if role in fmt.stochastic_roles else None) for dim in (1, 0)]
-    return Launch(forms, [output, output], torch.bfloat16 if role == "weight" else None)
+    return Launch(forms, [output, output], torch.bfloat16 if role == "weight" else None, product)
 
 
 _KEY = RoundingKey(1, 2, 3)
@@ -129,6 +137,9 @@ LAUNCHES = {
     "fp8 weight from float32, two operands": _both("fp8", "weight", "operand"),
     "fp4 grad_output, stochastic, two operands": _both("fp4", "grad_output", "operand", _KEY),
     "fp4 input, two operands": _both("fp4", "input", "operand"),
+    "fp8 input of SwiGLU, two operands": _both("fp8", "input", "operand", product=True),
+    "fp4 input of SwiGLU, two operands": _both("fp4", "input", "operand", product=True),
+    "mxfp8 input of SwiGLU, two of codes": _both("mxfp8", "input", "codes", product=True),
     "mxfp8 input, two of codes": _both("mxfp8", "input", "codes"),
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
     "nvfp4 input, two of values": _both("nvfp4", "input", "values"),
@@ -137,11 +148,17 @@ LAUNCHES = {
 SWEEP = [Tiling(chunk, warps) for chunk in (16, 32) for warps in (4, 8)]
 
 
+def sweep(launch: Launch) -> list[Tiling]:
+    """The tilings to try: SWEEP, and for a product that of a whole block at once."""
+    launched = triton_cast.tiling(launch.forms, launch.product)
+    return SWEEP if launched in SWEEP else [*SWEEP, launched]
+
+
 def compile_tiled(capability: int, launch: Launch, tiling: Tiling | None = None) -> Any:
     """The kernel of a launch, in the tiling that it has or in another one."""
     if tiling is None:
         return compile_ahead("cast_kernel", capability, launch)
-    with mock.patch.object(triton_cast, "tiling", lambda forms: tiling):
+    with mock.patch.object(triton_cast, "tiling", lambda *_: tiling):
         return compile_ahead("cast_kernel", capability, launch)
 
 
@@ -155,8 +172,8 @@ def main() -> None:
     rows, results = [], []
     for capability in (HOPPER, BLACKWELL):
         for name, launch in LAUNCHES.items():
-            launched = triton_cast.tiling(launch.forms)
-            for tiling in SWEEP if args.sweep else [launched]:
+            launched = triton_cast.tiling(launch.forms, launch.product)
+            for tiling in sweep(launch) if args.sweep else [launched]:
                 made = resources(compile_tiled(capability, launch, tiling))
                 each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_cast._COLS))
                 told = f"{tiling.chunk} x {tiling.warps}{' *' if tiling == launched else ''}"

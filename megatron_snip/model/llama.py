@@ -23,7 +23,6 @@ from megatron_snip.model.output import OutputLayer, logits_of
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register
-from megatron_snip.model.swiglu import swiglu
 from megatron_snip.parallel.context import gather_sequences, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
@@ -49,7 +48,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
         gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x, context)
-        out: Tensor = self.down_proj(swiglu(gate, up), context)
+        out: Tensor = self.down_proj(gate, context, up)
         return out
 
 

@@ -6,11 +6,18 @@ Shapes: B sequences, A heads, S tokens, D channels of a head.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.quant.kernels import triton_cast
+
+# Of a program: elements of half a head that it rotates at once, and elements of all heads that it may have of a token.
+_PROGRAM, _MOST = 2048, 16384
 
 
 def rotary_frequencies(m: ModelConfig) -> Tensor:
@@ -34,6 +41,86 @@ def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> t
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [(B, 1,) S, D]."""
+    if torch.compiler.is_compiling():  # which fuses it
+        return _rotate(x, cos, sin)
+    made: Tensor = _Rotate.apply(x, cos, sin)
+    return made
+
+
+class _Rotate(torch.autograd.Function):
+    """One launch each way on a GPU, in place of five and nine; the bits are autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grads[0], *ctx.saved_tensors, back=True), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """x [B, A, S, D] rotated, or as a gradient rotated back, by cos and sin [(B, 1,) S, D]."""
+    if fused(x, cos, sin):
+        if isinstance(x, FakeTensor):
+            made: Tensor = torch.ops.megatron_snip.rotate(x, cos, sin, back)
+            return made
+        return launch(x, cos, sin, back=back)
+    return _rotate_back(x, cos, sin) if back else _rotate(x, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + turned * sin
+
+
+def _rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of x from that of ``_rotate``; 0.0 is added as autograd does, which leaves no -0.0."""
+    half = grad.shape[-1] // 2
+    turned = grad * sin
+    return grad * cos + torch.cat([turned[..., half:], -turned[..., :half]], dim=-1).add_(0.0)
+
+
+def fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel takes x [B, A, S, D] and its tables: bf16 on a GPU, all heads of a token in one program."""
+    return (
+        triton_cast.on_nvidia(x)
+        and x.dtype == cos.dtype == sin.dtype == torch.bfloat16
+        and x.stride(-1) == cos.stride(-1) == 1
+        and cos.stride() == sin.stride()
+        and x.shape[-1] % 2 == 0
+        and x.shape[1] * x.shape[-1] <= _MOST
+    )
+
+
+def launch(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """What ``_rotated`` tells, in one launch; the result is laid out as x [B, A, S, D] is."""
+    import triton
+
+    from megatron_snip.model.rotary_kernel import rotate_kernel
+
+    (samples, heads, tokens, channels), out = x.shape, torch.empty_like(x)
+    padded_heads, padded_half = triton.next_power_of_2(heads), triton.next_power_of_2(channels // 2)
+    together = max(1, _PROGRAM // (padded_heads * padded_half))  # tokens of a program
+    warps = max(1, min(32, together * padded_heads * padded_half // 256))  # 8 elements a thread, loaded as one
+    of_sample = cos.stride(0) if cos.ndim == 4 and cos.shape[0] > 1 else 0
+    with torch.cuda.device_of(x):
+        rotate_kernel[(samples * -(-tokens // together),)](
+            x, *x.stride()[:3], out, *out.stride()[:3], cos, sin, of_sample, cos.stride(-2),
+            heads, tokens, channels // 2, back, padded_heads, together, padded_half,
+            num_warps=warps, **triton_cast.OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("megatron_snip::rotate", mutates_args=())
+def _rotate_op(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return _rotated(x, cos, sin, back=back)
+
+
+@_rotate_op.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(x)

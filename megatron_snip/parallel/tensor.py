@@ -42,6 +42,8 @@ from megatron_snip.quant import (
 )
 from megatron_snip.quant.linear import backends_of, gemm_by_gemm
 from megatron_snip.quant.linear_op import handle_of
+from megatron_snip.quant.swiglu import swiglu, swiglu_linear
+from megatron_snip.quant.three_gemms import Backends
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -223,6 +225,11 @@ class _ParallelLinear(nn.Module):
             return wide_linear(x.flatten(0, 1), w, call, self.wide_dtype).unflatten(0, x.shape[:2])
         return run_linear(x, w, call, self.impl)
 
+    def _backends(self, call: LinearCall, x: Tensor, tokens: int) -> Backends:
+        """Who multiplies in a call, for an input x [..., K_local] of so many tokens."""
+        w = local(self.weight)
+        return backends_of(self.impl, call.precision, x.device, Sizes(tokens, w.shape[1], w.shape[0]))
+
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
         return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"
@@ -262,10 +269,22 @@ class RowParallelLinear(_ParallelLinear):
     wide_dtype = torch.float64  # tp sums it
     sharded_roles = frozenset({"input", "weight"})
 
-    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
-        """x [B, S, K/tp] -> [B, S/tp or S, N]."""
-        y = self.region.leave(self._local_linear(x, context))
+    def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
+        """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
+        y = self._local_linear(x, context) if up is None else self._of_swiglu(x, up, context)
+        y = self.region.leave(y)
         return y.float() if isinstance(context, StepContext) and context.wide else y
+
+    def _of_swiglu(self, gate: Tensor, up: Tensor, context: StepContext | Tensor) -> Tensor:
+        """gate and up [B, S, K/tp], whose product is never stored where the cast can make it -> [B, S, N].
+
+        It is stored where somebody looks at it, in a compiled block, and where the implementation casts by itself.
+        """
+        if isinstance(context, Tensor) or context.wide or self.name in context.observers or not gemm_by_gemm(self.impl):
+            return self._local_linear(swiglu(gate, up), context)
+        call = self.linear_call(context, None)
+        backends = self._backends(call, gate, gate.shape[0] * gate.shape[1])
+        return swiglu_linear(gate, up, local(self.weight), call, backends)
 
 
 def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor) -> list[Tensor]:
@@ -289,10 +308,7 @@ def _group(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext) 
     region, gathers = first.region, first.region.sequence_parallel
     calls = [linear.linear_call(context, None) for linear in linears]
     tokens = x.shape[0] * x.shape[1] * (region.axis.size if gathers else 1)
-    backends = [
-        backends_of(linear.impl, call.precision, x.device, Sizes(tokens, x.shape[2], local(linear.weight).shape[0]))
-        for linear, call in zip(linears, calls, strict=True)
-    ]
+    backends = [linear._backends(call, x, tokens) for linear, call in zip(linears, calls, strict=True)]
     cut_by_cp = first.whole_amax if region.cuts_tokens else None
     return Group(region.axis, gathers, calls, backends, first.whole_amax if gathers else cut_by_cp, cut_by_cp)
 

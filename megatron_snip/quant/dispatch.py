@@ -18,6 +18,7 @@ from megatron_snip.quant.cast import (
     Quantized,
     Rounding,
     resolve,
+    swiglu_product,
 )
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
@@ -38,6 +39,7 @@ def cast(
     *,
     dtype: torch.dtype | None = None,
     count: bool = False,
+    up: Tensor | None = None,
 ) -> list[Cast]:
     """``x`` [R, C] in each of the forms, from one read of it where a kernel can.
 
@@ -45,9 +47,11 @@ def cast(
     x's own, which ``reduce_amax`` makes the whole tensor's.  Only formats with ``needs_tensor_amax`` look.
     Transformed forms (hadamard.py) are cast from the transformed tensor, and its own amax counts for them.
     dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
+    up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
     """
     if all(form.plain for form in forms):
-        return op.cast(x, forms, outputs, None, dtype=dtype, count=count)
+        return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
+    x = x if up is None else swiglu_product(x, up)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
     if dtype is not None and (any(scaled) or any(form.transformed for form in forms)):
         x, dtype = x.to(dtype), None

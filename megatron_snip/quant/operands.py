@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant.cast import Form, Output, Quantized
+from megatron_snip.quant.cast import Form, Output, Quantized, swiglu_product
 from megatron_snip.quant.dispatch import ReduceAmax, cast, dequantize
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
@@ -161,17 +161,26 @@ Wanted = tuple[Form | None, Output]
 
 
 def cast_operands(
-    x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    wanted: Sequence[Wanted],
+    reduce_amax: ReduceAmax | None = None,
+    dtype: torch.dtype | None = None,
+    up: Tensor | None = None,
 ) -> list[Operand]:
-    """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient."""
+    """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient.
+
+    up: as ``dispatch.cast`` has it.
+    """
     if torch.is_grad_enabled():  # not where a Function casts, for which this would be dear
         with torch.no_grad():
-            return cast_operands(x, wanted, reduce_amax, dtype)
+            return cast_operands(x, wanted, reduce_amax, dtype, up)
     forms = [form for form, _ in wanted if form is not None]
+    if up is not None and len(forms) < len(wanted):
+        x, up = swiglu_product(x, up), None
     if dtype is not None and len(forms) < len(wanted):
         x, dtype = x.to(dtype), None
     outputs = [output for form, output in wanted if form is not None]
-    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype) if forms else ())
+    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype, up=up) if forms else ())
     operands = []
     for form, output in wanted:
         if form is None:

@@ -83,9 +83,12 @@ def plain_product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 
 
 def forward(
-    x: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_wgrad: bool
+    x: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_wgrad: bool, up: Tensor | None = None
 ) -> tuple[Tensor, Operand | None]:
-    """x [T,K], w [N,K] -> y [T,N] of x.dtype, and X [T,K] in wgrad's form if that will be needed."""
+    """x [T,K], w [N,K] -> y [T,N] of x.dtype, and X [T,K] in wgrad's form if that will be needed.
+
+    up [T,K]: the linear reads SwiGLU's product silu(x) * up; nobody shares its casts.
+    """
     wanted = [(call.form("fprop", "input"), backends.fprop.output("input", kept=False))]
     form, output = call.form("wgrad", "input") if needs_wgrad else None, backends.wgrad.output("input", kept=True)
     later = call.forward_only and form is not None
@@ -93,7 +96,7 @@ def forward(
         wanted.append((form, output))
     reduce_amax = call.reduce_amax.get("input")
     if call.input_casts is None:
-        made = cast_operands(x, wanted, reduce_amax)
+        made = cast_operands(x, wanted, reduce_amax, up=up)
     else:
         made = call.input_casts.get(x, wanted, x.dtype, reduce_amax)
     y = fprop(made[0], w, call, backends, x.dtype, needs_wgrad=needs_wgrad)

@@ -41,12 +41,14 @@ from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
+from megatron_snip.model import rotary
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel import context
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import scaled_mm
+from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure import updates
@@ -165,6 +167,8 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Inside, what asks for the device chooses as on a Hopper GPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
+        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
+            stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
         stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))

@@ -276,7 +276,7 @@ class Tracker(TorchDispatchMode):
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Say of what casts give that they do, and in which format."""
-        if name == "finite_amax":
+        if name not in ("cast", "dequantize"):
             return
         self.memory.mark(outs, "casts")
         if name == "dequantize":

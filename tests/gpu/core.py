@@ -16,15 +16,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 from megatron_snip.formats import get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax, swiglu_product
 from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, operands
 
@@ -36,12 +37,16 @@ SHAPES = {False: ((2048, 4096), (1031, 2571)), True: ((128, 256), (131, 75))}
 
 
 class Case(NamedTuple):
-    """Forms of one read; ragged: of a tensor with edges, NaN, infinities and subnormal numbers."""
+    """Forms of one read; ragged: of a tensor with edges, NaN, infinities and subnormal numbers.
+
+    product: of SwiGLU's product of two such tensors.
+    """
 
     forms: tuple[Form, ...]
     outputs: tuple[Output, ...]
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = True
+    product: bool = False
 
     @property
     def name(self) -> str:
@@ -50,7 +55,8 @@ class Case(NamedTuple):
             f"{form.fmt.name} {form.role} {form.dim} {output}{' stochastic' if form.key else ''}"
             for form, output in zip(self.forms, self.outputs, strict=True)
         )
-        return f"{each}, {str(self.dtype).removeprefix('torch.')}{', ragged' if self.ragged else ''}"
+        marks = f"{', ragged' if self.ragged else ''}{', of SwiGLU' if self.product else ''}"
+        return f"{each}, {str(self.dtype).removeprefix('torch.')}{marks}"
 
 
 def _form(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
@@ -83,6 +89,10 @@ def _each() -> Iterator[Case]:
         pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
         yield Case(pair, ("codes", "codes"))
         yield Case((_form(fmt, "weight", 1),), ("codes",), torch.float32)
+    for fmt, ragged in itertools.product(FORMATS[:2], (False, True)):
+        pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
+        yield Case(pair, ("operand", "operand"), ragged=ragged, product=True)
+    yield Case((_form("mxfp8", "input", 1), _form("mxfp8", "input", 0)), ("codes", "codes"), product=True)
 
 
 def differences(ours: Cast, expected: Cast) -> list[str]:
@@ -99,26 +109,55 @@ def run(number: int, *, rehearse: bool) -> str:
     """What differs in one case; empty if nothing does."""
     case, device = cases()[number], "cpu" if rehearse else "cuda"
     x = operands(SHAPES[rehearse][case.ragged], case.dtype, device)[1 if case.ragged else 0]
-    amax = finite_amax(x)
+    up = x.flip(0) if case.product else None
+    amax = finite_amax(x if up is None else swiglu_product(x, up))
     try:
-        if rehearse:
-            from triton.runtime import interpreter
-
-            from tests.unit.quant.kernels.interpreted import convert
-
-            with mock.patch.object(interpreter, "_convert_float", convert):
-                made = triton_cast.cast(x, case.forms, case.outputs, amax)
-        else:
-            assert triton_cast.takes(x, case.forms, case.outputs), "the kernels do not take it"
-            made = triton_cast.cast(x, case.forms, case.outputs, amax)
+        with _on_the_cpu() if rehearse else nullcontext():
+            assert rehearse or triton_cast.takes(x, case.forms, case.outputs, up), "the kernels do not take it"
+            made = triton_cast.cast(x, case.forms, case.outputs, amax, up=up)
         found = []
         for ours, form, output in zip(made, case.forms, case.outputs, strict=True):
             for where in {device, "cpu"}:  # the specification on either device
-                expected = cast_reference(x.to(where), [form], [output], amax.to(where))[0]
+                read = x.to(where) if up is None else swiglu_product(x.to(where), up.to(where))
+                expected = cast_reference(read, [form], [output], amax.to(where))[0]
                 found += [f"{part} against the specification on {where}" for part in differences(ours, expected)]
     except Exception as error:
         return f"{case.name}: {''.join(traceback.format_exception_only(error)).strip()}"
     return f"{case.name}: {', '.join(found)}" if found else ""
+
+
+def _on_the_cpu() -> AbstractContextManager[None]:
+    from tests.unit.quant.kernels.interpreted import as_instructions_round
+
+    return as_instructions_round()
+
+
+def elementwise(*, rehearse: bool) -> list[str]:
+    """Where SwiGLU's gradients, over every bf16 gate, or rotary positions differ from torch's on the same device."""
+    device = "cpu" if rehearse else "cuda"
+    gate = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(torch.bfloat16)
+    gate = gate.repeat(1 if rehearse else 256)
+    generator = torch.Generator(device).manual_seed(1)
+    grad, up, x = (torch.randn(gate.shape, generator=generator, device=device).bfloat16() for _ in range(3))
+    x = x.view(-1, 64, 8, 64).transpose(1, 2)
+    angles = torch.randn(64, 64, generator=generator, device=device)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    expected = {
+        "SwiGLU's gradient of gate": torch.ops.aten.silu_backward(grad * up, gate),
+        "SwiGLU's gradient of up": grad * torch.nn.functional.silu(gate),
+        "rotary positions": rotary._rotate(x, cos, sin),
+        "rotary positions backward": rotary._rotate_back(x, cos, sin),
+    }
+    try:
+        with _on_the_cpu() if rehearse else nullcontext():
+            made = (
+                *triton_cast.swiglu_backward(grad, gate, up),
+                *(rotary.launch(x, cos, sin, back=back) for back in (False, True)),
+            )
+    except Exception as error:
+        return [f"elementwise kernels: {''.join(traceback.format_exception_only(error)).strip()}"]
+    alike = zip(expected.items(), made, strict=True)
+    return [f"{name} against torch's" for (name, one), other in alike if not torch.equal(bits(one), bits(other))]
 
 
 def main() -> int:
@@ -135,6 +174,7 @@ def main() -> int:
             found = list(pool.map(one, numbers))
     else:
         found = [one(number) for number in numbers]
+    found += elementwise(rehearse=args.rehearse)
     print(json.dumps({"cases": len(numbers), "differences": [text for text in found if text]}))
     return 1 if any(found) else 0
 

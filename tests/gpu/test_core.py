@@ -13,6 +13,11 @@ def test_the_kernel_gives_the_specifications_bits(number):
     assert core.run(number, rehearse=False) == ""
 
 
+@pytest.mark.gpu
+def test_swiglus_gradients_and_rotary_positions_are_torchs():
+    assert core.elementwise(rehearse=False) == []
+
+
 def test_the_set_is_small_and_no_case_is_there_twice():
     names = [case.name for case in core.cases()]
     assert len(set(names)) == len(names) <= 150

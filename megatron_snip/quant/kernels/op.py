@@ -2,7 +2,7 @@
 
 Direct calls go straight to a kernel or to the specification (cast.py).  Compilers and fake tensors cannot look into
 kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize`` and ``finite_amax``, whose forms are lists of
-integers, ``_FIELDS`` each: a form's constants and its key.
+integers, ``_FIELDS`` each: a form's constants and its key.  Of SwiGLU fake tensors alone see kernels, in a dry run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.quant import cast as specification
-from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference
+from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference, swiglu_product
 from megatron_snip.quant.kernels import cpu, triton_cast
 from megatron_snip.quant.rounding import RoundingKey, Rows
 
@@ -31,14 +32,19 @@ def cast(
     *,
     dtype: torch.dtype | None = None,
     count: bool = False,
+    up: Tensor | None = None,
 ) -> list[Cast]:
     """``x`` [R, C], rounded to ``dtype`` first, in each of the forms, none of them transformed; the rest as
     ``cast_reference``.
+
+    up: of x's shape and dtype, which is then left as it is: ``swiglu_product(x, up)`` is cast.
     """
     if not _traced(x):
-        return _cast_now(x, forms, outputs, amax, dtype, count)
+        return _cast_now(x, forms, outputs, amax, dtype, count, up)
+    if up is not None and not triton_cast.takes_product(x, up):
+        x, up = swiglu_product(x, up), None
     numbers = [number for form, output in zip(forms, outputs, strict=True) for number in _numbers(form, output)]
-    made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, numbers, dtype, count))
+    made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, numbers, dtype, count, up))
     return [
         Cast(next(made), None, None)
         if output == "values"
@@ -63,6 +69,19 @@ def finite_amax(x: Tensor) -> Tensor:
     return torch.ops.megatron_snip.finite_amax(x.detach()) if _traced(x) else _finite_amax_now(x)
 
 
+def swiglu_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of gate and up [...] from that of ``swiglu_product(gate, up)``, of those that are needed."""
+    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # not in a graph, which a compiler fuses
+        if isinstance(grad, FakeTensor):
+            made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.swiglu_backward(grad, gate, up)
+            return made
+        return triton_cast.swiglu_backward(grad, gate, up)
+    grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if needs_gate else None
+    return grad_gate, grad * F.silu(gate) if needs_up else None
+
+
 def _traced(x: Tensor) -> bool:
     """Whether a compiler watches, or x [...] has a shape only."""
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
@@ -75,9 +94,11 @@ def _cast_now(
     amax: Tensor | None,
     dtype: torch.dtype | None,
     count: bool,
+    up: Tensor | None,
 ) -> list[Cast]:
-    if triton_cast.takes(x, forms, outputs):
-        return triton_cast.cast(x, forms, outputs, amax, dtype, count)
+    if triton_cast.takes(x, forms, outputs, up):
+        return triton_cast.cast(x, forms, outputs, amax, dtype, count, up)
+    x = x if up is None else swiglu_product(x, up)
     x = x if dtype is None else x.to(dtype)
     if cpu.takes(x, forms, outputs):
         return cpu.cast(x, forms, outputs, amax, count=count)
@@ -133,13 +154,15 @@ def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
 
 @torch.library.custom_op("megatron_snip::cast", mutates_args=())
 def _cast_op(
-    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool
+    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool, up: Tensor | None
 ) -> list[Tensor]:
-    return _parts(_cast_now(x.contiguous(), *_forms(forms), amax, dtype, count))
+    return _parts(_cast_now(x.contiguous(), *_forms(forms), amax, dtype, count, up))
 
 
 @_cast_op.register_fake
-def _(x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool) -> list[Tensor]:
+def _(
+    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool, up: Tensor | None
+) -> list[Tensor]:
     return _parts(
         allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(*_forms(forms), strict=True)
     )
@@ -172,3 +195,15 @@ def _finite_amax_op(x: Tensor) -> Tensor:
 @_finite_amax_op.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron_snip::swiglu_backward", mutates_args=())
+def _swiglu_backward_op(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = swiglu_gradients(grad, gate, up, True, True)
+    assert grad_gate is not None and grad_up is not None
+    return grad_gate, grad_up
+
+
+@_swiglu_backward_op.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)

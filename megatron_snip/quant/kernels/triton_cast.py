@@ -1,13 +1,14 @@
 """Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
 
 One launch reads x once and writes one form or two; a weight's operands for fprop and dgrad differ in layout alone and
-are one cast that is stored twice.  Where triton is not installed nothing here is taken, and the
-specification runs.
+are one cast that is stored twice.  SwiGLU's product of two tensors is made as they are read.  Where triton is not
+installed nothing here is taken, and the specification runs.
 
 What has been run: the kernels compile for Hopper and Blackwell and their code has no fused, flushed or approximate
-arithmetic (tests/unit/quant/kernels/test_triton_compile.py); in Triton's interpreter, on CPU, they give the
-specification's bits (test_triton_cast.py there), with torch in place of the conversions to bf16 and FP8, which the
-interpreter rounds wrongly.  Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
+arithmetic but SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py); in Triton's
+interpreter, on CPU, they give the specification's bits (test_triton_cast.py there), with torch in place of the
+conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential in place of CUDA's.
+Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _MAX_SIDE = 1 << 24
 # A program's columns: a whole block of MAX_BLOCK.
 _COLS = 128
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
+_PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
 
 
 class Tiling(NamedTuple):
@@ -59,12 +61,14 @@ TILINGS = {
     (16, True): Tiling(16, 4),
 }
 _ANY = Tiling(32, 4)  # for other blocks
+# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
+_WHOLE = Tiling(128, 16)
 
 _MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 _FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
 
-# No fused multiply-add, and subnormal numbers are kept.
-_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+#: Of every launch: no fused multiply-add, and subnormal numbers are kept.
+OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 @cache
@@ -73,15 +77,26 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
-    """Whether the kernels can cast ``x`` [R, C] into these forms: on NVIDIA's GPUs, blocks of powers of two."""
-    return _on_nvidia(x) and all(
-        _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
-        for form, output in zip(forms, outputs, strict=True)
+def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tensor | None = None) -> bool:
+    """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
+    GPUs, blocks of powers of two.
+    """
+    return (
+        on_nvidia(x)
+        and (up is None or takes_product(x, up))
+        and all(
+            _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
+            for form, output in zip(forms, outputs, strict=True)
+        )
     )
 
 
-def _on_nvidia(x: Tensor) -> bool:
+def takes_product(gate: Tensor, up: Tensor) -> bool:
+    """Whether kernels make SwiGLU's product of gate and up [R, C], and its gradients, with the bits of torch's."""
+    return on_nvidia(gate) and on_nvidia(up) and gate.dtype == up.dtype == torch.bfloat16
+
+
+def on_nvidia(x: Tensor) -> bool:
     """Whether kernels can read ``x`` [...] and write beside it.
 
     Subclasses (fake tensors, for one) have no memory to point at.
@@ -104,10 +119,15 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def tiling(forms: Sequence[Form]) -> Tiling:
-    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once."""
-    side = max(max(form.block) for form in forms)
-    chosen = TILINGS.get((side, any(form.key is not None for form in forms)), _ANY)
+def tiling(forms: Sequence[Form], product: bool = False) -> Tiling:
+    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
+
+    product: whether SwiGLU's product is cast.
+    """
+    side, stochastic = max(max(form.block) for form in forms), any(form.key is not None for form in forms)
+    if product and side == MAX_BLOCK and not stochastic:
+        return _WHOLE
+    chosen = TILINGS.get((side, stochastic), _ANY)
     high = any(chosen.chunk < form.block[0] <= _ANY.chunk for form in forms)
     return _ANY if high else chosen
 
@@ -119,15 +139,15 @@ def cast(
     amax: Tensor | None,
     dtype: torch.dtype | None = None,
     count: bool = True,
+    up: Tensor | None = None,
 ) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted; two forms a launch.
+    """The casts of ``x`` [R, C], or with ``up`` of silu(x) * up, which ``takes`` has accepted; two forms a launch.
 
     dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
     """
     if dtype is not None and not (dtype == x.dtype or (x.dtype, dtype) == (torch.float32, torch.bfloat16)):
         x = x.to(dtype)
-    if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE:
-        x = x.contiguous()
+    x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
     casts = [allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(forms, outputs, strict=True)]
@@ -137,9 +157,10 @@ def cast(
     first = 0
     while first < len(forms):
         pair = forms[first : first + 2]
-        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair).chunk}) < 2
+        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair, up is not None).chunk}) < 2
         chosen = slice(first, first + 1 + both)
-        _launch(x, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=dtype not in (None, x.dtype))
+        rounded = dtype not in (None, x.dtype)
+        _launch(x, up, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=rounded)
         if count and _twins(forms[chosen], outputs[chosen]):
             one, twin = (made.saturated for made in casts[chosen])
             assert one is not None and twin is not None
@@ -148,23 +169,29 @@ def cast(
     return casts
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """``x`` [R, C], or a copy whose rows the kernels can read."""
+    return x.contiguous() if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE else x
+
+
 def _launch(
     x: Tensor,
+    up: Tensor | None,
     forms: Sequence[Form],
     outputs: Sequence[Output],
     casts: Sequence[Cast],
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, one form, or two
-    whose blocks higher than a chunk are equally high.
+    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, or silu(x) * up,
+    in one form, or two whose blocks higher than a chunk are equally high.
     """
     from megatron_snip.quant.kernels import triton_kernels
     from megatron_snip.quant.kernels.triton_steps import How
 
     fp8 = _converts_fp8(x.device)
     specs: list[Any] = []
-    arguments: list[Any] = [x, x.stride(0), *x.shape, amax]
+    arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), *x.shape, amax]
     twins = _twins(forms, outputs)
     for form, output, made in zip(forms, outputs, casts, strict=True):
         phase = -1 if form.key is None else form.key.col0 & 7
@@ -176,13 +203,13 @@ def _launch(
         arguments += [None, None, None, 0, 0, *_random(None, x.device)]
     if twins:
         specs[1] = None
-    chunk, warps = tiling(forms)
+    chunk, warps = tiling(forms, up is not None)
     rows = max(chunk, *(form.block[0] for form in forms))
     even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
     grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
-            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **_OPTIONS
+            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **OPTIONS
         )
 
 
@@ -270,7 +297,7 @@ def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
 
 def takes_codes(quantized: Quantized) -> bool:
     """Whether ``dequantize`` takes these codes [R, C]."""
-    return quantized.fmt.quantised and _on_nvidia(quantized.codes) and _natural(quantized.block)
+    return quantized.fmt.quantised and on_nvidia(quantized.codes) and _natural(quantized.block)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -303,14 +330,14 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
             rows,
             cols,
             num_warps=rows * cols // 2048,
-            **_OPTIONS,
+            **OPTIONS,
         )
     return out
 
 
 def takes_amax(x: Tensor) -> bool:
     """Whether ``finite_amax`` takes x [R, C]."""
-    return _on_nvidia(x)
+    return on_nvidia(x)
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -321,6 +348,19 @@ def finite_amax(x: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
-            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **_OPTIONS
+            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **OPTIONS
         )
     return out.view(torch.float32)
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up [...], which ``takes_product`` has accepted, from their product's, in one launch."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grads = torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device_of(gate):
+        triton_kernels.swiglu_backward_kernel[(-(-gate.numel() // _PRODUCT_SIZE),)](
+            grad, gate, up, *grads, gate.numel(), _PRODUCT_SIZE, num_warps=_PRODUCT_WARPS, **OPTIONS
+        )
+    return grads

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The Triton kernels: casts of one read of x into one form or two, dequantisation, and the largest magnitude.
+"""The Triton kernels: casts of one read of x into one form or two, dequantisation, the largest magnitude, and
+SwiGLU's backward.
 
 The arithmetic stands in triton_steps.py; triton_cast.py launches, and says what has been run where.
 """
@@ -16,9 +17,15 @@ from megatron_snip.quant.kernels.triton_steps import (
     block_scales,
     draws_of,
     encode_nearest,
+    exponential,
     float_of,
+    read,
     round_nearest,
     round_stochastic,
+    silu,
+    tile,
+    to_bfloat16,
+    within,
 )
 
 
@@ -42,19 +49,6 @@ def _codes(y, q, size, negative, F: tl.constexpr):
 
 
 @triton.jit
-def _tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``."""
-    corner = start + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
-    return corner + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :] * col_stride
-
-
-@triton.jit
-def _inside(row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which of the elements from (row, col) on exist: bool [ROWS, COLS]."""
-    return (tl.arange(0, ROWS) < rows - row)[:, None] & (tl.arange(0, COLS) < cols - col)[None, :]
-
-
-@triton.jit
 def _store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds."""
     out, _, _, _, _, twin = place
@@ -71,9 +65,9 @@ def _store_along(
     if TRANSPOSED:
         if which is not None:
             which = tl.trans(which)
-        tl.store(_tile(out, col, row, rows, 1, COLS, ROWS), tl.trans(codes), mask=which)
+        tl.store(tile(out, col, row, rows, 1, COLS, ROWS), tl.trans(codes), mask=which)
     else:
-        tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), codes, mask=which)
+        tl.store(tile(out, row, col, cols, 1, ROWS, COLS), codes, mask=which)
 
 
 @triton.jit
@@ -81,19 +75,6 @@ def _count(y, saturated, SATURATION: tl.constexpr):
     """Add to an int64 how many elements of a tile [R, C] are beyond ``SATURATION``."""
     count = tl.sum((tl.abs(y) > SATURATION).to(tl.int32))
     tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
-
-
-@triton.jit
-def _load(x, x_stride, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
-    """A chunk of x [rows, cols] from (row, col): float32 [ROWS, COLS], 0 outside."""
-    at = _tile(x, row, col, x_stride, 1, ROWS, COLS)
-    if HOW.even:
-        chunk = tl.load(at)
-    else:
-        chunk = tl.load(at, mask=_inside(row, col, rows, cols, ROWS, COLS), other=0.0)
-    if HOW.rounded:
-        chunk = chunk.to(tl.bfloat16)
-    return chunk.to(tl.float32)
 
 
 @triton.jit
@@ -114,15 +95,15 @@ def _store_scales(
 
     PADDED: the dim along which zeros follow the last block up to a multiple of 4, or -1.
     """
-    tl.store(_tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=_inside(row, col, rows, cols, NR, NC))
+    tl.store(tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=within(row, col, rows, cols, NR, NC))
     if PADDED == 1:
         end = tl.where(col + NC >= cols, tl.cdiv(cols, 4) * 4, 0)
-        rest = _inside(row, cols, rows, end, NR, 4)
-        tl.store(_tile(scales, row, cols, row_stride, col_stride, NR, 4), tl.zeros((NR, 4), tl.float32), mask=rest)
+        rest = within(row, cols, rows, end, NR, 4)
+        tl.store(tile(scales, row, cols, row_stride, col_stride, NR, 4), tl.zeros((NR, 4), tl.float32), mask=rest)
     elif PADDED == 0:
         end = tl.where(row + NR >= rows, tl.cdiv(rows, 4) * 4, 0)
-        rest = _inside(rows, col, end, cols, 4, NC)
-        tl.store(_tile(scales, rows, col, row_stride, col_stride, 4, NC), tl.zeros((4, NC), tl.float32), mask=rest)
+        rest = within(rows, col, end, cols, 4, NC)
+        tl.store(tile(scales, rows, col, row_stride, col_stride, 4, NC), tl.zeros((4, NC), tl.float32), mask=rest)
 
 
 @triton.jit
@@ -188,11 +169,11 @@ def _cast_chunk(
     if HOW.even:
         inside = None
     else:
-        inside = _inside(row, col, rows, cols, ROWS, COLS)
+        inside = within(row, col, rows, cols, ROWS, COLS)
     if F.output == "values":
         q = float_of(bits_of(q) | negative)
         values = tl.reshape(tl.reshape(q, SHAPE) * decode, (ROWS, COLS))
-        tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
+        tl.store(tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
     else:
         codes = _codes(y, q, size, negative, F)
         _store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
@@ -254,8 +235,7 @@ def _cast_short(
 @triton.jit
 def _cast_tall(
     amax,
-    x,
-    x_stride,
+    source,
     row,
     col,
     rows,
@@ -277,11 +257,11 @@ def _cast_tall(
     if broken:
         amax = tl.zeros_like(amax)
         for part in range(0, ROWS, CHUNK):
-            chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
+            chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, _chunk_amax(chunk, F, CHUNK, COLS, True))
     encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     for part in range(0, ROWS, CHUNK):
-        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
+        chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
         _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, HOW)
 
 
@@ -304,7 +284,7 @@ def _now(iteration, row0, F: tl.constexpr):
     "key0_b", "key1_b", "group0_b", "iteration_b", "row0_b", "pieces_b",
 ])
 def cast_kernel(
-    x, x_stride, rows, cols, tensor_amax,
+    x, x_stride, up, up_stride, rows, cols, tensor_amax,
     out_a, scales_a, saturated_a, scale_row_a, scale_col_a,
     key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a,
     out_b, scales_b, saturated_b, scale_row_b, scale_col_b,
@@ -313,11 +293,13 @@ def cast_kernel(
 ):
     """A tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, in forms A and B (or None).
 
+    up: of x's shape, with its own row stride too, or None: what is cast is silu(x) * up, both bf16.
     The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
     take their amax on the first way, and are cast on a second one.
     iteration, row0: int64 each, in memory, which may change between two replays of a CUDA graph.  pieces: int64 [4] in
     memory, rounding.py's Rows; None: rows stand one after another.
     """
+    source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a, place_b)
     low_a, high_a, now_a = _now(iteration_a, row0_a, A)
@@ -334,7 +316,7 @@ def cast_kernel(
     if TALL_B:
         amax_b = tl.zeros((1, 1, COLS // B.block_cols, 1), tl.int32)
     for part in range(0, ROWS, CHUNK):
-        chunk = _load(x, x_stride, row + part, col, rows, cols, CHUNK, COLS, HOW)
+        chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
         if TALL_A:
             amax_a = tl.maximum(amax_a, _chunk_amax(chunk, A, CHUNK, COLS, False))
         else:
@@ -345,11 +327,11 @@ def cast_kernel(
             _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
     if TALL_A:
         _cast_tall(
-            amax_a, x, x_stride, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
+            amax_a, source, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
         )
     if TALL_B:
         _cast_tall(
-            amax_b, x, x_stride, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
+            amax_b, source, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
         )
 
 
@@ -368,21 +350,21 @@ def dequantize_kernel(
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
-    inside = _inside(row, col, rows, cols, ROWS, COLS)
-    code = tl.load(_tile(codes, row, col, code_row, code_col, ROWS, COLS), mask=inside, other=0).to(tl.int32)
+    inside = within(row, col, rows, cols, ROWS, COLS)
+    code = tl.load(tile(codes, row, col, code_row, code_col, ROWS, COLS), mask=inside, other=0).to(tl.int32)
     magnitude = code & (SIGN_CODE - 1)
     # Read as float32 bits, the code's fields are 2**(BIAS - 127) of its value, subnormal ones too.
     size = float_of(magnitude << (23 - MANTISSA)) * float_of(tl.full((), (254 - BIAS) << 23, tl.int32))
     q = float_of(bits_of(size) | tl.where((code & SIGN_CODE) != 0, -2147483648, 0))  # -size would lose the sign of 0
     q = tl.where((magnitude > MAX_CODE) | (code >= 2 * SIGN_CODE), float("nan"), q)
     block_row, block_col = row // BLOCK_ROWS, col // BLOCK_COLS
-    exists = _inside(block_row, block_col, tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(cols, BLOCK_COLS), NR, NC)
-    scale = tl.load(_tile(scales, block_row, block_col, scale_row, scale_col, NR, NC), mask=exists, other=0.0)
+    exists = within(block_row, block_col, tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(cols, BLOCK_COLS), NR, NC)
+    scale = tl.load(tile(scales, block_row, block_col, scale_row, scale_col, NR, NC), mask=exists, other=0.0)
     if tensor_scale is not None:
         scale = scale * tl.load(tensor_scale)
     scale = tl.reshape(scale, (NR, 1, NC, 1))
     values = tl.reshape(tl.reshape(q, (NR, BLOCK_ROWS, NC, BLOCK_COLS)) * scale, (ROWS, COLS))
-    tl.store(_tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
+    tl.store(tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
 # fmt: on
 
 
@@ -393,3 +375,20 @@ def amax_kernel(x, out, count, SIZE: tl.constexpr):
     at = start + tl.arange(0, SIZE)
     sizes = bits_of(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)) & MAGNITUDE
     tl.atomic_max(out, tl.max(tl.where(sizes < INFINITY, sizes, 0)), sem="relaxed")
+
+
+@triton.jit
+def swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, SIZE: tl.constexpr):
+    """Gradients of SIZE elements of gate and up [count] from that of silu(gate) * up, all bf16.
+
+    Rounded where torch's operators round, and fused where its kernel is: in 1 + x (1 - s).
+    """
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.div_rn(tl.full((SIZE,), 1.0, tl.float32), 1.0 + exponential(-x))
+    of_gate = to_bfloat16(g * other) * s * tl.fma(x, 1.0 - s, tl.full((SIZE,), 1.0, tl.float32))
+    tl.store(grad_gate + at, of_gate.to(tl.bfloat16), mask=inside)
+    tl.store(grad_up + at, (g * silu(x)).to(tl.bfloat16), mask=inside)

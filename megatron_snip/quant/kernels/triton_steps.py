@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The steps of a cast on tiles in registers, for triton_kernels.py: grids, scales and random bits.
+"""The steps of a cast on tiles in registers, for triton_kernels.py: what is read, grids, scales and random bits.
 
 They follow quant/grid.py, quant/scales.py and quant/rounding.py to the bit.  Three habits keep them so: divisions
 are ``tl.div_rn`` (``/`` is approximate on a GPU), products and sums stay apart (kernels are launched with
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 
 class FormSpec(NamedTuple):
@@ -69,6 +70,55 @@ def bits_of(x):
 def float_of(bits):
     """The float32 [...] of a bit pattern int32 [...]."""
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``."""
+    corner = start + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+    return corner + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :] * col_stride
+
+
+@triton.jit
+def within(row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which of the elements from (row, col) on exist: bool [ROWS, COLS]."""
+    return (tl.arange(0, ROWS) < rows - row)[:, None] & (tl.arange(0, COLS) < cols - col)[None, :]
+
+
+@triton.jit
+def to_bfloat16(x):
+    """The nearest bfloat16 of float32 [...], as float32."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) of float32 [...] as torch's kernels have it; ``tl.exp`` is further from the truth."""
+    return libdevice.exp(x)
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + exp(-x)) of bfloat16 numbers, rounded to one: float32 [...]."""
+    return to_bfloat16(tl.div_rn(x, 1.0 + exponential(-x)))
+
+
+@triton.jit
+def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
+    """A chunk [ROWS, COLS] from (row, col) of what is cast, float32, 0 outside.
+
+    source: a matrix x [rows, cols] and its row stride, and those of the matrix by which silu(x) is multiplied, or None.
+    """
+    x, x_stride, up, up_stride = source
+    mask = None if HOW.even else within(row, col, rows, cols, ROWS, COLS)
+    chunk = tl.load(tile(x, row, col, x_stride, 1, ROWS, COLS), mask=mask, other=None if HOW.even else 0.0)
+    if HOW.rounded:
+        chunk = chunk.to(tl.bfloat16)
+    chunk = chunk.to(tl.float32)
+    if up is not None:
+        factor = tl.load(tile(up, row, col, up_stride, 1, ROWS, COLS), mask=mask, other=None if HOW.even else 0.0)
+        chunk = to_bfloat16(silu(chunk) * factor.to(tl.float32))
+    return chunk
 
 
 @triton.jit

@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
 from megatron_snip.quant import Casts, Clock, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.swiglu import swiglu_linear
 from megatron_snip.quant.three_gemms import Backends, three_gemms
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
-KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel")
+KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel", "swiglu_backward_kernel")
 
 
 class Launches(TorchDispatchMode):
@@ -50,17 +52,24 @@ class Launches(TorchDispatchMode):
 
 
 def step(
-    precision: str, master: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch, key: RoundingKey = KEY
+    precision: str,
+    master: torch.dtype,
+    kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    key: RoundingKey = KEY,
+    *,
+    product: bool = False,
 ) -> list[str]:
     """What forward and backward of one linear launch after an optimiser step; kept: whether the weight's casts are.
 
-    The iteration and the row of KEY, which a microbatch's first linear writes to the device, are there already.
+    product: whether the linear reads SwiGLU's.  The iteration and the row of KEY, which a microbatch's first linear
+    writes to the device, are there already.
     """
     triton_cast._written.cache_clear()
     triton_cast._random(KEY, torch.device("meta"))
     launches = Launches()
     monkeypatch.setattr(op, "_traced", lambda x: False)
-    monkeypatch.setattr(triton_cast, "_on_nvidia", lambda x: True)
+    monkeypatch.setattr(triton_cast, "on_nvidia", lambda x: True)
     monkeypatch.setattr(triton_cast, "_converts_fp8", lambda device: True)
     for name in KERNELS:
         monkeypatch.setattr(triton_kernels, name, launches.kernel(name))
@@ -68,9 +77,18 @@ def step(
     w = torch.empty(384, 640, dtype=master, device="meta", requires_grad=True)
     g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
     call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=Casts() if kept else None)
+    up = torch.empty_like(x, requires_grad=True)
+    gemms = (
+        Emulated() if fmt == "bf16" else Hopper() for fmt in precision.split("/") * (3 // len(precision.split("/")))
+    )
+    backends = Backends(*gemms)
     with launches:
-        y = three_gemms(x, w, call, Backends(Hopper(), Hopper(), Hopper()))
-        torch.autograd.grad(y, (x, w), g)
+        if product:
+            y = swiglu_linear(x, up, w, call, backends)
+            torch.autograd.grad(y, (x, up, w), g)
+        else:
+            y = three_gemms(x, w, call, backends)
+            torch.autograd.grad(y, (x, w), g)
     return launches.names
 
 
@@ -101,3 +119,12 @@ def test_what_random_bits_depend_on_is_written_once_a_microbatch_or_not_at_all(m
     assert triton_cast._written.cache_info().currsize == 4, "two forms of a gradient share them"
     timed = RoundingKey(seed=1, iteration=3, stream=3, row0=128, clock=Clock.at(later, "meta"))
     assert len(step("fp4", torch.float32, True, monkeypatch, timed)) == 6
+
+
+def test_swiglus_product_is_made_by_the_cast_that_reads_it(monkeypatch):
+    """Apart it would be two launches more forward and three backward; a GEMM in bf16 needs the product itself."""
+    names = step("fp8", torch.float32, True, monkeypatch, product=True)
+    assert names == ["cast_kernel"] * 2 + [names[2]] + ["cast_kernel"] + names[4:6] + ["swiglu_backward_kernel"]
+    assert all("scaled_mm" in name for name in (names[2], *names[4:6]))
+    plain = step("fp8/fp8/bf16", torch.float32, True, monkeypatch, product=True)
+    assert plain.count("silu") == plain.count("mul") == plain.count("swiglu_backward_kernel") == 1

@@ -4,7 +4,8 @@
 test_triton_cast.py starts it in a process of its own.  Prints what differs and exits 1 if anything does.
 
 The interpreter (3.6 and 3.9) rounds conversions to bf16 and FP8 with ties away from zero, and truncates subnormal
-results, so that here torch converts, as the instructions do: to nearest even, FP8 saturating.
+results, so that here torch converts, as the instructions do: to nearest even, FP8 saturating.  It has no function of
+CUDA's library, so that the exponential is numpy's.
 """
 
 from __future__ import annotations
@@ -13,17 +14,29 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
 from megatron_snip.formats import Element, Format, format_names, get_format
+from megatron_snip.model import rotary
 from megatron_snip.quant import Clock, RoundingKey
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, allocate, cast_reference, finite_amax
+from megatron_snip.quant.cast import (
+    Cast,
+    Form,
+    Output,
+    Quantized,
+    allocate,
+    cast_reference,
+    finite_amax,
+    swiglu_product,
+)
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.rounding import Rows
 from megatron_snip.quant.scales import tensor_scale
@@ -35,7 +48,7 @@ SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
 
 
 class Case(NamedTuple):
-    """One call of the cast; fp8: whether the device converts to FP8.  dtype and count as triton_cast.cast has them."""
+    """One call of the cast; fp8: whether the device converts to FP8.  the rest as triton_cast.cast has it."""
 
     x: torch.Tensor
     forms: list[Form]
@@ -43,6 +56,7 @@ class Case(NamedTuple):
     fp8: bool
     dtype: torch.dtype | None = None
     count: bool = True
+    up: torch.Tensor | None = None
 
 
 _convert = interpreter._convert_float
@@ -60,6 +74,18 @@ def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: obj
     dtype = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}[target]
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8).numpy()
+
+
+def exp(x: Any) -> Any:
+    """In the place of ``libdevice.exp``."""
+    return tl.exp(x)  # of triton as the interpreter has it while it runs
+
+
+@contextmanager
+def as_instructions_round() -> Iterator[None]:
+    """Inside, the interpreter converts and exponentiates as this file's head says."""
+    with mock.patch.object(interpreter, "_convert_float", convert), mock.patch.object(libdevice, "exp", exp):
+        yield
 
 
 def differences(made: Sequence[Cast], expected: Sequence[Cast], outputs: Sequence[Output]) -> Iterator[str]:
@@ -140,6 +166,19 @@ def of_two_pieces() -> Iterator[Case]:
         yield Case(operands((2 * piece * sequences, 40), torch.bfloat16)[0], forms, ["codes", "operand"], fp8=True)
 
 
+def products() -> Iterator[Case]:
+    """SwiGLU's product as it is cast: whole and ragged tiles, special values, rows of any strides, both roundings."""
+    for name, shape, key in (("fp8", (256, 128), None), ("fp4", (131, 200), KEY), ("mxfp8", (35, 136), None)):
+        gate, up = (operands(shape, torch.bfloat16)[1] for _ in range(2))
+        forms = [plain(name, "input", dim, key) for dim in (1, 0)]
+        yield Case(gate, forms, ["operand", "operand"], fp8=True, count=False, up=up.flip(0))
+    wide = operands((70, 300), torch.bfloat16)[1]
+    rows = Rows(32, 128, 32, 64)
+    forms = [plain("mxfp4", "input", 1, RoundingKey(7, 3, 9, 5, 3, rows=rows)), plain("mxfp4", "weight", 0)]
+    yield Case(wide[:, 5:105], forms, ["codes", "values"], fp8=False, up=wide[:, 100:200])
+    yield Case(wide[:, 5:105], forms[:1], ["values"], fp8=False, up=wide.T.contiguous()[100:200, :70].T)
+
+
 def odd_ones() -> Iterator[Case]:
     """Layouts and mixtures that a launch has to see through."""
     wide = operands((40, 300), torch.float32)[1]
@@ -181,8 +220,9 @@ def cast_differences(case: Case) -> list[str]:
         mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8),
         mock.patch.object(triton_cast, "allocate", filled),
     ):
-        made = triton_cast.cast(case.x, case.forms, case.outputs, amax, case.dtype, case.count)
+        made = triton_cast.cast(case.x, case.forms, case.outputs, amax, case.dtype, case.count, case.up)
     x = case.x if case.dtype is None else case.x.to(case.dtype)
+    x = x if case.up is None else swiglu_product(x, case.up)
     found = differences(made, cast_reference(x, case.forms, case.outputs, amax, case.count), case.outputs)
     forms = [f"{form.fmt.name} {form.role} {form.dim}" for form in case.forms]
     return [f"{forms} {case.outputs} {case.x.dtype} {list(case.x.shape)} fp8 {case.fp8}: {what}" for what in found]
@@ -217,6 +257,33 @@ def dequantised() -> Iterator[str]:
                 yield f"dequantize {name} {dtype} {layout.stride()}"
 
 
+def of_products() -> Iterator[str]:
+    """Where silu of any bf16 number differs from torch's, or SwiGLU's gradients from autograd's."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    normal = operands((130, 96), torch.bfloat16)
+    for grad, gate, up in ((every.flip(0), every, torch.ones_like(every)), (normal[0] * 3, normal[1], normal[4])):
+        leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        expected = torch.autograd.grad(torch.nn.functional.silu(leaves[0]) * leaves[1], leaves, grad)
+        for name, ours, theirs in zip(
+            ("gate", "up"), triton_cast.swiglu_backward(grad, gate, up), expected, strict=True
+        ):
+            if not torch.equal(bits(ours), bits(theirs)):
+                yield f"gradient of {name} {list(gate.shape)}"
+
+
+def rotated() -> Iterator[str]:
+    """Where rotary positions differ from torch's: odd numbers of heads and tokens, parts of them, tables a sample."""
+    for heads, channels, of_samples, part in ((5, 12, False, slice(None)), (3, 64, True, slice(10, 29))):
+        x = operands((2 * 40 * heads, channels), torch.bfloat16)[1].view(2, 40, heads, channels).transpose(1, 2)
+        x[..., ::2] *= 0.0  # of both signs
+        angles = torch.randn((2, 1, 40, channels) if of_samples else (40, channels))
+        cos, sin = angles.cos().bfloat16()[..., part, :], angles.sin().bfloat16()[..., part, :]
+        for back, plain_ in ((False, rotary._rotate), (True, rotary._rotate_back)):
+            made, expected = rotary.launch(x[:, :, part], cos, sin, back=back), plain_(x[:, :, part], cos, sin)
+            if not torch.equal(bits(made), bits(expected)):
+                yield f"rotate {heads} heads of {channels}, back {back}"
+
+
 def largest() -> Iterator[str]:
     """Where the largest magnitude differs."""
     for x in (*operands((130, 259), torch.bfloat16), torch.full((3, 5), -float("inf")), -torch.ones(4, 4).T):
@@ -228,11 +295,11 @@ def main() -> int:
     """Compare everything; 0 if nothing differs."""
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
     count, problems = 0, []
-    with mock.patch.object(interpreter, "_convert_float", convert):
-        for case in itertools.chain(every_format(), pairs(), weights(), of_two_pieces(), odd_ones()):
+    with as_instructions_round():
+        for case in itertools.chain(every_format(), pairs(), weights(), of_two_pieces(), products(), odd_ones()):
             count += 1
             problems += cast_differences(case)
-        problems += [*clocks(), *dequantised(), *largest()]
+        problems += [*clocks(), *dequantised(), *of_products(), *rotated(), *largest()]
     print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
     return 1 if problems else 0
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, SWEEP, compile_ahead, compile_tiled, resources
 from megatron_snip.formats import get_format
+from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast, triton_kernels
@@ -131,7 +132,39 @@ def test_largest_magnitude(compiled):
     assert "red.global" in result.asm["ptx"] or "atom.global" in result.asm["ptx"]
 
 
+def fused(text: str) -> float:
+    """Fused multiply-adds of an exponential in PTX; nothing else of FORBIDDEN but the exponential's own is in it."""
+    exponentials = text.count("ex2.approx.ftz.f32")
+    assert exponentials == text.count("fma.rm.f32") == text.count(".ftz") > 0
+    assert set(FORBIDDEN.findall(text)) == {"fma.rn.f32", ".ftz"}
+    return text.count("fma.rn.f32") / exponentials
+
+
+def test_swiglu_fuses_what_torch_does(compiled):
+    """CUDA's exponential takes three fused operations.  A gradient has one more, in 1 + x (1 - s), as torch's."""
+    x = torch.ones(4096, dtype=torch.bfloat16)
+    gradients = compiled("swiglu_backward_kernel", HOPPER, lambda: triton_cast.swiglu_backward(x, x, x))
+    product = compiled("cast_kernel", HOPPER, LAUNCHES["mxfp8 input of SwiGLU, two of codes"])
+    assert fused(product.asm["ptx"]) == 3 and fused(gradients.asm["ptx"]) == 4
+    assert set(re.findall(r"ld\.global[.\w:]*", gradients.asm["ptx"])) == {"ld.global.v4.b32"}
+    made = resources(gradients)
+    assert made.spills == 0 and made.warps_an_sm >= 32
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_rotary_positions(compiled, back):
+    x = torch.ones(1, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
+    table = torch.ones(64, 128, dtype=torch.bfloat16)
+    result = compile_ahead(
+        "rotate_kernel", HOPPER, lambda: rotary.launch(x, table, table, back=back), module=rotary_kernel
+    )
+    made = resources(result)
+    assert not FORBIDDEN.search(result.asm["ptx"]) and "ld.global.v4.b32" in result.asm["ptx"]
+    assert made.spills == 0 and made.warps_an_sm >= 16
+
+
 FIRST = (
+    "fp8 input of SwiGLU, two operands",
     "fp8 input, two operands",
     "fp8 weight from float32, two operands",
     "fp4 grad_output, stochastic, two operands",
@@ -162,6 +195,8 @@ def test_each_entry_of_the_table_is_a_launch_here():
         return max(max(form.block) for form in launch.forms), any(form.key is not None for form in launch.forms)
 
     assert {entry(launch) for launch in LAUNCHES.values()} == set(triton_cast.TILINGS)
+    launched = {triton_cast.tiling(launch.forms, launch.product) for launch in LAUNCHES.values()}
+    assert launched == {*triton_cast.TILINGS.values(), triton_cast._WHOLE}
 
 
 @triton.jit

@@ -1,0 +1,52 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""The Triton kernel of rotary positions; rotary.py launches it.
+
+It compiles for Hopper and Blackwell and gives torch's bits in Triton's interpreter.  NOT YET RUN ON A GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_snip.quant.kernels.triton_steps import to_bfloat16
+
+
+# fmt: off
+@triton.jit
+def rotate_kernel(
+    x, x_sample, x_head, x_token, out, out_sample, out_head, out_token, cos, sin, table_sample, table_token,
+    heads, tokens, half,
+    BACK: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+):
+    """All heads of TOKENS tokens of x [samples, heads, tokens, 2 half], any strides but the last, bf16, to out.
+
+    cos, sin: [tokens, 2 half] for each sample or for all.  Rounded where torch's operators round.
+    BACK: x is the gradient of what was rotated.
+    """
+    blocks = tl.cdiv(tokens, TOKENS)
+    sample, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * TOKENS
+    row = tl.arange(0, TOKENS * HEADS)
+    token, head = (first + row // HEADS).to(tl.int64), row % HEADS
+    channel = tl.arange(0, HALF)[None, :]
+    mask = ((token < tokens) & (head < heads))[:, None] & (channel < half)
+    at = x + (sample.to(tl.int64) * x_sample + head * x_head + token * x_token)[:, None] + channel
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+    angle = (sample.to(tl.int64) * table_sample + token * table_token)[:, None] + channel
+    cos_low = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + half, mask=mask, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + half, mask=mask, other=0.0).to(tl.float32)
+    if BACK:  # with 0.0, as autograd adds it
+        turned_low = to_bfloat16(high * sin_high) + 0.0
+        turned_high = 0.0 - to_bfloat16(low * sin_low)
+    else:
+        turned_low = -to_bfloat16(high * sin_low)
+        turned_high = to_bfloat16(low * sin_high)
+    low = to_bfloat16(low * cos_low) + turned_low
+    high = to_bfloat16(high * cos_high) + turned_high
+    to = out + (sample.to(tl.int64) * out_sample + head * out_head + token * out_token)[:, None] + channel
+    tl.store(to, low.to(tl.bfloat16), mask=mask)
+    tl.store(to + half, high.to(tl.bfloat16), mask=mask)
+# fmt: on
