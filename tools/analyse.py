@@ -151,7 +151,10 @@ def on_rank_0(make: Callable[[], str]) -> str:
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
     """The trainer's options for a probe of the model on the data."""
     words = ["--load", own.model, *rest]
-    given, _ = with_saved_options(words, ("model", "data"))
+    try:
+        given, _ = with_saved_options(words, ("model", "data"))
+    except UserError as error:  # the caller has given a folder, and no --load
+        raise UserError(str(error).removeprefix("--load ")) from None
     p = given.parallel
     runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     kind, model = given.data.tokenizer_type, given.data.tokenizer_model

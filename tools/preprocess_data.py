@@ -93,8 +93,9 @@ def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> d
     result = {}
     for key in job.keys:
         if not isinstance(text := record.get(key), str):
-            kind = "no" if text is None else f"a {type(text).__name__} for the"
-            raise UserError(f'it has {kind} key "{key}"' + ("" if text is None else ", not a string"))
+            if text is None:
+                raise UserError(f'it has no key "{key}"; name the key of its text with --json-keys')
+            raise UserError(f'it has a {type(text).__name__} for the key "{key}", not a string')
         if key == job.keys[0] and job.sample_fraction < 1 and not _is_chosen(job, text):
             return {}
         ids = tokenizer.encode(text)
@@ -303,7 +304,7 @@ def _expand(inputs: Sequence[str]) -> list[str]:
     for name in inputs:
         found = [name] if Path(name).exists() else sorted(glob.glob(name))
         if not found:
-            raise UserError(f"--input {name} does not exist")
+            raise UserError(f"--input {name} does not exist; check the path")
         result += [path for one in found for path in files_of(one)]
     return result
 

@@ -112,7 +112,9 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
 def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
     if not is_hf_folder(hf):
-        raise UserError(f"--hf {hf} holds no config.json beside .safetensors files; give the folder of a model")
+        raise UserError(
+            f"--hf {hf} holds no model (config.json with .safetensors files); give the folder of a Hugging Face model"
+        )
     options = model_options(hf)
     config = Config().replace(**options)
     tied = not config.model.untie_embeddings_and_output_weights

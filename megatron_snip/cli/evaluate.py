@@ -131,7 +131,10 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     UserError for what does not go together.
     """
     words = ["--load", own.model, *rest]
-    config, start = with_saved_options(words, ("model", "data"))
+    try:
+        config, start = with_saved_options(words, ("model", "data"))
+    except UserError as error:  # the caller has given a folder, and no --load
+        raise UserError(str(error).removeprefix("--load ")) from None
     if start.state is not None:
         config, start = with_saved_options([*words, *_compute(start.state, rest)], ("model", "data"))
     elif config.data.tokenizer_model is None:

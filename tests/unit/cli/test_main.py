@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ def test_a_command_gives_its_words_to_its_main(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     assert main([name, "--a", "b"]) == 0 and seen == [["--a", "b"]]
     assert sys.argv == [f"megatron-snip {name}", "--a", "b"]
+
+
+def test_a_failure_is_the_status_of_the_command_and_of_its_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setattr(importlib.import_module("megatron_snip.cli.generate_plan"), "main", lambda words: 1)
+    assert main(["plan"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools/generate_plan.py"), run_name="__main__")
+    assert ended.value.code == 1
 
 
 def test_the_version_stands_in_one_place():
