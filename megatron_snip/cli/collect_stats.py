@@ -19,6 +19,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
+
+from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
@@ -71,11 +74,14 @@ def prepare(
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
     parts = build(config, here, None, draw=False, moments=updates)
+    assert parts.coordinator is not None
+    if not updates:  # nobody asks for the linears' weight gradients: a third of the pass
+        for linear in parts.coordinator.probe.linears.values():
+            cast(nn.Module, linear).requires_grad_(False)
     read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
     consumed = state.get("consumed_samples", 0)
     size = parts.train_loader.size(consumed)
-    assert parts.coordinator is not None
     parts.coordinator.probe.tokens = size * config.model.seq_length
 
     def batch(ahead: int) -> Batch:

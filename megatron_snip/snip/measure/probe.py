@@ -80,6 +80,7 @@ class Probe:
         self.mesh, self.region, self.tokens, self.device = mesh, region, tokens, device
         self.wide = wide  # with Region.wide, where the compute is float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
+        self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
         self.gather = gather  # under context parallelism: a process's part of sequences [T, C] -> the whole of them
 
     def run(
@@ -190,7 +191,7 @@ class Probe:
         for (block, _), mine in groups.items():
             together = BlockProbe(
                 mine, self.attends.get(block), self.mesh.tp, failure,
-                own=self.own_attends, cp=self.mesh.cp, gather=self.gather,
+                own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,
             )  # fmt: skip
             for name in mine:
                 self.linears[name].observer = together.observer(name)
