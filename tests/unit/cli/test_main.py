@@ -55,6 +55,14 @@ def test_the_version_stands_in_one_place():
     assert 'dynamic = ["version"]' in project and 'attr = "megatron_snip.__version__"' in project
 
 
+def test_a_reader_that_stops_reading_help_sees_no_traceback():
+    words = [sys.executable, "pretrain_llama.py", "--help"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 0
+
+
 @pytest.mark.parametrize("words", [["pretrain_llama.py"], ["-m", "megatron_snip.cli", "train"]])
 def test_help_begins_with_what_matters_and_imports_no_torch(words):
     code = (
