@@ -1,13 +1,13 @@
-r"""What low precision would cost a model, linear by linear, without training it.
+r"""Measure what low precision would cost in each linear of a model, without training.
 
     python tools/analyse.py llama/ --data my.txt
     torchrun --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl --output analysis \
         --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
-prefix of an indexed dataset.  Each of --batches batches is probed by itself, so every figure has a standard error.
-Written to --output, which all processes see: report.html with pictures, sensitivity.json, stats.json for
-tools/generate_plan.py, and a plan for each of --shares, plan_75.json for 75% of the linears' FLOPs in FP4, for
+prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
+--output, which all processes must see, gets report.html with pictures, sensitivity.json, stats.json for
+tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json for 75% of the linears' FLOPs in FP4, for
 `pretrain_llama.py --precision plan` and tools/export_plan.py.  Options of the trainer may follow.
 
 Computes in BF16; give --no-bf16 for figures that are the same on every layout, which takes three times as long on CPUs.

@@ -1,10 +1,10 @@
 """Tokenise text into indexed datasets, ``{output_prefix}_{json_key}_document.{bin,idx}``.
 
-Inputs are JSON lines, plain or compressed (.gz, .zst), parquet, folders that Hugging Face's `save_to_disk` wrote,
-folders of all these, and .txt files, a document each.  Source: Megatron-LM's tools/preprocess_data.py, whose
-options, names and results are kept.  Results are written in the order of the input, so they do not depend on --workers.
-Outputs get their names when all is written, so none is ever half a file.  What is done so far lies in
-``{output_prefix}.partial/``: after a kill the same command goes on from there, and gives the same bytes.
+Inputs are JSON lines (plain, .gz or .zst), parquet, datasets that Hugging Face's `save_to_disk` wrote, .txt files
+with one document each, and folders of these.  Options, names and results are those of Megatron-LM's
+tools/preprocess_data.py.  Results are written in the order of the input, so they do not depend on --workers.  Outputs
+get their names when they are complete, so you never see half a file.  Work in progress is in
+``{output_prefix}.partial/``: if it is killed, the same command continues from there, and gives the same bytes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-r"""Probe a checkpoint: the statistics that plans are made of, without training.
+r"""Probe a checkpoint without training: collect the statistics that plans are made from.
 
     python tools/collect_stats.py --load runs/my/checkpoints
     torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
---load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
-batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  --load DIR of a Hugging Face model tells the model alone; data, batch and seq-length are then given.
-Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
-did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
+--load is a folder of checkpoints, of which the latest is taken, or one checkpoint in it.  Model, data, batch and SNIP
+options come from its run; the trainer's options override them, on the command line or by --config FILE.  The layout
+does not come from the run.  --load may also be a Hugging Face model; then you give data, batch and seq-length.
+--snip-options has the formats.  The probe sees what the run itself would probe next: the coming batches, until it has
+--snip-probe-tokens, all with these weights.  It writes only --output.
 """
 
 from __future__ import annotations
