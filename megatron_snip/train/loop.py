@@ -347,7 +347,7 @@ class Trainer:
         if state is None:
             return
         for change in changed_options(self.config, state):
-            LOGGER.warning(f"this run continues with another value of an option, {change}")
+            LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
         self._take_state({**state, **anew})
         self.consumed, self.data_skipped = state["consumed_samples"], state.get("data_skipped", 0)
