@@ -1,6 +1,6 @@
 """The command line and the TOML file that give a run's options: one flat list of names, the same in both.
 
-The command line wins over the file.
+The command line overrides the file.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def first_options() -> str:
         found = re.search(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
         assert found is not None, name
         lines.append(f"  {'--' + name.replace('_', '-') + given:<28}{found[1]}")
-    lines.insert(0, f"  {'--config FILE.toml':<28}Options from a file; the command line wins.")
-    return "\n".join(["What matters first, with defaults; all options stand below, in groups.", *lines, ""])
+    lines.insert(0, f"  {'--config FILE.toml':<28}Options from a file; the command line overrides it.")
+    return "\n".join(["The most important options, with defaults. All options follow below, in groups.", *lines, ""])
 
 
 def _read_words(words: list[str]) -> Config:
@@ -154,8 +154,8 @@ def _read_words(words: list[str]) -> Config:
                 Config,
                 args=words,
                 prog="pretrain_llama.py",
-                description="Pretrain a Llama or Qwen3 whose linears' precision is planned. --config FILE.toml reads "
-                "options from a file; the command line wins.",
+                description="Pretrain a Llama or Qwen3 in mixed FP4 and FP8. --config FILE.toml reads options from a "
+                "file; the command line overrides it.",
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             )
     except SystemExit as leaving:

@@ -24,7 +24,7 @@ TILE = 128  # tokens and channels of a quantisation tile; shapes are checked aga
 class ModelConfig:
     """The kind of model and its shape."""
 
-    model_name: str = "llama"  # Kind of model: llama, or qwen3, which norms each head's queries and keys.
+    model_name: str = "llama"  # Kind of model: llama, or qwen3, which normalises queries and keys.
     num_layers: int = 0  # Transformer blocks (required).
     hidden_size: int = 0  # Width of the residual stream (required).
     ffn_hidden_size: int = 0  # Width of the SwiGLU (required).
@@ -83,21 +83,21 @@ class ParallelConfig:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
     # Groups of data parallel processes, such as the nodes, each of which holds all that is sharded.
     num_distributed_optimizer_instances: int = 1
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs where there are some, unless the backend is gloo.
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, unless the backend is gloo.
     # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for a try.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    distributed_timeout_minutes: float = 10.0  # A collective that takes longer ends the run.
+    distributed_timeout_minutes: float = 10.0  # The run ends if a collective takes longer.
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Batches, optimiser, schedule and how a run ends."""
 
-    micro_batch_size: int = 1  # Sequences a process runs at once.
-    global_batch_size: int = 0  # Sequences of one iteration over all processes (required).
+    micro_batch_size: int = 1  # Sequences that a process runs at once.
+    global_batch_size: int = 0  # Sequences in one iteration, over all processes (required).
     # START INCREMENT SAMPLES: the batch grows from START by INCREMENT again and again over SAMPLES; with train-samples.
     rampup_batch_size: tuple[int, ...] = ()
-    train_iters: int = 0  # Iterations of the whole run (required, or train-samples).
+    train_iters: int = 0  # Iterations of the whole run (required, unless you give train-samples).
     train_samples: Optional[int] = None  # Sequences of the whole run, in place of train-iters.
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
@@ -113,8 +113,8 @@ class TrainingConfig:
     lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.
-    start_weight_decay: Optional[float] = None  # Weight decay of the first update, where it grows.
-    end_weight_decay: Optional[float] = None  # Weight decay at the end of training, where it grows.
+    start_weight_decay: Optional[float] = None  # Weight decay of the first update, if it grows.
+    end_weight_decay: Optional[float] = None  # Weight decay at the end of training, if it grows.
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"  # How weight decay grows.
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
@@ -127,23 +127,23 @@ class TrainingConfig:
     deterministic_mode: bool = False  # Algorithms of torch, cuBLAS and NCCL that repeat their bits; slower on GPUs.
     manual_gc: bool = False  # Collect garbage at --manual-gc-interval alone, so that processes pause together.
     manual_gc_interval: int = 0  # Iterations between two collections under --manual-gc; 0: only at the start.
-    bf16: bool = False  # Compute in BF16 with FP32 master weights; without it in float32.
-    recompute_granularity: Literal["none", "full", "selective"] = "none"  # What runs again in backward to save memory.
+    bf16: bool = False  # Compute in BF16 with FP32 master weights; without it, in float32.
+    recompute_granularity: Literal["none", "full", "selective"] = "none"  # What backward recomputes to save memory.
     # full: each so many blocks as one (uniform, the default), or a stage's first blocks one by one (block).
     recompute_method: Optional[Literal["uniform", "block"]] = None
     recompute_num_layers: Optional[int] = None  # full: so many blocks; by default 1.
     recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of every block, core_attn and mlp.
     compile: bool = False  # Compile each block by torch.compile; its linears run as without it, bit for bit.
     preflight: bool = True  # Before iteration 1, run what --precision snip will need: each option and a probe.
-    max_skipped_iterations: int = 10  # Iterations in a row with a non-finite loss or gradient that end it.
-    # An iteration whose loss spikes or is not finite runs once more before it counts; see docs/reliability.md.
+    max_skipped_iterations: int = 10  # The run ends after this many non-finite iterations in a row.
+    # Run an iteration again before it counts if its loss spikes or is not finite; see docs/reliability.md.
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
     spike_window: int = 64  # A loss spikes that is above the mean of so many good losses before it ...
     spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
     spike_nats: float = 0.5  # ... and by more than so many nats.
-    exit_interval: Optional[int] = None  # Save and leave when the iteration divides by this.
-    exit_duration_in_mins: Optional[float] = None  # Save and leave after this many minutes.
-    exit_signal_handler: bool = True  # Save and leave cleanly on SIGTERM or Ctrl-C.
+    exit_interval: Optional[int] = None  # Save and end when the iteration is a multiple of this.
+    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes.
+    exit_signal_handler: bool = True  # Save and end cleanly on SIGTERM or Ctrl-C.
 
     @property
     def batch_sizes(self) -> range:
@@ -166,23 +166,23 @@ class DataConfig:
     """Where tokens come from."""
 
     data_path: tuple[str, ...] = ()  # Prefix of a .bin/.idx pair, or weight prefix weight prefix ...
-    train_data_path: tuple[str, ...] = ()  # The same for training alone, in place of --data-path.
-    valid_data_path: tuple[str, ...] = ()  # The same for validation alone, in place of --data-path.
+    train_data_path: tuple[str, ...] = ()  # The same for training only, in place of --data-path.
+    valid_data_path: tuple[str, ...] = ()  # The same for validation only, in place of --data-path.
     split: str = "969,30,1"  # Shares of --data-path for training, validation, test.
     data_cache_path: Optional[str] = None  # Folder that keeps sample indices between runs.
-    reset_position_ids: bool = False  # Positions begin anew after each end of document.
-    reset_attention_mask: bool = False  # Tokens see their own document alone.
-    eod_mask_loss: bool = False  # The token after an end of document is not trained on.
-    mock_data: bool = False  # Made-up tokens, for a first try of a layout.
+    reset_position_ids: bool = False  # Restart positions after each end of document.
+    reset_attention_mask: bool = False  # Let tokens attend only to their own document.
+    eod_mask_loss: bool = False  # Do not train on the token after an end of document.
+    mock_data: bool = False  # Use made-up tokens, to try out a layout.
     tokenizer_type: str = "NullTokenizer"  # SentencePieceTokenizer, HuggingFaceTokenizer, ...
-    tokenizer_model: Optional[str] = None  # The tokenizer's file or folder.
+    tokenizer_model: Optional[str] = None  # File or folder of the tokenizer.
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """The run folder, the log, wandb and validation."""
 
-    run_dir: str = "runs/default"  # Folder of metrics, plans, statistics, checkpoints and the report.
+    run_dir: str = "runs/default"  # Folder for metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
     log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs) to line and metrics, MFU to the line where known.
     log_memory: bool = False  # Add memory in use, and at most, to each row of metrics.
@@ -205,53 +205,53 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: Optional[str] = None  # Folder of checkpoints; by default <run-dir>/checkpoints.
-    load: Optional[str] = None  # Folder to continue from, or an iter_ folder in it; if it is --save it may be empty.
-    # Where --load holds no checkpoint yet, begin with these weights: a folder of checkpoints, or a Hugging Face model.
+    load: Optional[str] = None  # Checkpoints to continue from, or Hugging Face model to start from.
+    # If --load holds no checkpoint yet, start from these weights: a folder of checkpoints, or a Hugging Face model.
     pretrained_checkpoint: Optional[str] = None
-    ckpt_step: Optional[int] = None  # Iteration to load; by default the newest checkpoint that is whole.
+    ckpt_step: Optional[int] = None  # Iteration to load; by default the newest undamaged checkpoint.
     save_interval: Optional[int] = None  # Iterations between two checkpoints; by default only at the end.
     async_save: bool = False  # Write checkpoints in the background; training waits while tensors are copied.
     keep_last: Optional[int] = None  # Checkpoints to keep; older ones are deleted. By default all are kept.
     keep_every: Optional[int] = None  # Beyond --keep-last, keep those whose iteration divides by this.
-    no_load_optim: bool = False  # Leave the saved optimiser state alone and start it from zero.
-    finetune: bool = False  # Load the weights alone; iteration, data and optimiser start from zero.
+    no_load_optim: bool = False  # Do not load the optimiser state; start it from zero.
+    finetune: bool = False  # Load only the weights; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.
-    accept_changed_data: bool = False  # Go on from a checkpoint though the data is not what it was trained on.
+    accept_changed_data: bool = False  # Continue although the data differs from what the checkpoint was trained on.
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """What the linears compute in."""
 
-    precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan (fixed, from a file); snip (re-planned).
+    precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen in training.
     precision_plan: Optional[str] = None  # The plan file of --precision plan.
-    linear_impl: str = "auto"  # Implementation of quantised linears; auto takes the best that is here.
+    linear_impl: str = "auto"  # Implementation of quantised linears; auto takes the best one available.
 
 
 @dataclass(frozen=True)
 class SnipConfig:
     """When and how precision is planned (--precision snip)."""
 
-    snip_target: float = 0.75  # Share of the linears' FLOPs that the plan must put in FP4.
+    snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4.
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
-    snip_apply_lag: int = 1  # A plan probed before iteration i holds from iteration i + this.
+    snip_apply_lag: int = 1  # Iterations from a probe until its plan takes effect; the solver works meanwhile.
     # Precisions a linear may take, by comma; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else fp8,fp4.
     snip_options: str = "auto"
-    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # One choice: a linear; a GEMM; q,k,v or gate,up.
-    snip_fix: str = ""  # Linears that are not planned: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
+    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # fused: q,k,v and gate,up together.
+    snip_fix: str = ""  # Linears that you decide: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
-    snip_weight: float = 0.0  # c of the objective: weight of the weight divergence; 0 leaves it unmeasured.
-    snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan holds.
-    # Of every pipeline stage: nothing; the target; the least time.  auto: each where there are several, else none.
+    snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
+    snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
+    # each: every pipeline stage meets the target; makespan: the slowest is made fast.  auto: each if there are several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.
-    snip_churn: float = 0.0  # Cost of a linear that changes, in the objective's unit; a third for each GEMM.
+    snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
-    snip_guard_patience: int = 5  # Iterations in a row with a spike or without an update that are a break.
+    snip_guard_patience: int = 5  # Bad iterations in a row (spike or no update) before it falls back.
     snip_bf16_eval_interval: int = 0  # Iterations between two extra BF16 forwards that measure the loss divergence.
 
     def stage_constraint(self, stages: int) -> str:
@@ -267,8 +267,8 @@ class SnipConfig:
 class DryRunConfig:
     """Counting what a run would need, without running it."""
 
-    dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors, print them and leave.
-    world_size: Optional[int] = None  # Processes that --dry-run takes the run to have; by default torchrun's.
+    dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
+    world_size: Optional[int] = None  # With --dry-run: number of processes of the run; by default torchrun's.
     memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than so many GiB.
     dry_run_json: Optional[str] = None  # With --dry-run: a file for the same figures as JSON.
 

@@ -1,14 +1,17 @@
-r"""What low precision would cost a model, linear by linear, without training it.
+r"""Measure what low precision would cost in each linear of a model, without training.
 
     python tools/analyse.py llama/ --data my.txt
     torchrun --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl --output analysis \
         --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
-prefix of an indexed dataset.  Each of --batches batches is probed by itself, so every figure has a standard error.
-Written to --output, which all processes see: report.html with pictures, sensitivity.json, stats.json for
-tools/generate_plan.py, and a plan for each of --shares, plan_75.json for 75% of the linears' FLOPs in FP4, for
+prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
+--output, which all processes must see, gets report.html with pictures, sensitivity.json, stats.json for
+tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json for 75% of the linears' FLOPs in FP4, for
 `pretrain_llama.py --precision plan` and tools/export_plan.py.  Options of the trainer may follow.
+
+Computes in BF16; give --no-bf16 for figures that are the same on every layout, which takes three times as long on CPUs.
+A CPU needs small numbers: start with --batches 4 --batch-size 1 --seq-length 128.
 
 Convention: loss divergence is the increase of the loss in nats a token that a format of the linear's fprop predicts.
 """
@@ -27,11 +30,12 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from tqdm import tqdm
 
 from megatron_snip import runtime
 from megatron_snip.cli import collect_stats
 from megatron_snip.config import Config
-from megatron_snip.data.indexed import IndexedDatasetBuilder, token_dtype
+from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word, read_file
@@ -134,6 +138,16 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
     return str(prefix)
 
 
+def warn_of_repeats(prefix: str, own: argparse.Namespace) -> None:
+    """Batches that see the same text again vary less than others: their standard errors would be too small."""
+    there, taken = IndexedDataset(prefix).num_tokens, own.batches * own.batch_size * own.seq_length
+    if there < taken:
+        LOGGER.warning(
+            f"--data {own.data} has {there:,} tokens and {own.batches} batches of {own.batch_size} x {own.seq_length} "
+            f"take {taken:,}: text repeats, and standard errors are too small; give more text, or fewer --batches"
+        )
+
+
 def on_rank_0(make: Callable[[], str]) -> str:
     """What rank 0 makes, on every process; its error too."""
     answer = ["", ""]
@@ -150,8 +164,11 @@ def on_rank_0(make: Callable[[], str]) -> str:
 
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
     """The trainer's options for a probe of the model on the data."""
-    words = ["--load", own.model, *rest]
-    given, _ = with_saved_options(words, ("model", "data"))
+    words = ["--load", own.model, "--bf16", *rest]
+    try:
+        given, _ = with_saved_options(words, ("model", "data"))
+    except UserError as error:  # the caller has given a folder, and no --load
+        raise UserError(str(error).removeprefix("--load ")) from None
     p = given.parallel
     runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     kind, model = given.data.tokenizer_type, given.data.tokenizer_model
@@ -160,6 +177,8 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     if model is None and not Path(f"{own.data}.idx").is_file():
         raise UserError(f"--data {own.data} is text, and {own.model} names no tokenizer; give --tokenizer-model")
     prefix = on_rank_0(lambda: tokenised(Path(own.data), kind, str(model), Path(own.output)))
+    if runtime.environment_rank() == 0:
+        warn_of_repeats(prefix, own)
     asked = {
         "data_path": prefix, "split": "1,0,0", "train_iters": 1, "lr": 1e-4, "snip_options": own.formats,
         "snip_probe_tokens": 1, "snip_weight": 0.0, "precision": "snip",
@@ -177,16 +196,25 @@ def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics
     parts, batch, iteration = collect_stats.prepare(config, start, batches, updates=False)
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
+    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
+    bar = tqdm(
+        total=batches * microbatches * len(probe.linears), desc="probe", unit="linear", leave=False,
+        disable=parts.mesh.rank > 0, mininterval=1.0 if sys.stderr.isatty() else 10.0,
+    )  # fmt: skip
+    probe.progress = bar.update
     try:
         for ahead in range(batches):
             run_pass = parts.stepper.pass_runner(batch(ahead), iteration + ahead)
             found.append(probe.run(run_pass, parts.optimizer.zero_grad, iteration + ahead, updates=False))
+            spent = time.perf_counter() - begin
+            left = spent / (ahead + 1) * (batches - ahead - 1)
             LOGGER.info(
-                f"batch {ahead + 1} of {batches}: loss {found[-1].loss:.4f}, {time.perf_counter() - begin:.1f} s"
+                f"batch {ahead + 1} of {batches}: loss {found[-1].loss:.4f}, {spent:.1f} s, about {left:.0f} s left"
             )
     except ProbeFailed as error:  # on every process alike
         raise UserError(f"{start.load}: {error}") from None
     finally:
+        bar.close()
         parts.train_loader.close()
     return found, parts.mesh.rank == 0
 

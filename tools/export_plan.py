@@ -1,12 +1,12 @@
-r"""Write a plan as other trainers and quantisers read it.
+r"""Write a plan in the form that another trainer or quantiser reads.
 
     python tools/export_plan.py PLAN.json --to megatron --output DIR [--pipeline-model-parallel-size 4]
     python tools/export_plan.py PLAN.json --to torchtitan|transformer-engine|modelopt|torchao --output DIR
 
-What the other program cannot say is told, once a kind, and decided for the more precise: a linear whose GEMMs differ
-takes its most precise format, so do linears that are one there (q, k and v; gate and up), and a format without a
-counterpart becomes the nearest.  Plans made with --snip-granularity tied and formats of --snip-options mxfp8,nvfp4 lose
-least.
+If the other program cannot express something, a note says so, and the more precise choice is made: a linear whose
+GEMMs differ takes its most precise format, and so do linears that are fused there (q, k and v; gate and up).  A
+format without a counterpart becomes the nearest one.  Plans with --snip-granularity fused and --snip-options
+mxfp8,nvfp4 lose least.
 """
 
 from __future__ import annotations

@@ -9,4 +9,4 @@ from megatron_snip.cli.generate_plan import main
 
 if __name__ == "__main__":
     with runtime.report_errors():
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

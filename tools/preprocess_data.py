@@ -1,10 +1,10 @@
 """Tokenise text into indexed datasets, ``{output_prefix}_{json_key}_document.{bin,idx}``.
 
-Inputs are JSON lines, plain or compressed (.gz, .zst), parquet, folders that Hugging Face's `save_to_disk` wrote,
-folders of all these, and .txt files, a document each.  Source: Megatron-LM's tools/preprocess_data.py, whose
-options, names and results are kept.  Results are written in the order of the input, so they do not depend on --workers.
-Outputs get their names when all is written, so none is ever half a file.  What is done so far lies in
-``{output_prefix}.partial/``: after a kill the same command goes on from there, and gives the same bytes.
+Inputs are JSON lines (plain, .gz or .zst), parquet, datasets that Hugging Face's `save_to_disk` wrote, .txt files
+with one document each, and folders of these.  Options, names and results are those of Megatron-LM's
+tools/preprocess_data.py.  Results are written in the order of the input, so they do not depend on --workers.  Outputs
+get their names when they are complete, so you never see half a file.  Work in progress is in
+``{output_prefix}.partial/``: if it is killed, the same command continues from there, and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> d
     result = {}
     for key in job.keys:
         if not isinstance(text := record.get(key), str):
-            kind = "no" if text is None else f"a {type(text).__name__} for the"
-            raise UserError(f'it has {kind} key "{key}"' + ("" if text is None else ", not a string"))
+            if text is None:
+                raise UserError(f'it has no key "{key}"; name the key of its text with --json-keys')
+            raise UserError(f'it has a {type(text).__name__} for the key "{key}", not a string')
         if key == job.keys[0] and job.sample_fraction < 1 and not _is_chosen(job, text):
             return {}
         ids = tokenizer.encode(text)
@@ -303,7 +304,7 @@ def _expand(inputs: Sequence[str]) -> list[str]:
     for name in inputs:
         found = [name] if Path(name).exists() else sorted(glob.glob(name))
         if not found:
-            raise UserError(f"--input {name} does not exist")
+            raise UserError(f"--input {name} does not exist; check the path")
         result += [path for one in found for path in files_of(one)]
     return result
 

@@ -138,7 +138,7 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
         if self.count:
-            LOGGER.info(f"training waited {self.waited:.2f} s for {self.count} checkpoints")
+            LOGGER.info(f"training waited {self.waited:.2f} s for the saving of {self.count} checkpoints")
 
     def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
         """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -264,7 +265,9 @@ def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor]) -> N
                 "match the model options to its state.json"
             )
     try:
-        dcp_load(dict(tensors), storage_reader=reader)
+        with warnings.catch_warnings():  # torch says that a single process loads, as export means to
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load(dict(tensors), storage_reader=reader)
     except CheckpointException as error:  # a BaseException, the same on every process
         rank, (first, _) = min(error.failures.items())
         if not isinstance(first, (Damaged, OSError)):

@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_snip.runtime import report_errors
 
     with report_errors():
-        module.main(rest)
-    return 0
+        return module.main(rest) or 0
 
 
 if __name__ == "__main__":

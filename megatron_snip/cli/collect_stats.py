@@ -1,14 +1,14 @@
-r"""Probe a checkpoint: the statistics that plans are made of, without training.
+r"""Probe a checkpoint without training: collect the statistics that plans are made from.
 
     python tools/collect_stats.py --load runs/my/checkpoints
     torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
---load is a folder of checkpoints, of which the latest counts, or one checkpoint in it.  Its run tells model, data,
-batch and SNIP options; the trainer's options win over them, on the command line or by --config FILE.  The layout is
-not taken from it.  --load DIR of a Hugging Face model tells the model alone; data, batch and seq-length are then given.
-Formats are those of --snip-options.  What is probed is what the run itself would probe next, if it
-did not end soon: the coming batches with --snip-probe-tokens, all at these weights.  Nothing but --output is written.
+--load is a folder of checkpoints, of which the latest is taken, or one checkpoint in it.  Model, data, batch and SNIP
+options come from its run; the trainer's options override them, on the command line or by --config FILE.  The layout
+does not come from the run.  --load may also be a Hugging Face model; then you give data, batch and seq-length.
+--snip-options has the formats.  The probe sees what the run itself would probe next: the coming batches, until it has
+--snip-probe-tokens, all with these weights.  It writes only --output.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
+
+from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
@@ -71,11 +74,14 @@ def prepare(
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
     parts = build(config, here, None, draw=False, moments=updates)
+    assert parts.coordinator is not None
+    if not updates:  # nobody asks for the linears' weight gradients: a third of the pass
+        for linear in parts.coordinator.probe.linears.values():
+            cast(nn.Module, linear).requires_grad_(False)
     read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
     consumed = state.get("consumed_samples", 0)
     size = parts.train_loader.size(consumed)
-    assert parts.coordinator is not None
     parts.coordinator.probe.tokens = size * config.model.seq_length
 
     def batch(ahead: int) -> Batch:

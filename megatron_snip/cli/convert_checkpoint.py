@@ -1,12 +1,12 @@
-r"""Hugging Face Llama or Qwen3 to and from checkpoints of pretrain_llama.py.
+r"""Convert a Hugging Face Llama or Qwen3 to a checkpoint of pretrain_llama.py, and back.
 
     python tools/convert_checkpoint.py import --hf meta-llama/ --save checkpoints/llama
     python tools/convert_checkpoint.py export --load runs/my/checkpoints --hf exported/ [--ckpt-step 1000]
 
-`import` writes a checkpoint of weights alone, which `--load DIR --finetune` starts a new run from at any layout, and
-beside it `model.toml`, the model's options for --config, and the tokenizer.  (--load also takes a Hugging Face folder
-as it is.)  `export` writes safetensors, config.json, the tokenizer, the plan in force and a model card, for
-AutoModelForCausalLM.from_pretrained.  Tensors go through memory one by one, files of an export one by one.
+`import` writes a checkpoint with only the weights, `model.toml` with the model's options for --config, and the
+tokenizer.  Start a new run from it with `--load DIR --finetune`, at any layout.  (--load also takes a Hugging Face
+folder directly.) `export` writes safetensors, config.json, the tokenizer, the current plan and a model card, for
+AutoModelForCausalLM.from_pretrained.  Import holds one tensor in memory at a time, export one file.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
 def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
     if not is_hf_folder(hf):
-        raise UserError(f"--hf {hf} holds no config.json beside .safetensors files; give the folder of a model")
+        raise UserError(
+            f"--hf {hf} holds no model (config.json with .safetensors files); give the folder of a Hugging Face model"
+        )
     options = model_options(hf)
     config = Config().replace(**options)
     tied = not config.model.untie_embeddings_and_output_weights

@@ -1,4 +1,4 @@
-r"""Scores of a model on benchmarks of EleutherAI's lm-evaluation-harness, as it is or as a plan quantises it.
+r"""Score a model on benchmarks of EleutherAI's lm-evaluation-harness, unquantised or under a plan.
 
     python tools/evaluate.py runs/my/checkpoints --tasks zero-shot
     python tools/evaluate.py runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
@@ -7,10 +7,11 @@ r"""Scores of a model on benchmarks of EleutherAI's lm-evaluation-harness, as it
     python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
 MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names,
-files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised; --plan FILE or own (that of the
-checkpoint, or the run's --precision) quantises the linears' forward as in training.  Scores go into
-evaluations/iter_0001000.json of the run folder, report.html, and where the run logs to, wandb and TensorBoard; --output
-FILE writes there alone.  Tasks that let a model write text are refused.  Options of the trainer may follow.
+files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised.  --plan FILE, or --plan own for the
+checkpoint's plan or the run's --precision, quantises the linears' forward as in training.  Scores go into
+evaluations/iter_0001000.json of the run folder, report.html, and wandb and TensorBoard if the run logs there; with
+--output FILE they go only there.  Tasks in which the model generates text are refused.  Options of the trainer may
+follow.
 """
 
 from __future__ import annotations
@@ -132,7 +133,10 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     UserError for what does not go together.
     """
     words = ["--load", own.model, *rest]
-    config, start = with_saved_options(words, ("model", "data"))
+    try:
+        config, start = with_saved_options(words, ("model", "data"))
+    except UserError as error:  # the caller has given a folder, and no --load
+        raise UserError(str(error).removeprefix("--load ")) from None
     if start.state is not None:
         config, start = with_saved_options([*words, *_compute(start.state, rest)], ("model", "data"))
     elif config.data.tokenizer_model is None:

@@ -1,18 +1,17 @@
-r"""Make plans from statistics: SNIP's, those that it is compared with, and the trade-off as a picture.
+r"""Make plans from statistics: SNIP's, baselines to compare with, and a picture of the trade-off.
 
     python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
         --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
-Writes to --output-dir best.json (objective --snip-objective, by default snip), random_0.json ..., layer_id.json,
-layer_type.json and, where the statistics have what they need, abs_err.json and rel_err.json, each for
-`pretrain_llama.py --precision plan --precision-plan FILE`,
-and pareto.json and pareto.html: the quality loss that has to be paid for each share saved.
+Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
+--snip-objective, by default snip), random_0.json ..., layer_id.json, layer_type.json and, if the statistics have what
+they need, abs_err.json and rel_err.json.  pareto.json and pareto.html have the quality loss for each share saved.
 
-The model's shape is in the statistics; where --load, the run folder that they lie in
-(RUN_DIR/stats/iter_0000100.json) or options tell it too, it must be the same.  What else counts (pipeline stages,
-SNIP's options) comes from the trainer's options, on the command line or by --config FILE.  --efficiency-saving,
---options and --granularity are short for --snip-target, --snip-options and --snip-granularity; --snip-fix,
---snip-stage-constraint, --gemm-times and the rest work as in training.
+The statistics contain the model's shape.  If --load, the run folder of the statistics
+(RUN_DIR/stats/iter_0000100.json) or options also give it, it must be the same.  Pipeline stages and SNIP's options
+come from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and
+--granularity are short for --snip-target, --snip-options and --snip-granularity; --snip-fix, --snip-stage-constraint,
+--gemm-times and the rest work as in training.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ torchrun --nproc_per_node N -m megatron_snip.cli train --config FILE.toml [optio
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 from megatron_snip.arguments import asks_for_help, parse
 from megatron_snip.errors import UserError
@@ -16,8 +17,13 @@ from megatron_snip.errors import UserError
 def main(words: Sequence[str]) -> None:
     """Command line; every error ends it with one line."""
     if asks_for_help(words):
-        with suppress(UserError):  # told below
-            parse(words)  # prints and leaves, before anything slow is imported
+        try:
+            parse(words)  # prints and ends, before anything slow is imported
+        except UserError:
+            pass  # reported below
+        except BrokenPipeError:  # of `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
     from megatron_snip.runtime import report_errors
 
     with report_errors() as ending:

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
 def _existing(tokenizer_type: str, model: str | None) -> Path:
     if not model:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model; give its file or folder")
     path = Path(model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {model} does not exist; give a local file or folder")
@@ -154,6 +154,10 @@ class TransformersTokenizer:
             raise UserError(
                 f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
             ) from error
+        if path.is_dir() and not any([*path.glob("*token*"), *path.glob("vocab.*")]):
+            raise UserError(
+                f"--tokenizer-model {path} holds no tokenizer (tokenizer.json or tokenizer.model); give one that does"
+            )
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False

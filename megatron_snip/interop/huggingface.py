@@ -60,8 +60,21 @@ def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face's: config.json beside safetensors."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    """Whether a folder holds a Hugging Face model: config.json with safetensors.
+
+    UserError for a model in another form, which is no folder of checkpoints either.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    if any(folder.glob("*.safetensors")):
+        return True
+    if b'"architectures"' in config.read_bytes():  # a run folder has a config.json, too
+        raise UserError(
+            f"{folder} holds the config.json of a model, but no .safetensors files; download them, or write the model "
+            "with save_pretrained of transformers"
+        )
+    return False
 
 
 def model_options(folder: Path) -> dict[str, Any]:

@@ -327,7 +327,7 @@ class Coordinator:
         self.history.append({**about, "changed": changed})
         fp4 = achieved(self.shapes, plan.linears)
         LOGGER.info(
-            f"iteration {plan.iteration}: plan {plan.hash} holds, {fp4:.1%} of linear FLOPs in FP4, "
+            f"iteration {plan.iteration}: plan {plan.hash} takes effect, {fp4:.1%} of the linears' FLOPs in FP4, "
             f"{churn:.0%} of linears changed, solver {plan.solver.status} in {plan.solver.seconds:.2f} s"
         )
         return {

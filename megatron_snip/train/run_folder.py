@@ -333,7 +333,10 @@ def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Con
         return parse(words, model_options(folder) if "model" in groups else {}), Start(0, None, folder, 0, "")
     folder, iteration = find_checkpoint(given.checkpoint.load, given.checkpoint.ckpt_step)
     if iteration is None:
-        raise UserError(f"--load {folder}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
+        raise UserError(
+            f"--load {folder}: no checkpoint is there; give a folder of checkpoints, an iter_ folder in it, or a "
+            "Hugging Face model (config.json with .safetensors files)"
+        )
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
     if any(getattr(given.data, name) for name in _SOURCES):

@@ -199,7 +199,7 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("plans", plans),
         ("iterations", iterations),
         ("time in probes", time(values["probe_seconds"], values["probe_share"])),
-        ("time in solving, aside", time(values["solver_seconds"], values["solver_share"])),
+        ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
         ("time in all iterations", time(values["seconds"], None)),
     ]
 

@@ -78,6 +78,11 @@ def validate(config: Config, world_size: int) -> None:
     """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
     check_batches(config.training)
     config = config.with_iterations()
+    if not (config.model.num_layers or config.model.hidden_size):
+        raise UserError(
+            "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
+            "--config FILE with them, such as examples/llama_1b/llama_1b.toml"
+        )
     _in_range(config)
     check_samples(config)
     m, p, t = config.model, config.parallel, config.training

@@ -18,6 +18,7 @@ tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.dist
 TEXT = "".join(f"The {i}th sentence tells of {i * i} things, {i % 7} of them new.\n" for i in range(1200))
 SMALL = "--seq-length 128 --batch-size 2 --batches 3 --formats fp8,fp4 --shares 0.5,0.9".split()
+EXACT = [*SMALL, "--no-bf16"]  # the same on every layout
 
 
 @pytest.fixture(scope="module", params=["small", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -41,7 +42,7 @@ def model(request, tmp_path_factory):
 def analysed(model, tmp_path_factory):
     """What it says and where it wrote."""
     out = tmp_path_factory.mktemp("analysed") / "out"
-    words = [str(model), "--data", str(model / "text.txt"), "--output", str(out), *SMALL]
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(out), *EXACT]
     ((said, error),) = run_ranks(analyse, 1, *words)
     assert error == ""
     return said, out
@@ -80,13 +81,22 @@ def test_the_page_needs_nothing_else(analysed):
 
 
 def test_sharded_it_is_the_same(model, analysed, tmp_path):
-    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "tp"), *SMALL]
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "tp"), *EXACT]
     results = run_ranks(analyse, 2, *words, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert [error for _, error in results] == ["", ""] and results[1][0] == ""
     one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "tp"))
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
     for fmt in ("fp8", "fp4"):  # shards of 64 rows cut blocks of 128: their scales are others
         assert other.column(f"token/{fmt}").sum() == pytest.approx(one.column(f"token/{fmt}").sum(), rel=0.1)
+
+
+def test_in_bf16_it_says_the_same_within_its_error(model, analysed, tmp_path):
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "bf16"), *SMALL]
+    assert run_ranks(analyse, 1, *words)[0][1] == ""
+    exact, found = (json.loads((out / "sensitivity.json").read_text()) for out in (analysed[1], tmp_path / "bf16"))
+    for name, formats in exact.items():
+        one, other = formats["fp4"], found[name]["fp4"]
+        assert 0 < abs(other["mean"] - one["mean"]) < 4 * (one["standard_error"] + other["standard_error"]), name
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ class BlockProbe:
 
     attend: None where no linear is of kind q, k or v.  own: whether it is the model's own, with the same bits.
     gather: what a process of cp has of all sequences [T, C] -> the whole of them [cp T, C]; None where it has all.
+    progress: called after each linear of each microbatch.
 
     Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
     """
@@ -75,9 +76,10 @@ class BlockProbe:
         own: bool = True,
         cp: Axis | None = None,
         gather: Callable[[Tensor], Tensor] | None = None,
+        progress: Callable[[], object] | None = None,
     ) -> None:
         self.probes, self.attend, self.failure, self.own = dict(probes), attend, failure, own
-        self.tp, self.cp, self.gather = tp, cp, gather
+        self.tp, self.cp, self.gather, self.progress = tp, cp, gather, progress
         self.formats = next(iter(self.probes.values())).formats
         # by the global row of a microbatch's first token: several may be in flight
         self._shown: dict[int, dict[str, Shown | None]] = {}
@@ -98,6 +100,8 @@ class BlockProbe:
             except Exception as error:
                 self._give_up(error)
         counted.make_up(self.probes[name])
+        if self.progress is not None:
+            self.progress()
         if len(shown) == len(self.probes):
             self._add(self._shown.pop(row0), row0, len(operands.x))
 

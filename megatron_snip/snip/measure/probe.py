@@ -77,6 +77,7 @@ class Probe:
         self.mesh, self.tokens, self.device = mesh, tokens, device
         self.wide = wide  # as StepContext.wide, where the compute is float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
+        self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
         self.gather = gather  # under context parallelism: a process's part of sequences [T, C] -> the whole of them
 
     def run(
@@ -174,7 +175,7 @@ class Probe:
             attend = self.attends.get(block)
             together = BlockProbe(
                 mine, partial(attend, wide=True) if attend is not None and self.wide else attend, self.mesh.tp, failure,
-                own=self.own_attends, cp=self.mesh.cp, gather=self.gather,
+                own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,
             )  # fmt: skip
             observers |= {name: together.observer(name) for name in mine}
         return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers, wide=self.wide)

@@ -94,7 +94,10 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     granularity ties.
     """
     words = AUTO if snip.snip_options == "auto" else snip.snip_options
-    free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
+    try:
+        free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
+    except UserError as error:
+        raise UserError(f"--snip-options {snip.snip_options}: {error}") from None
     names = [shape.name for shape in shapes]
     fixes = read_fixes(snip.snip_fix, names)
     options = tuple(dict.fromkeys([*free, *fixes.values()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,26 @@ def test_a_command_gives_its_words_to_its_main(name, monkeypatch):
     assert sys.argv == [f"megatron-snip {name}", "--a", "b"]
 
 
+def test_a_failure_is_the_status_of_the_command_and_of_its_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setattr(importlib.import_module("megatron_snip.cli.generate_plan"), "main", lambda words: 1)
+    assert main(["plan"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools/generate_plan.py"), run_name="__main__")
+    assert ended.value.code == 1
+
+
 def test_the_version_stands_in_one_place():
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and 'attr = "megatron_snip.__version__"' in project
+
+
+def test_a_reader_that_stops_reading_help_sees_no_traceback():
+    words = [sys.executable, "pretrain_llama.py", "--help"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 0
 
 
 @pytest.mark.parametrize("words", [["pretrain_llama.py"], ["-m", "megatron_snip.cli", "train"]])

@@ -10,7 +10,14 @@ import torch
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.interop.huggingface import attention_of, check_model, hf_config, load_hf, model_options
+from megatron_snip.interop.huggingface import (
+    attention_of,
+    check_model,
+    hf_config,
+    is_hf_folder,
+    load_hf,
+    model_options,
+)
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LLAMA, LlamaStage
 from megatron_snip.model.spec import spec_of
@@ -178,3 +185,12 @@ def test_another_model_is_refused(name, value, message, tmp_path):
     check_model(tmp_path, m)
     with pytest.raises(UserError, match=message):
         check_model(tmp_path, dataclasses.replace(m, **{name: value}))
+
+
+def test_a_model_without_safetensors_is_told(tmp_path):
+    assert not is_hf_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_hf_folder(tmp_path), "a run folder has one, too"
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match=f"{tmp_path} holds the config.json of a model, but no .safetensors files; "):
+        is_hf_folder(tmp_path)

@@ -182,7 +182,7 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
          r"--efficiency-saving 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
         (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
         (["--efficiency-saving", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
-        (["--options", "fp8,fp3"], "unknown format 'fp3'; known: bf16"),
+        (["--options", "fp8,fp3"], "--options fp8,fp3: fprop: unknown format 'fp3'; known: bf16"),
         (["--options", "fp8,mxfp4"],
          "statistics of iteration 3 have no token/mxfp4; measured formats: fp4, fp8, with updates; probe"),
         (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),

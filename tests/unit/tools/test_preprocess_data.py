@@ -123,7 +123,7 @@ def test_results_of_many_pieces_stay_in_order(tmp_path, monkeypatch):
 BAD_LINES = {
     "json": (b'{"text": "1 2"', "unusable"),
     "no object": (b"[1]", "it is a list, not an object"),
-    "no key": (b'{"body": "1"}', 'it has no key "text"'),
+    "no key": (b'{"body": "1"}', 'it has no key "text"; name the key of its text with --json-keys'),
     "no string": (b'{"text": [1]}', 'it has a list for the key "text", not a string'),
     "no utf-8": (b'{"text": "\xff\xfe"}', "unusable"),
     "half a pair": (b'{"text": "1 \\ud800"}', "half of a surrogate pair"),

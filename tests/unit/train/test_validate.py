@@ -302,5 +302,6 @@ def test_a_time_that_no_clock_holds_is_refused(option):
 
 
 def test_no_model_has_so_many_blocks_or_none():
+    assert error(num_layers=0, hidden_size=0).startswith("no model: give --num-layers, --hidden-size, ")
     assert error(num_layers=0) == "--num-layers is 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"
