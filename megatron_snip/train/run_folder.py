@@ -194,9 +194,9 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
             option = f"--{name.replace('_', '-')}"
             old, new = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (old, new))
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
+            given, trained = "not given" if new == "" else new, "out it" if old == "" else f" {old}"
             raise UserError(
-                f"{option} is {'not given' if new == '' else new}, the checkpoint in {config.checkpoint.load} was "
-                f"trained {'without it' if old == '' else f'with {old}'}; "
+                f"{option} is {given}, the checkpoint in {config.checkpoint.load} was trained with{trained}; "
                 f"{f'leave {option} out' if old == '' else f'give {option} {old}'}{instead}"
             )
 

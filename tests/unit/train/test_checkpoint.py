@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.checkpoint.manifest import read_state
-from megatron_snip.train import loop, setup
+from megatron_snip.train import run_state, setup
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -56,7 +56,7 @@ def test_nothing_is_drawn_where_weights_are_loaded(train_here, tmp_path, monkeyp
         raise AssertionError("drew weights")
 
     train_here(train_iters=2)
-    for module in (loop, setup):
+    for module in (run_state, setup):
         monkeypatch.setattr(module, "draw_weights", draw)
     saves = str(tmp_path / "run/checkpoints")
     assert len(train_here(train_iters=3, load=saves)) == 3

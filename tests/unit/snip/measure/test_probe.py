@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
+from megatron_snip.quant.swiglu import swiglu
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed
@@ -86,7 +87,8 @@ def seen(parts):
     for name, linear in parts.linears.items():
 
         def keep(module, args, output, name=name):
-            inputs[name], outputs[name] = args[0].detach().float(), output
+            x = swiglu(args[0], args[2]) if name.endswith("down_proj") else args[0]
+            inputs[name], outputs[name] = x.detach().float(), output
 
         hooks.append(linear.register_forward_hook(keep))
     batch = batch_of(parts)
