@@ -191,13 +191,13 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
     for group, name in fixed:
         old, new = then.get(group, {}).get(name, default[group][name]), now[group][name]
         if old != new:
-            option = f"--{name.replace('_', '-')}"
+            option = name.replace("_", "-")
             old, new = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (old, new))
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
             given, trained = "not given" if new == "" else new, "out it" if old == "" else f" {old}"
             raise UserError(
-                f"{option} is {given}, the checkpoint in {config.checkpoint.load} was trained with{trained}; "
-                f"{f'leave {option} out' if old == '' else f'give {option} {old}'}{instead}"
+                f"--{option} is {given}, the checkpoint in {config.checkpoint.load} was trained with{trained}; "
+                f"{f'leave --{option} out' if old == '' else f'give --{option} {old}'}{instead}"
             )
 
 
