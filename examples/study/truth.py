@@ -12,6 +12,7 @@ from torch import Tensor
 
 from examples.study.planted import linears_of
 from megatron_snip.quant import LinearPrecision, fake_quantize
+from megatron_snip.quant.swiglu import swiglu
 from megatron_snip.train.setup import Parts
 
 BF16 = LinearPrecision.uniform("bf16")
@@ -76,10 +77,11 @@ def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
         return y + sign * (qx @ qw.T - flat @ w.T).view_as(y)
 
     linear._local_linear = forward
+    linear._of_swiglu = lambda gate, up, context: forward(swiglu(gate, up), context)  # of down_proj, which makes it
     try:
         yield
     finally:
-        del linear._local_linear
+        del linear._local_linear, linear._of_swiglu
 
 
 @contextmanager

@@ -144,13 +144,13 @@ def solves_gone_wrong(options: dict[str, Any]) -> tuple[str, list[str], Held]:
             poisoned.append([name for name, p in self.plan.linears.items() if str(p) == "fp4"][-1])
         return step(self, *args)
 
-    def reduced(self: Probe, found: dict[str, LinearProbe], *args: Any) -> Any:
+    def reduced(self: Probe, found: dict[str, LinearProbe], *args: Any, **more: Any) -> Any:
         probes.append(None)
         if list(SOLVES)[len(probes) - 1] == "nan" and dist.get_rank() == 1:
             sums = found[poisoned[0]].sums
             assert math.isfinite(sums.read(["token/fp4"]))
             sums.add("token/fp4", torch.tensor(math.nan))
-        return reduce(self, found, *args)
+        return reduce(self, found, *args, **more)
 
     Probe._reduce = reduced  # type: ignore[method-assign]
     seen = record_precisions(before_step)

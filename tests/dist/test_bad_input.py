@@ -160,7 +160,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "plan without file": ({**MOCK, "precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     "plan that is a pipe": (
         {**MOCK, "precision": "plan", "precision_plan": "@pipe"},
-        ["@pipe: cannot read the plan (it is a pipe, not a file); use a file"],
+        ["@pipe: cannot read the plan (it is a pipe, not a file); use a plan that a run"],
     ),
     "unknown format": ({**MOCK, "precision": "fp5"}, ["--precision fp5 is unknown; known: ", "fp4", "snip"]),
     "unknown objective": (

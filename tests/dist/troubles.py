@@ -22,6 +22,7 @@ from megatron_snip.model import attention, llama
 from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear
 from megatron_snip.quant import StepContext
+from megatron_snip.quant.swiglu import swiglu
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -85,6 +86,7 @@ class Trouble:
             return
         plain_one = linear._local_linear
         linear._local_linear = lambda x, context: change(plain_one(x, context), context)
+        linear._of_swiglu = lambda gate, up, context: linear._local_linear(swiglu(gate, up), context)  # of down_proj
 
     def _planned(self, linear: Any, y: Tensor, context: StepContext) -> Tensor:
         plan, precision = self.coordinator.plan, str(context.precision or linear.precision)

@@ -25,9 +25,9 @@ from megatron_snip.cli.evaluate import (
 from megatron_snip.config import Config
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
+from megatron_snip.train.build_model import documents_of
 from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.run_folder import Start
-from megatron_snip.train.setup import documents_of
 
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
 
