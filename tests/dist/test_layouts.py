@@ -23,8 +23,8 @@ from tests.dist.runs import (
 )
 
 CHECKPOINT_ITERATIONS = 6
-#: Of the others each gives the bits of one of these: the pipeline changes none.
-DIFFERENT = ("tp2 without sequence parallel", "pp2 interleaved", "tp2 x pp2 interleaved", "pp2 x dp2", "tp2 x pp2 x dp2")
+#: The others are made of the same parts, and a pipeline changes no bit.
+DIFFERENT = ("tp2 without sequence parallel", "tp2 x pp2 interleaved", "tp2 x pp2 x dp2")
 
 
 def on(*soon: tuple[str, str]):
@@ -79,7 +79,7 @@ def chaos(alone_quantised, plan_options):
     return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))
 
 
-@on(("qwen3", "tp2 without sequence parallel"))
+@on()
 def test_unquantised_losses_agree(model, layout, alone):
     got = trained(layout, *model.items())[-1]
     assert alone["losses"][-1] < alone["losses"][0] - 0.05, "the run must learn for the comparison to mean much"

@@ -56,8 +56,7 @@ CASES = {
 
 #: The others of CASES meet nothing that these and test_matrix.py's first do not, but another partner.
 FIRST = (
-    "dp2 x 2, optim_grads", "tp2 x dp2, no_shard, recompute", "tp2 x dp2, optim_grads_params, tied",
-    "pp2 x dp2, no_shard",
+    "dp2 x 2, optim_grads", "tp2 x dp2, optim_grads_params, tied", "pp2 x dp2, no_shard",
 )  # fmt: skip
 
 
