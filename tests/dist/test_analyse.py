@@ -9,6 +9,7 @@ import pytest
 
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
 from tests.dist.converting import analyse
 from tests.dist.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
@@ -66,7 +67,7 @@ def test_every_linear_in_every_format_with_its_error(analysed):
 def test_plans_of_the_shares(analysed):
     said, out = analysed
     half, most = (Plan.load(out / f"plan_{share}.json") for share in (50, 90))
-    assert 0.5 <= half.achieved < most.achieved and most.achieved >= 0.9
+    assert 0.5 - BUDGET_TOLERANCE <= half.achieved < most.achieved and most.achieved >= 0.9 - BUDGET_TOLERANCE
     assert "plan_50" in said and f"{half.achieved:.1%}" in said
     assert sum(str(p) == "fp8" for p in half.linears.values()) > sum(str(p) == "fp8" for p in most.linears.values())
 

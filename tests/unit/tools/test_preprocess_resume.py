@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, capsys, monkeypatch, quick, so
 @pytest.mark.slow
 def test_processes_killed_for_good(tmp_path):
     """The command itself with two workers, its whole group killed at many moments; no process is left behind."""
-    source = write(tmp_path / "a.jsonl", documents(3000) * 12)
+    source = write(tmp_path / "a.jsonl", documents(3000) * 40)
     code = "import sys; from tools import preprocess_data as p; p.MARK_SECONDS = 0.05; sys.exit(p.main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "--input", source, *NULL, "--workers", "2", "--output-prefix"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
