@@ -247,9 +247,10 @@ class _Stretches:
         for stage in parts.stages.values():
             stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
         self.before, self.kept = 0, 0
-        block = next(block for stage in parts.stages.values() for block in stage.blocks().values())
-        block.register_forward_pre_hook(self._before_block)
-        block.register_forward_hook(self._after_block)
+        blocks = [block for stage in parts.stages.values() for block in stage.blocks().values()]
+        for block in blocks[:1]:  # none where a process has the embedding or the output layer alone
+            block.register_forward_pre_hook(self._before_block)
+            block.register_forward_hook(self._after_block)
 
     def _before_block(self, *_: object) -> None:
         self.before = self.tracker.memory.of_forward()

@@ -56,6 +56,12 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
             assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
 
 
+def test_a_process_that_holds_the_embedding_alone() -> None:
+    ends = {"num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}
+    (first,) = measure_all(options_of({**SMALL, **ends}), 2, [0])
+    assert [stretch.kept for stretch in first.stretches] == [0] * 3 and first.worst.total > 4 * first.parameters
+
+
 @pytest.mark.slow
 def test_collectives_of_a_tied_model_in_unequal_stages() -> None:
     options = {
