@@ -253,12 +253,16 @@ class _Stretches:
             block.register_forward_hook(self._after_block)
 
     def _before_block(self, *_: object) -> None:
-        self.before = self.tracker.memory.of_forward()
+        self.before = self._of_forward()
 
     def _after_block(self, *_: object) -> None:
-        """Of the last microbatch, when a weight's casts are there already."""
         if torch._C._current_graph_task_id() == -1:  # and not what backward recomputes
-            self.kept = self.tracker.memory.of_forward() - self.before
+            self.kept = self._of_forward() - self.before
+
+    def _of_forward(self) -> int:
+        """Bytes of what forwards have made, but for weights' casts, which serve all microbatches."""
+        casts = [linear.weight_casts for stage in self.parts.stages.values() for linear in stage.linears().values()]
+        return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
 
     def _mark_gradients(self) -> None:
         grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]
