@@ -27,7 +27,7 @@ def rotate_kernel(
     blocks = tl.cdiv(tokens, TOKENS)
     sample, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * TOKENS
     row = tl.arange(0, TOKENS * HEADS)
-    token, head = (first + row // HEADS).to(tl.int64), row % HEADS
+    token, head = (first + row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     channel = tl.arange(0, HALF)[None, :]
     mask = ((token < tokens) & (head < heads))[:, None] & (channel < half)
     at = x + (sample.to(tl.int64) * x_sample + head * x_head + token * x_token)[:, None] + channel

@@ -83,21 +83,21 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, needs_wgrad: bool, *ws: Tensor) -> tuple[Tensor, ...]:
         samples, rows = x.shape[:2]
         part = x.flatten(0, 1)
-        kept_as = _kept_as(group, rows) if needs_wgrad else []
+        kept_as = _kept_as(group, rows, needs_wgrad=needs_wgrad)
         made, kept = _cast(part, group, rows, kept_as)
         inputs = _inputs(made, part, group, samples)
         ys = tuple(
             fprop(operand, w, call, backends, x.dtype, needs_wgrad=needs_wgrad).unflatten(0, (samples, -1))
             for operand, w, call, backends in zip(inputs, ws, group.calls, group.backends, strict=True)
         )
-        ctx.group, ctx.samples, ctx.kept_as = group, samples, kept_as
+        ctx.group, ctx.samples, ctx.kept_as, ctx.needs_wgrad = group, samples, kept_as, needs_wgrad
         ctx.save_for_backward(*ws, *(t for one in kept for t in (one.data, one.scales, one.tensor_scale)))
         return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group, samples = ctx.group, ctx.samples
+        group, samples, needs_wgrad = ctx.group, ctx.samples, ctx.needs_wgrad
         tensors = ctx.saved_tensors  # once: a recomputation gives them no second time
         ws, saved = tensors[: len(grads)], tensors[len(grads) :]
         waits = {
@@ -107,7 +107,7 @@ class _Linears(torch.autograd.Function):
         steps = []
         # autograd would run the linear that ran last first, and add in this order
         for g, w, call, backends in zip(grads[::-1], ws[::-1], group.calls[::-1], group.backends[::-1], strict=True):
-            step = Backward(g.flatten(0, 1), w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=bool(ctx.kept_as))
+            step = Backward(g.flatten(0, 1), w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
             steps.append(step)
             if needs_dgrad:
                 grad = step.dgrad()
@@ -115,14 +115,17 @@ class _Linears(torch.autograd.Function):
         if total is not None:
             sum_of = start_sum(total, samples, group.axis, scatter=group.gathers)
             total = None
-        operands, x = _wgrad_inputs({key: waits.pop(key)() for key in list(waits)}, group)
+        operands, x = _wgrad_inputs({key: waits.pop(key)() for key in list(waits)}, group, needs_wgrad=needs_wgrad)
         grads_w = [step.wgrad(operand, x) for step, operand in zip(steps, operands[::-1], strict=True)]
         return sum_of() if sum_of is not None else None, None, None, *grads_w[::-1]
 
 
-def _kept_as(group: Group, rows: int) -> list[Wanted]:
-    """The forms of this process's rows that backward needs: wgrad's, or one that all of them can be made of."""
-    wanted = group.inputs("wgrad", kept=True)
+def _kept_as(group: Group, rows: int, *, needs_wgrad: bool) -> list[Wanted]:
+    """The forms of this process's rows that backward needs: wgrad's, or one that all of them can be made of.
+
+    An observer looks at the rows themselves, whether there is a wgrad or not.
+    """
+    wanted = group.inputs("wgrad", kept=True) if needs_wgrad else []
     kept = list(dict.fromkeys(wanted)) if group.may_cast_parts(wanted, rows) else [_ITSELF]
     kept = [_ITSELF if form is None else (form, output) for form, output in kept]
     observed = any(call.observer is not None for call in group.calls)
@@ -173,11 +176,13 @@ def _inputs(made: Mapping[Wanted, Operand], part: Tensor, group: Group, samples:
     return [found[key] for key in wanted]
 
 
-def _wgrad_inputs(wholes: Mapping[Wanted, Operand], group: Group) -> tuple[list[Operand | None], Tensor | None]:
-    """wgrad's input of each linear, whole, and the input itself if it was kept."""
+def _wgrad_inputs(
+    wholes: Mapping[Wanted, Operand], group: Group, *, needs_wgrad: bool
+) -> tuple[list[Operand | None], Tensor | None]:
+    """wgrad's input of each linear, whole, if there is a wgrad, and the input itself if it was kept."""
     x = wholes[_ITSELF].data if _ITSELF in wholes else None
-    if not wholes:
-        return [None] * len(group.calls), None
+    if not needs_wgrad:
+        return [None] * len(group.calls), x
     wanted = [_ITSELF if form is None else (form, output) for form, output in group.inputs("wgrad", kept=True)]
     missing = [key for key in dict.fromkeys(wanted) if key not in wholes]
     found = dict(wholes)

@@ -208,6 +208,10 @@ class Casts:
         self._of = self._tensor = None
         self._made.clear()
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that is kept."""
+        return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
+
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
         version = -1 if x.is_inference() else x._version  # inference tensors have none

@@ -18,7 +18,7 @@ class LinearShape:
     block: the block's number in the whole model; kind: one of KINDS; reads: what its input is, the same word for
     linears that read the same tensor; stage: the pipeline process that holds it; other_flops: FLOPs per token of
     forward that this stage does besides linears and that are counted with this one: attention with the last linear of
-    its block, the output layer with the last of the model.
+    its block, the output layer with the last of the model, or of the stage that has it.
     """
 
     name: str

@@ -247,17 +247,22 @@ class _Stretches:
         for stage in parts.stages.values():
             stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
         self.before, self.kept = 0, 0
-        block = next(block for stage in parts.stages.values() for block in stage.blocks().values())
-        block.register_forward_pre_hook(self._before_block)
-        block.register_forward_hook(self._after_block)
+        blocks = [block for stage in parts.stages.values() for block in stage.blocks().values()]
+        for block in blocks[:1]:  # none where a process has the embedding or the output layer alone
+            block.register_forward_pre_hook(self._before_block)
+            block.register_forward_hook(self._after_block)
 
     def _before_block(self, *_: object) -> None:
-        self.before = self.tracker.memory.of_forward()
+        self.before = self._of_forward()
 
     def _after_block(self, *_: object) -> None:
-        """Of the last microbatch, when a weight's casts are there already."""
         if torch._C._current_graph_task_id() == -1:  # and not what backward recomputes
-            self.kept = self.tracker.memory.of_forward() - self.before
+            self.kept = self._of_forward() - self.before
+
+    def _of_forward(self) -> int:
+        """Bytes of what forwards have made, but for weights' casts, which serve all microbatches."""
+        casts = [linear.weight_casts for stage in self.parts.stages.values() for linear in stage.linears().values()]
+        return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
 
     def _mark_gradients(self) -> None:
         grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]

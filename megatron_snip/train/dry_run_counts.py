@@ -157,9 +157,11 @@ class Memory:
             if (entry := self.of(tensor)) is not None:
                 entry.kind = kind
 
-    def of_forward(self) -> int:
-        """Bytes that are alive now of what forwards make."""
-        return sum(entry.size for entry in self.live.values() if entry.kind in ("activations", "casts"))
+    def of_forward(self, but: Iterable[Tensor]) -> int:
+        """Bytes that are alive now of what forwards make, but for some tensors."""
+        left_out = {id(self.of(tensor)) for tensor in but}
+        made = (entry for entry in self.live.values() if entry.kind in ("activations", "casts"))
+        return sum(entry.size for entry in made if id(entry) not in left_out)
 
     def peak(self) -> dict[str, int]:
         """Bytes by kind at the moment since `begin` that has most."""

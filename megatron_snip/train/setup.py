@@ -193,7 +193,14 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
     shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
     stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
     process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
-    return [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]
+    shapes = [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]
+    home = (len(stages) - 1) % pp
+    if known is None and shapes[-1].stage != home:  # the last stage has the output layer alone
+        output = shapes[-1].other_flops - spec_of(config.model).attention_flops(config.model)
+        places = [place for place, shape in enumerate(shapes) if shape.stage == home]
+        for place, flops in ((len(shapes) - 1, -output), *((place, output) for place in places[-1:])):
+            shapes[place] = dataclasses.replace(shapes[place], other_flops=shapes[place].other_flops + flops)
+    return shapes
 
 
 def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:

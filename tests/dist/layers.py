@@ -120,9 +120,13 @@ class _Observer:
 
 
 def run_group(
-    names: tuple[str, ...], length: int, samples: int, sequence_parallel: bool, beside: bool, observed: bool = False
-) -> dict[str, list[Tensor]]:
-    """Three column-parallel linears of one input: ys, dX and dWs; one after another, or with collectives beside."""
+    names: tuple[str, ...], length: int, samples: int, sequence_parallel: bool, beside: bool, observed: bool = False,
+    frozen: bool = False,
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Three column-parallel linears of one input: ys, dX and dWs; one after another, or with collectives beside.
+
+    frozen: without dWs, as tools/analyse.py runs them.
+    """
     mesh = start_mesh()
     region = Region(mesh.tp, sequence_parallel)
     x = draw(samples, length, K, seed=1).bfloat16()
@@ -131,7 +135,7 @@ def run_group(
     for i, name in enumerate(names):
         layer = ColumnParallelLinear(f"layers.3.{i}", draw(N, K, seed=2 + i) / 16, region, mesh.device_mesh)
         layer.precision = LinearPrecision.parse(name)
-        layers.append(layer)
+        layers.append(layer.requires_grad_(not frozen))
     context = StepContext(key=KEY, observers={layer.name: observer for layer in layers} if observed else {})
     if beside:
         ys = linears_of_one_input(layers, x, context)
@@ -140,7 +144,7 @@ def run_group(
         ys = [layer(whole, context, casts) for layer in layers]
     gs = [part(draw(samples, length, N, seed=7 + i), 2, mesh).bfloat16() for i in range(len(names))]
     torch.autograd.backward(ys, gs)
-    weights = [local(layer.weight.grad) for layer in layers]
+    weights = [local(layer.weight.grad) for layer in layers if not frozen]
     return {"y": [y.detach() for y in ys], "dx": [x.grad], "dw": weights, "seen": observer.seen}
 
 
@@ -159,9 +163,10 @@ def _same(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bo
 def run_observed() -> list[bool]:
     """Whether an observer sees the same."""
     both = [
-        [run_group(("bf16", precision, "bf16"), S, 2, sp, beside, True) for beside in (False, True)]
+        [run_group(("bf16", precision, "bf16"), S, 2, sp, beside, True, frozen) for beside in (False, True)]
         for precision in ("bf16", "fp8")
         for sp in (False, True)
+        for frozen in (False, True)
     ]
     return [len(first["seen"]) >= 12 and _same(first, second) for first, second in both]
 

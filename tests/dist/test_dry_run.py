@@ -56,6 +56,20 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
             assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
 
 
+def test_a_process_that_holds_the_embedding_alone() -> None:
+    ends = {"num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}
+    (first,) = measure_all(options_of({**SMALL, **ends}), 2, [0])
+    assert [stretch.kept for stretch in first.stretches] == [0] * 3 and first.worst.total > 4 * first.parameters
+
+
+def test_what_a_block_keeps_is_the_same_for_one_microbatch_and_several() -> None:
+    """The first makes casts of weights, which are not the block's own."""
+    options = {**SMALL, "precision": "fp8", "micro_batch_size": 1}
+    found = [measure_all(options_of({**options, "global_batch_size": size}), 1, [0])[0] for size in (1, 2)]
+    one, several = (each.stretches[0].kept for each in found)
+    assert one == several > 0
+
+
 @pytest.mark.slow
 def test_collectives_of_a_tied_model_in_unequal_stages() -> None:
     options = {

@@ -102,14 +102,14 @@ def on_nvidia(x: Tensor) -> bool:
     Subclasses (fake tensors, for one) have no memory to point at.
     """
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()  # first, or a compiler would trace what finds triton, and warn of it
+        and x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
         and installed()
         and type(x) in (Tensor, Parameter)
         and torch.version.hip is None
         and x.numel() > 0
         and max(x.shape) < _MAX_SIDE
-        and not torch.compiler.is_compiling()
         and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
     )
 

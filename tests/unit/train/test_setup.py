@@ -187,6 +187,22 @@ def test_stages_of_linears_are_pipeline_processes(config):
     assert stages == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
+def test_the_output_layer_is_counted_where_it_is(config):
+    """Though the last stage has no blocks: with its process's last linear, or with none where that has none."""
+    cut = config.replace(num_layers=3, pipeline_model_parallel_size=2, account_for_loss_in_pipeline_split=True)
+    attention, *_ = found = [
+        [shape.other_flops for shape in setup.snip_shapes(each)[6::7]]
+        for each in (
+            cut.replace(vocab_size=None), cut, cut.replace(num_virtual_stages_per_pipeline_rank=2),
+            cut.replace(pipeline_model_parallel_size=4),
+        )
+    ]  # fmt: skip
+    assert attention[0] > 0 and len(set(attention)) == 1
+    output = 2 * config.model.padded_vocab_size * config.model.hidden_size
+    beyond = [[flops - attention[0] for flops in each] for each in found]
+    assert beyond == [[0, 0, 0], [0, 0, output], [0, output, 0], [0, 0, 0]]
+
+
 def test_shapes_of_the_coordinator_are_the_weights(config, lone_mesh):
     parts = parts_of(config.replace(precision="snip", num_query_groups=1, ffn_hidden_size=384))
     assert parts.coordinator is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -282,6 +283,12 @@ def rotated() -> Iterator[str]:
             made, expected = rotary.launch(x[:, :, part], cos, sin, back=back), plain_(x[:, :, part], cos, sin)
             if not torch.equal(bits(made), bits(expected)):
                 yield f"rotate {heads} heads of {channels}, back {back}"
+    with tempfile.NamedTemporaryFile() as file:  # heads beyond 32-bit offsets; nearly nothing of the file is touched
+        flat = torch.from_file(file.name, shared=True, size=2 * 2**30 + 64, dtype=torch.bfloat16)
+        x = flat.as_strided((1, 3, 4, 8), (0, 2**30, 8, 1)).copy_(torch.randn(1, 3, 4, 8))
+        cos, sin = (table[0, 0, :4, :8] for table in (cos, sin))
+        if not torch.equal(rotary.launch(x, cos, sin, back=False), rotary._rotate(x, cos, sin)):
+            yield "rotate heads that lie far apart"
 
 
 def largest() -> Iterator[str]:

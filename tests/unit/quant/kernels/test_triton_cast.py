@@ -76,6 +76,13 @@ def test_takes_nothing_without_triton_or_elsewhere(hopper):
         triton_cast.installed.cache_clear()
 
 
+def test_takes_nothing_while_a_compiler_watches_and_shows_it_nothing(hopper):
+    x = on_a_gpu(torch.ones(64, 64))
+    hopper.setattr(torch.compiler, "is_compiling", lambda: True)
+    hopper.setattr(triton_cast, "installed", lambda: pytest.fail("the compiler traced how triton is found"))
+    assert not triton_cast.takes_amax(x)
+
+
 def test_the_package_works_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
