@@ -8,7 +8,7 @@ Under sequence parallelism backward keeps this process's rows alone, in wgrad's 
 gathered where all linears want one form and that gives the bits of casting the whole: nothing rounds stochastically,
 and blocks end where rows do.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
-Shapes: B sequences, S tokens, s of them of this process, T = B S tokens, K input and N output channels.
+Shapes: T tokens of B sequences, t of them of this process, K input and N output channels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Group:
         ]
 
     def may_cast_parts(self, wanted: Sequence[Wanted], rows: int) -> bool:
-        """Whether casting ``rows`` of each sequence apart gives the bits of casting all at once, and sends less.
+        """Whether casting ``rows`` apart gives the bits of casting all at once, and sends less.
 
         Codes in two formats are more than the rows themselves.
         """
@@ -73,7 +73,7 @@ def _ends_with(form: Form, rows: int) -> bool:
 
 
 def linears_beside(x: Tensor, ws: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """x [B,s,K], ws [N,K] each -> ys [B,S,N] of each linear, differentiable once."""
+    """x [..., K] of t tokens, ws [N,K] each -> ys [T,N] of each linear, differentiable once."""
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
     return list(_Linears.apply(x, group, needs_wgrad, *ws))
 
@@ -81,43 +81,42 @@ def linears_beside(x: Tensor, ws: Sequence[Tensor], group: Group) -> list[Tensor
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, needs_wgrad: bool, *ws: Tensor) -> tuple[Tensor, ...]:
-        samples, rows = x.shape[:2]
-        part = x.flatten(0, 1)
-        kept_as = _kept_as(group, rows, needs_wgrad=needs_wgrad)
-        made, kept = _cast(part, group, rows, kept_as)
-        inputs = _inputs(made, part, group, samples)
+        part = x.flatten(0, -2)
+        kept_as = _kept_as(group, len(part), needs_wgrad=needs_wgrad)
+        made, kept = _cast(part, group, kept_as)
+        inputs = _inputs(made, part, group)
         ys = tuple(
-            fprop(operand, w, call, backends, x.dtype, needs_wgrad=needs_wgrad).unflatten(0, (samples, -1))
+            fprop(operand, w, call, backends, x.dtype, needs_wgrad=needs_wgrad)
             for operand, w, call, backends in zip(inputs, ws, group.calls, group.backends, strict=True)
         )
-        ctx.group, ctx.samples, ctx.kept_as, ctx.needs_wgrad = group, samples, kept_as, needs_wgrad
+        ctx.group, ctx.shape, ctx.kept_as, ctx.needs_wgrad = group, x.shape, kept_as, needs_wgrad
         ctx.save_for_backward(*ws, *(t for one in kept for t in (one.data, one.scales, one.tensor_scale)))
         return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group, samples, needs_wgrad = ctx.group, ctx.samples, ctx.needs_wgrad
+        group, needs_wgrad = ctx.group, ctx.needs_wgrad
         tensors = ctx.saved_tensors  # once: a recomputation gives them no second time
         ws, saved = tensors[: len(grads)], tensors[len(grads) :]
         waits = {
-            key: _gather(Operand(*key, *saved[3 * i : 3 * i + 3]), group, samples) for i, key in enumerate(ctx.kept_as)
+            key: _gather(Operand(*key, *saved[3 * i : 3 * i + 3]), group) for i, key in enumerate(ctx.kept_as)
         }
         needs_dgrad, total, sum_of = ctx.needs_input_grad[0], None, None
         steps = []
         # autograd would run the linear that ran last first, and add in this order
         for g, w, call, backends in zip(grads[::-1], ws[::-1], group.calls[::-1], group.backends[::-1], strict=True):
-            step = Backward(g.flatten(0, 1), w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
+            step = Backward(g, w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
             steps.append(step)
             if needs_dgrad:
                 grad = step.dgrad()
                 total = grad if total is None else total + grad
         if total is not None:
-            sum_of = start_sum(total, samples, group.axis, scatter=group.gathers)
+            sum_of = start_sum(total, group.axis, scatter=group.gathers)
             total = None
         operands, x = _wgrad_inputs({key: waits.pop(key)() for key in list(waits)}, group, needs_wgrad=needs_wgrad)
         grads_w = [step.wgrad(operand, x) for step, operand in zip(steps, operands[::-1], strict=True)]
-        return sum_of() if sum_of is not None else None, None, None, *grads_w[::-1]
+        return sum_of().view(ctx.shape) if sum_of is not None else None, None, None, *grads_w[::-1]
 
 
 def _kept_as(group: Group, rows: int, *, needs_wgrad: bool) -> list[Wanted]:
@@ -133,12 +132,12 @@ def _kept_as(group: Group, rows: int, *, needs_wgrad: bool) -> list[Wanted]:
 
 
 def _cast(
-    part: Tensor, group: Group, rows: int, kept_as: Sequence[Wanted]
+    part: Tensor, group: Group, kept_as: Sequence[Wanted]
 ) -> tuple[Mapping[Wanted, Operand], list[Operand]]:
     """What of fprop's input is cast before it is gathered, by form, and what is kept; from one read of the rows."""
     now: list[Wanted] = []
     wanted = group.inputs("fprop", kept=False)
-    if group.may_cast_parts(wanted, rows):
+    if group.may_cast_parts(wanted, len(part)):
         now = [(form, _sent_as(output) if group.gathers else output) for form, output in dict.fromkeys(wanted)]
     later = group.calls[0].forward_only  # backward comes after another forward, which casts for it
     cast = [*now, *(key for key in kept_as if key[0] is not None and not later)]
@@ -156,15 +155,15 @@ def _sent_as(output: Output) -> Output:
     return "codes" if output == "values" else output
 
 
-def _inputs(made: Mapping[Wanted, Operand], part: Tensor, group: Group, samples: int) -> list[Operand]:
+def _inputs(made: Mapping[Wanted, Operand], part: Tensor, group: Group) -> list[Operand]:
     """fprop's input of each linear, whole: gathered as it was cast, or cast once it is gathered."""
     wanted = group.inputs("fprop", kept=False)
     if not made:
-        whole = _gather(Operand(None, "values", part), group, samples)().data
+        whole = _gather(Operand(None, "values", part), group)().data
         distinct = list(dict.fromkeys(wanted))
         found = dict(zip(distinct, cast_operands(whole, distinct, group.reduce_whole), strict=True))
     elif group.gathers:
-        waits = {key: _gather(operand, group, samples) for key, operand in made.items()}
+        waits = {key: _gather(operand, group) for key, operand in made.items()}
         wholes = {key: wait() for key, wait in waits.items()}
         found = {}
         for form, output in dict.fromkeys(wanted):
@@ -192,49 +191,45 @@ def _wgrad_inputs(
     return [found[key] for key in wanted], x
 
 
-def _gather(part: Operand, group: Group, samples: int) -> Callable[[], Operand]:
+def _gather(part: Operand, group: Group) -> Callable[[], Operand]:
     """Begin to gather an operand's rows; the call that is returned waits for the whole."""
     if not group.gathers:
         return lambda: part
-    data = start_gather(part.data, samples, group.axis)
-    scales = None if part.scales is None else start_gather(part.scales, samples, group.axis)
+    data = start_gather(part.data, group.axis)
+    scales = None if part.scales is None else start_gather(part.scales, group.axis)
     return lambda: part._replace(data=data(), scales=None if scales is None else scales())
 
 
-def start_gather(part: Tensor, samples: int, axis: Axis) -> Callable[[], Tensor]:
-    """Begin to gather the rows of each sequence, [B r, C] of each process -> [B tp r, C], laid out as the parts are.
+def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin to gather rows, [r, C] of each process -> [tp r, C], laid out as the parts are.
 
-    The call that is returned waits for the whole.
+    The call that is returned waits for the whole.  It copies only parts whose columns lie one after another.
     """
     columns_first = not part.is_contiguous()
     flat = part.T if columns_first else part
     assert flat.is_contiguous(), "rows or columns lie one after another"
-    parts = flat.new_empty((axis.size, *flat.shape))
-    work = all_gather(parts.flatten(0, 1), flat, group=axis.group, async_op=True)
+    whole = flat.new_empty((axis.size * flat.shape[0], flat.shape[1]))
+    work = all_gather(whole, flat, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
         if columns_first:
-            columns = flat.shape[0]
-            whole = parts.view(axis.size, columns, samples, -1).permute(1, 2, 0, 3)
-            return whole.reshape(columns, -1).T
-        return parts.view(axis.size, samples, -1, flat.shape[1]).transpose(0, 1).reshape(-1, flat.shape[1])
+            return whole.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1).T
+        return whole
 
     return wait
 
 
-def start_sum(x: Tensor, samples: int, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
-    """Begin to sum partial sums x [B S, C], which may be overwritten, over tp.
+def start_sum(x: Tensor, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
+    """Begin to sum partial sums x [T, C], which may be overwritten, over tp.
 
-    The call that is returned waits for the sum [B, S, C], or with ``scatter`` this process's [B, s, C] of it.
+    The call that is returned waits for the sum [T, C], or with ``scatter`` this process's [t, C] of it.
     """
     if not scatter:
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-        out = x.unflatten(0, (samples, -1))
+        work, out = dist.all_reduce(x, group=axis.group, async_op=True), x
     else:
-        parts = x.view(samples, axis.size, -1, x.shape[1]).transpose(0, 1).contiguous()
-        out = x.new_empty(parts.shape[1:])
-        work = reduce_scatter(out, parts.flatten(0, 1), group=axis.group, async_op=True)
+        out = x.new_empty((len(x) // axis.size, x.shape[1]))
+        work = reduce_scatter(out, x, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()

@@ -2,7 +2,11 @@
 
     column-parallel  Y = X W^T, W [N,K] split along N: each process has all of X and a part of Y
     row-parallel     Y = X W^T, W [N,K] split along K: each process has a part of X; the Ys are summed
-    sequence parallel: outside these layers activations [B, S/tp, H] are split along the sequence
+    sequence parallel: outside these layers activations [B, S, H] are split along the tokens
+
+A process has every tp-th part of a microbatch's B S tokens, one after another, which it holds as [B, S/tp, H]: for one
+sequence that is Megatron's part of it.  For several the parts lie in memory as the whole does, and no collective needs a
+copy; what is outside these layers looks at each token alone.
 
 `Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
 dtype, as Megatron's do, but for those of a float32 run's probe (`StepContext.wide`).
@@ -52,20 +56,18 @@ def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return y
 
 
-def _all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """[B, S/tp, ...] of each process -> [B, S, ...]."""
-    parts = x.new_empty((axis.size, *x.shape))
-    all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
-    return parts.transpose(0, 1).reshape(x.shape[0], axis.size * x.shape[1], *x.shape[2:])
+def _all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """[B, S/tp, H] of each process -> [B, S, H]."""
+    whole = x.new_empty((x.shape[0], axis.size * x.shape[1], x.shape[2]))
+    all_gather(whole.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
+    return whole
 
 
-def _reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums [B, S, ...] -> this process's [B, S/tp, ...] of the sum."""
-    b, s = x.shape[:2]
-    parts = x.reshape(b, axis.size, s // axis.size, *x.shape[2:]).transpose(0, 1).contiguous()
-    out = x.new_empty(parts.shape[1:])
-    reduce_scatter(out, parts.flatten(0, 1), group=axis.group)
-    return out
+def _reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Partial sums [B, S, H] -> this process's [B, S/tp, H] of the sum."""
+    own = x.new_empty((x.shape[0], x.shape[1] // axis.size, x.shape[2]))
+    reduce_scatter(own.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
+    return own
 
 
 class _Collective(torch.autograd.Function):
@@ -119,7 +121,7 @@ class Region:
         if self.axis.size == 1:
             return x
         if self.sequence_parallel:
-            return _Collective.apply(x, self.axis, _all_gather_sequence, _reduce_scatter_sequence)
+            return _Collective.apply(x, self.axis, _all_gather_tokens, _reduce_scatter_tokens)
         return _Collective.apply(x, self.axis, None, _all_reduce)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class Region:
         if self.axis.size == 1:
             return x
         forward, backward = (
-            (_reduce_scatter_sequence, _all_gather_sequence) if self.sequence_parallel else (_all_reduce, None)
+            (_reduce_scatter_tokens, _all_gather_tokens) if self.sequence_parallel else (_all_reduce, None)
         )
         return _Collective.apply(x, self.axis, forward, backward)
 
@@ -297,7 +299,8 @@ def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context:
     if isinstance(context, Tensor):
         return _as_one_operator(linears, region.enter(x), context)
     if region.axis.size > 1 and not context.wide and gemm_by_gemm(first.impl):
-        return linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, context))
+        ys = linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, context))
+        return [y.unflatten(0, (len(x), -1)) for y in ys]
     x, casts = region.enter(x.double() if context.wide else x), Casts()
     return [linear(x, context, casts) for linear in linears]
 
