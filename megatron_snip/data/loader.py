@@ -19,26 +19,20 @@ from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
-from megatron_snip.mesh import Axis
-from megatron_snip.parallel.context import own_tokens
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a global batch; M microbatches of B samples.
 
-    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t]; under context
-    parallelism the L/cp of them that are this process's.
+    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t]; whole sequences, of
+    which the pipeline takes this process's part under context parallelism.
     ``sample_index`` int64 [M, B], the global number of each sample.
     """
 
     tokens: Tensor
     labels: Tensor
     sample_index: Tensor
-
-    def part(self, cp: Axis) -> Batch:
-        """The tokens of a process of this axis, of a batch of whole sequences."""
-        return Batch(own_tokens(self.tokens, cp), own_tokens(self.labels, cp), self.sample_index)
 
 
 class _Prefetch(threading.Thread):
@@ -88,7 +82,6 @@ class Loader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        cp: Axis | None = None,
         prefetch: bool = True,
     ) -> None:
         self.size = global_batch_size if callable(global_batch_size) else lambda consumed_samples: global_batch_size
@@ -100,7 +93,7 @@ class Loader:
             )
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
-        self.micro_batch_size, self.dp_rank, self.dp_size, self.cp = micro_batch_size, dp_rank, dp_size, cp
+        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._prefetch = prefetch
         self._ahead: dict[int, _Prefetch] = {}
 
@@ -160,12 +153,11 @@ class Loader:
         index = self.sample_index(consumed_samples, size)
         samples = np.stack([self.dataset[int(number)] for number in index.ravel()])
         shape = (*index.shape, samples.shape[1] - 1)
-        batch = Batch(
+        return Batch(
             tokens=torch.from_numpy(np.ascontiguousarray(samples[:, :-1]).reshape(shape)),
             labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:]).reshape(shape)),
             sample_index=torch.from_numpy(index),
         )
-        return batch if self.cp is None else batch.part(self.cp)
 
     def close(self) -> None:
         """Drop the batches being read ahead; a read that hangs is left to its daemon thread."""

@@ -1,7 +1,8 @@
 """What the ends of documents within a sample mean for positions, attention and loss.
 
 Source: Megatron-LM core 0.16.1, _get_ltor_masks_and_position_ids of gpt_dataset.py, and loss_func of pretrain_gpt.py.
-Convention: an end of document (EOD) belongs to the document that it ends.  B sequences, S tokens, D channels of a head.
+Convention: an end of document (EOD) belongs to the document that it ends.
+Shapes: B sequences, S tokens of a whole one, s of them of this process, D channels of a head.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.mesh import Axis
+from megatron_snip.parallel.context import own_tokens
 
 
 def documents_before(tokens: Tensor, eod: int) -> Tensor:
@@ -42,10 +44,10 @@ class Documents:
     """
 
     def __init__(
-        self, eod: int, *, reset_positions: bool, reset_attention: bool, mask_loss: bool, per_token: bool
+        self, eod: int, *, reset_positions: bool, reset_attention: bool, mask_loss: bool, per_token: bool, cp: Axis
     ) -> None:
         self.eod, self.reset_positions, self.reset_attention = eod, reset_positions, reset_attention
-        self.mask_loss, self.per_token = mask_loss, per_token
+        self.mask_loss, self.per_token, self.cp = mask_loss, per_token, cp
         self._tokens: dict[int, Tensor] = {}
 
     def begin(self, tokens: Tensor, sample_index: Tensor, dp: Axis) -> int | Tensor:
@@ -70,15 +72,15 @@ class Documents:
         return cos, sin, attention_mask(tokens, self.eod) if self.reset_attention else None
 
     def loss(self, losses: Tensor, sample: int, divisor: int | Tensor) -> Tensor:
-        """A microbatch's share [] of the loss: losses [B S] of its tokens, ``divisor`` that of `begin`.
+        """This process's share [] of the loss of a microbatch: losses [B s], ``divisor`` that of `begin`.
 
         As in Megatron-LM it is the mean of the tokens that count, and microbatches count alike; or, with
         --calculate-per-token-loss, all tokens of the global batch count alike.
         """
         if not self.mask_loss:
             return losses.sum() / divisor
-        counts = (self._tokens[sample] != self.eod).flatten()
-        total = losses.masked_fill(~counts, 0.0).sum()
+        counts = self._tokens[sample] != self.eod
+        total = losses.masked_fill(~own_tokens(counts, self.cp).flatten(), 0.0).sum()
         if self.per_token:
             return total / divisor
         return total / counts.sum().clamp(min=1) * (counts.numel() / divisor)

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining._backward import stage_backward
 
 from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.context import own_tokens
 from megatron_snip.parallel.data import before_backward
 from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.tensor import drop_weight_casts
@@ -24,7 +25,7 @@ from megatron_snip.quant import PLAIN, StepContext
 
 
 class BatchLike(Protocol):
-    """What a batch holds: M microbatches of B sequences of S tokens."""
+    """What a batch holds: M microbatches of B whole sequences of S tokens."""
 
     @property
     def tokens(self) -> Tensor:
@@ -144,7 +145,7 @@ class Pipeline:
 
     def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> float:
         """Make the pass's context, and drop what its linears keep with it."""
-        tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp_cp.size
+        tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp.size
         if self.documents is not None:
             tokens = self.documents.begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
         context = dataclasses.replace(context, iteration=iteration, loss_tokens=tokens)
@@ -158,7 +159,7 @@ class Pipeline:
 
     def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
         (stage,) = self.stages.values()
-        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
+        tokens, labels = self._own(batch.tokens).to(self.device), self._own(batch.labels).to(self.device)
         samples, losses = batch.sample_index.tolist(), []
         for m in range(len(tokens)):
             if training:
@@ -171,7 +172,7 @@ class Pipeline:
 
     def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
         schedule = self._schedule(training, len(batch.tokens))
-        tokens, labels = batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1).to(self.device)
+        tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
         # torch cuts tensors into microbatches, and gives every stage anything else as it is
         options: dict[str, Any] = {"sample_index": batch.sample_index.flatten(), "context": context}
@@ -181,6 +182,10 @@ class Pipeline:
         run = schedule.step if training else schedule.eval
         run(*args, losses=losses, **options)
         return self._share(losses)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This process's part [M, B, S/cp] of whole sequences [M, B, S]."""
+        return own_tokens(x, self.mesh.cp)
 
     def _share(self, losses: Sequence[Tensor]) -> float:
         self.losses = [float(loss.detach()) for loss in losses]

@@ -6,7 +6,7 @@ import torch
 
 from megatron_snip.config import Config
 from megatron_snip.data.tokenizer import build_tokenizer
-from megatron_snip.mesh import Mesh
+from megatron_snip.mesh import Axis, Mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage, build_stages
 from megatron_snip.model.recompute import Recompute
@@ -17,8 +17,8 @@ from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 
 
-def documents_of(config: Config) -> Documents | None:
-    """What ends of documents mean in a run; None where they mean nothing."""
+def documents_of(config: Config, cp: Axis) -> Documents | None:
+    """What ends of documents mean in a run with this context parallel axis; None where they mean nothing."""
     d, per_token = config.data, config.training.calculate_per_token_loss
     if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
         return None
@@ -28,6 +28,7 @@ def documents_of(config: Config) -> Documents | None:
         reset_attention=d.reset_attention_mask,
         mask_loss=d.eod_mask_loss,
         per_token=per_token,
+        cp=cp,
     )
 
 
@@ -39,7 +40,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
     region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config))
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp))
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),

@@ -241,7 +241,7 @@ class _Stretches:
         tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
-        tokens, labels = (torch.zeros(*shape, m.seq_length // mesh.cp.size, dtype=torch.int64) for _ in range(2))
+        tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
         self.batch = Batch(tokens, labels, torch.zeros(shape, dtype=torch.int64))
         parts.stepper.before_update = self._mark_gradients
         for stage in parts.stages.values():

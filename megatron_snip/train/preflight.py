@@ -41,7 +41,7 @@ def preflight(config: Config, parts: Parts) -> None:
     microbatches = min(config.num_microbatches(mesh.dp.size), max(2, mesh.pp.size))
     pipeline = build_pipeline(config, mesh, parts.stages, device)
     stepper, zero_grad = Stepper(config, mesh, pipeline, parts.optimizer), parts.optimizer.zero_grad
-    run_pass = stepper.pass_runner(made_up_batch(config, microbatches).part(mesh.cp), 0)
+    run_pass = stepper.pass_runner(made_up_batch(config, microbatches), 0)
     before = {name: linear.precision for name, linear in parts.linears.items()}
     for option in coordinator.options:
         for linear in parts.linears.values():

@@ -172,7 +172,6 @@ def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Load
             micro_batch_size=t.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
-            cp=mesh.cp,
             prefetch=prefetch,
         )
 

@@ -201,11 +201,9 @@ def _validate_choices(config: Config) -> None:
 
 def _validate_context(config: Config) -> None:
     """UserError for what needs whole sequences where processes share them."""
-    d, size = config.data, config.parallel.context_parallel_size
-    for option in ("compile", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if size > 1 and getattr(config.training if option == "compile" else d, option):
-            name = option.replace("_", "-")
-            raise UserError(f"--{name} does not go with --context-parallel-size {size} yet; drop one")
+    size = config.parallel.context_parallel_size
+    if size > 1 and config.training.compile:
+        raise UserError(f"--compile does not go with --context-parallel-size {size} yet; drop one")
 
 
 def _validate_pairs(config: Config) -> None:

@@ -23,6 +23,7 @@ from megatron_snip.cli.evaluate import (
     scores_of,
 )
 from megatron_snip.config import Config
+from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.build_model import documents_of
@@ -86,7 +87,7 @@ def test_a_request_is_one_document_whatever_the_run_was_trained_on(tmp_path, mon
     found = (Config().replace(**run, **ends), start_of(tmp_path))
     monkeypatch.setattr(evaluate, "with_saved_options", lambda words, groups: found)
     config, _, length = evaluate.options_of(*parse_own(["model", "--tasks", "piqa"]))
-    assert documents_of(config) is None and length == 128
+    assert documents_of(config, Axis(1, 0, None)) is None and length == 128
 
 
 def test_what_texts_begin_with():

@@ -27,7 +27,7 @@ def tokens() -> torch.Tensor:
 
 def documents(**chosen: bool) -> Documents:
     options = dict.fromkeys(("reset_positions", "reset_attention", "mask_loss", "per_token"), False)
-    return Documents(EOD, **{**options, **chosen})
+    return Documents(EOD, **{**options, **chosen}, cp=LONE)
 
 
 @pytest.fixture(scope="module")
