@@ -99,9 +99,7 @@ class _Linears(torch.autograd.Function):
         group, needs_wgrad = ctx.group, ctx.needs_wgrad
         tensors = ctx.saved_tensors  # once: a recomputation gives them no second time
         ws, saved = tensors[: len(grads)], tensors[len(grads) :]
-        waits = {
-            key: _gather(Operand(*key, *saved[3 * i : 3 * i + 3]), group) for i, key in enumerate(ctx.kept_as)
-        }
+        waits = {key: _gather(Operand(*key, *saved[3 * i : 3 * i + 3]), group) for i, key in enumerate(ctx.kept_as)}
         needs_dgrad, total, sum_of = ctx.needs_input_grad[0], None, None
         steps = []
         # autograd would run the linear that ran last first, and add in this order
@@ -131,9 +129,7 @@ def _kept_as(group: Group, rows: int, *, needs_wgrad: bool) -> list[Wanted]:
     return list(dict.fromkeys([*kept, *([_ITSELF] if observed else [])]))
 
 
-def _cast(
-    part: Tensor, group: Group, kept_as: Sequence[Wanted]
-) -> tuple[Mapping[Wanted, Operand], list[Operand]]:
+def _cast(part: Tensor, group: Group, kept_as: Sequence[Wanted]) -> tuple[Mapping[Wanted, Operand], list[Operand]]:
     """What of fprop's input is cast before it is gathered, by form, and what is kept; from one read of the rows."""
     now: list[Wanted] = []
     wanted = group.inputs("fprop", kept=False)

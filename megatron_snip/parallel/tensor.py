@@ -5,8 +5,8 @@
     sequence parallel: outside these layers activations [B, S, H] are split along the tokens
 
 A process has every tp-th part of a microbatch's B S tokens, one after another, which it holds as [B, S/tp, H]: for one
-sequence that is Megatron's part of it.  For several the parts lie in memory as the whole does, and no collective needs a
-copy; what is outside these layers looks at each token alone.
+sequence that is Megatron's part of it.  For several the parts lie in memory as the whole does, and no collective needs
+a copy; what is outside these layers looks at each token alone.
 
 `Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
 dtype, as Megatron's do, but for those of a float32 run's probe (`StepContext.wide`).
