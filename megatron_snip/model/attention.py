@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_snip.model.build import Build
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotate
-from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces
+from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, triangles
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import StepContext
 
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         m = build.model
         self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
         self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
+        self.triangles = triangles(self.pieces, build.device)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
@@ -64,8 +65,8 @@ class Attention(nn.Module):
         q, k = self.queries_and_keys(q, k)
         k = rotate(k, cos, sin)
         ys = [
-            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, mask)
-            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, triangle, mask)
+            for part, piece, triangle in zip(q.chunk(len(self.pieces), dim=2), self.pieces, self.triangles, strict=True)
         ]
         y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
         return y.float() if wide else y

@@ -9,6 +9,7 @@ Shapes: B sequences, S tokens, s = S/cp of them of this process, A query and G k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,19 +50,27 @@ def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
     return whole
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, mask: Tensor | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, triangle: Any, mask: Tensor | None = None) -> Tensor:
     """Queries [B, A, P, D] of a sequence's positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole.
 
-    mask [B, 1, S, S]: which key a query sees; None: all that are not later.
+    triangle: `triangles`' for this piece.  mask [B, 1, S, S]: which key a query sees; None: all that are not later.
     """
-    grouped, length, end = q.shape[1] != k.shape[1], q.shape[2], begin + q.shape[2]
+    grouped, end = q.shape[1] != k.shape[1], begin + q.shape[2]
     if mask is not None:
         mask = mask[:, :, begin:end, :end]
     elif begin == 0:  # the first rows of a square: no mask is needed
         return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=True, enable_gqa=grouped)
     else:
-        mask = lower_right(length, end, q.device)
+        mask = triangle
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask, enable_gqa=grouped)
+
+
+def triangles(pieces: Sequence[slice], device: torch.device) -> list[Any]:
+    """What the queries of each piece see, for `causal_attention`; None where no mask is needed.
+
+    They are made once, because compilers cannot trace how.
+    """
+    return [lower_right(piece.stop - piece.start, piece.stop, device) if piece.start else None for piece in pieces]
 
 
 def lower_right(queries: int, keys: int, device: torch.device) -> Any:

@@ -121,7 +121,6 @@ def validate(config: Config, world_size: int) -> None:
         _validate_stages(config, size // (t.micro_batch_size * dp))
     _validate_choices(config)
     _validate_pairs(config)
-    _validate_context(config)
     check_schedule(config.training)
     _validate_recompute(config)
     _validate_dry_run(config)
@@ -197,13 +196,6 @@ def _validate_choices(config: Config) -> None:
         raise UserError("--mock-data is given together with paths of real data; drop one of them")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise UserError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
-
-
-def _validate_context(config: Config) -> None:
-    """UserError for what needs whole sequences where processes share them."""
-    size = config.parallel.context_parallel_size
-    if size > 1 and config.training.compile:
-        raise UserError(f"--compile does not go with --context-parallel-size {size} yet; drop one")
 
 
 def _validate_pairs(config: Config) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.mesh import build_mesh
-from megatron_snip.parallel.context import causal_attention, gather_sequences, own_tokens, pieces, rows_of
+from megatron_snip.parallel.context import causal_attention, gather_sequences, own_tokens, pieces, rows_of, triangles
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.dispatch import cast
@@ -39,8 +39,10 @@ def attention_of_pieces() -> dict[str, float]:
     k, v = (heads(gather_sequences(x, cp)) for x in parts[1:])
     places = pieces(S, cp)
     ys = [
-        causal_attention(q, k, v, place.start)
-        for q, place in zip(heads(parts[0]).chunk(len(places), dim=2), places, strict=True)
+        causal_attention(q, k, v, place.start, triangle)
+        for q, place, triangle in zip(
+            heads(parts[0]).chunk(len(places), dim=2), places, triangles(places, q.device), strict=True
+        )
     ]
     y = torch.cat(ys, dim=2).transpose(1, 2).flatten(2)
     found = [y, *torch.autograd.grad(y, parts, own_tokens(cotangent.transpose(1, 2), cp).transpose(1, 2))]

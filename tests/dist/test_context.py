@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tests.dist.compiled import compiled_losses
 from tests.dist.context import attention_of_pieces, casts_of_pieces
 from tests.dist.harness import run_ranks
 from tests.dist.runs import LAYOUTS, MODELS, losses, mixed_plan, plan_from, save_after
@@ -93,6 +95,16 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
     for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 6, seconds=240.0):
         assert result["hash"] == expected["hash"]
         assert not farther(distances_by_name(result["stats"], expected["stats"]), 1e-5)
+
+
+@pytest.mark.parametrize("case", ["cp2", pytest.param("tp2 x cp2", marks=pytest.mark.slow)])
+def test_a_compiled_block_has_one_graph_and_the_bits_of_the_eager_one(case):
+    world, options = CASES[case]
+    options = {**LONG, **options, "recompute_granularity": "none"}
+    eager = run_ranks(functools.partial(losses, iterations=2), world, options, seconds=240.0)
+    for got, expected in zip(run_ranks(compiled_losses, world, options, "aot_eager", 2), eager, strict=True):
+        assert got["losses"] == expected["losses"] and (got["graphs"], got["breaks"]) == (1, {})
+        assert all(torch.equal(grad, expected["gradients"][name]) for name, grad in got["gradients"].items())
 
 
 @pytest.mark.slow

@@ -135,15 +135,6 @@ CASES = [
         {"context_parallel_size": 3, "pipeline_model_parallel_size": 1},
         ["--seq-length in two pieces of whole 128-token tiles for each of 3 context", "256 is not a multiple of 768"],
     ),
-    (
-        {
-            "context_parallel_size": 3,
-            "pipeline_model_parallel_size": 1,
-            "seq_length": 768,
-            "compile": True,
-        },
-        ["--compile does not go with --context-parallel-size 3 yet"],
-    ),
     ({"seq_length": 192}, ["--seq-length by the quantisation tile: 192 is not a multiple of 128"]),
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
     ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
