@@ -51,6 +51,11 @@ def part(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     return x.chunk(mesh.tp.size, dim)[mesh.tp.rank].clone()
 
 
+def part_of_tokens(x: Tensor, mesh: Mesh) -> Tensor:
+    """This process's part [B, S/tp, C] of the tokens of [B, S, C], one after another."""
+    return part(x.flatten(0, 1), 0, mesh).unflatten(0, (len(x), -1))
+
+
 class Recorder:
     """Codes, scales and random bits of every operand that a linear quantises, in the order of the casts."""
 
@@ -80,7 +85,7 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     x, w, g = draw(B, S, K, seed=1), draw(N, K, seed=2) / 16, draw(B, S, N, seed=3)
     layer = KINDS[kind]("layers.3.mlp.up_proj", w, region, mesh.device_mesh)
     layer.precision = LinearPrecision.parse(precision)
-    outside = (lambda t: part(t, 1, mesh)) if sequence_parallel else (lambda t: t.clone())
+    outside = (lambda t: part_of_tokens(t, mesh)) if sequence_parallel else (lambda t: t.clone())
     x = outside(x) if kind == "column" else part(x, 2, mesh)
     g = part(g, 2, mesh) if kind == "column" else outside(g)
     x.requires_grad_()
@@ -130,7 +135,7 @@ def run_group(
     mesh = start_mesh()
     region = Region(mesh.tp, sequence_parallel)
     x = draw(samples, length, K, seed=1).bfloat16()
-    x = (part(x, 1, mesh) if sequence_parallel else x.clone()).requires_grad_()
+    x = (part_of_tokens(x, mesh) if sequence_parallel else x.clone()).requires_grad_()
     layers, observer = [], _Observer()
     for i, name in enumerate(names):
         layer = ColumnParallelLinear(f"layers.3.{i}", draw(N, K, seed=2 + i) / 16, region, mesh.device_mesh)
@@ -205,6 +210,38 @@ def run_order(sequence_parallel: bool) -> tuple[list[str], list[str]]:
     return forward, log.events
 
 
+def run_copies() -> tuple[list[str], list[str]]:
+    """What two sequences' way into the region and out of it, and back, runs; and what these collectives alone do."""
+    mesh = start_mesh()
+    region = Region(mesh.tp, True)
+    x, g = (part_of_tokens(draw(B, S, K, seed=i), mesh) for i in (1, 2))
+    x.requires_grad_()
+    part_of_rows = draw(B * S, K, seed=3)
+    with LaunchLog() as log:
+        region.leave(region.enter(x)).backward(g)
+        beside.start_gather(part_of_rows, mesh.tp)()
+        beside.start_sum(part_of_rows, mesh.tp, scatter=True)()
+    whole, own = torch.empty(2 * B * S, K), torch.empty(B * S // 2, K)
+    with LaunchLog() as alone:
+        for _ in range(3):
+            beside.all_gather(whole, part_of_rows, group=mesh.tp.group)
+            beside.reduce_scatter(own, part_of_rows, group=mesh.tp.group)
+    return sorted(log.names), sorted(alone.names)
+
+
+class LaunchLog(TorchDispatchMode):
+    """Names of the operators that run, but for views and those that make room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func.is_view or "empty" in func.name()):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def run_sent(precision: str) -> tuple[int, int]:
     """Bytes that the gathers of three linears of one input are handed, and bytes kept for backward beside weights."""
     mesh = start_mesh()
@@ -213,7 +250,7 @@ def run_sent(precision: str) -> tuple[int, int]:
     layers = [ColumnParallelLinear(f"{i}", w, region, mesh.device_mesh) for i, w in enumerate(weights)]
     for layer, one in zip(layers, precision.split(",") * (3 if "," not in precision else 1), strict=True):
         layer.precision = LinearPrecision.parse(one)
-    x, saved = part(draw(B, S, K, seed=1), 1, mesh).bfloat16().requires_grad_(), {}
+    x, saved = part_of_tokens(draw(B, S, K, seed=1), mesh).bfloat16().requires_grad_(), {}
     own = {local(layer.weight).untyped_storage().data_ptr() for layer in layers}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -237,14 +274,14 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
     for precision in ("fp8", "fp4", "mxfp8", "mxfp4"):
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax, None)
-        for gemm, output, samples in product(("fprop", "wgrad"), ("codes", "operand"), (1, 2)):
-            x, form = draw(samples, S, K, seed=1).bfloat16(), call.form(gemm, "input")
-            (whole,) = operands.cast_operands(x.flatten(0, 1), [(form, output)])
-            (mine,) = operands.cast_operands(part(x, 1, mesh).flatten(0, 1), [(form, output)])
-            gathered = beside._gather(mine, group, samples)()
+        for gemm, output in product(("fprop", "wgrad"), ("codes", "operand")):
+            x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input")
+            (whole,) = operands.cast_operands(x, [(form, output)])
+            (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)])
+            gathered = beside._gather(mine, group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
-            found.append(((precision, gemm, output, samples), same))
+            found.append(((precision, gemm, output), same))
     return found
 
 
@@ -257,7 +294,7 @@ def run_vocabulary(sequence_parallel: bool) -> dict[str, Tensor]:
     )
     x = table(tokens)
     g = draw(B, S, K, seed=6)
-    x.backward(part(g, 1, mesh) if sequence_parallel else g)
+    x.backward(part_of_tokens(g, mesh) if sequence_parallel else g)
     logits = part(4 * draw(B * S, V, seed=8), 1, mesh).requires_grad_()
     losses = vocab_parallel_cross_entropy(logits, tokens.flatten(), mesh.tp)
     losses.backward(draw(B * S, seed=9))

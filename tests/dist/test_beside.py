@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.harness import run_ranks
-from tests.dist.layers import B, K, S, run_gathered_operands, run_groups, run_observed, run_order, run_sent
+from tests.dist.layers import B, K, S, run_copies, run_gathered_operands, run_groups, run_observed, run_order, run_sent
 
 
 def test_bits_are_those_of_one_after_another():
@@ -36,6 +36,12 @@ def test_collectives_run_beside_products(sequence_parallel):
             *["all_gather is waited for"] * sequence_parallel,
             "product", "product", f"{kind} is waited for",
         ]  # fmt: skip
+
+
+def test_no_collective_of_tokens_copies():
+    """However many sequences they are of."""
+    for names, alone in run_ranks(run_copies, 2):
+        assert names == alone
 
 
 def test_what_is_gathered_and_kept():

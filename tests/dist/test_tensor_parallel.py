@@ -36,6 +36,11 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     assert expected.abs().max() > 0 and (got - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
+def joined(parts: list[Tensor]) -> Tensor:
+    """[B, S/tp, C] of each process -> [B, S, C]."""
+    return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, (len(parts[0]), -1))
+
+
 CASES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 
 
@@ -46,11 +51,11 @@ def test_outputs_and_gradients_are_one_processs(kind, precision, sequence_parall
     (whole,) = results(kind, precision, sequence_parallel, 1)
     ranks = results(kind, precision, sequence_parallel, TP)
     split = {"column": {"y": 2, "dw": 0}, "row": {"dx": 2, "dw": 1}}[kind]
-    shared = {"column": "dx", "row": "y"}[kind]  # outside the region: cut along the sequence, or the same on all
+    shared = {"column": "dx", "row": "y"}[kind]  # outside the region: cut along the tokens, or the same on all
     for name, dim in split.items():
         assert_close(torch.cat([rank[name] for rank in ranks], dim), whole[name])
     if sequence_parallel:
-        assert_close(torch.cat([rank[shared] for rank in ranks], 1), whole[shared])
+        assert_close(joined([rank[shared] for rank in ranks]), whole[shared])
     else:
         for rank in ranks:
             assert_close(rank[shared], whole[shared])
@@ -98,7 +103,7 @@ def test_vocabulary_is_torchs(world, sequence_parallel):
     x.backward(draw(B, S, K, seed=6))
     losses = F.cross_entropy(logits, tokens.flatten(), reduction="none")
     losses.backward(draw(B * S, seed=9))
-    got = torch.cat([rank["x"] for rank in ranks], 1) if sequence_parallel else ranks[0]["x"]
+    got = joined([rank["x"] for rank in ranks]) if sequence_parallel else ranks[0]["x"]
     assert torch.equal(got, x.detach())
     assert_close(torch.cat([rank["table"] for rank in ranks]), table.grad)
     assert_close(torch.cat([rank["logits"] for rank in ranks], 1), logits.grad)
