@@ -196,12 +196,16 @@ class LlamaStage(nn.Module):
         assert self.norm is not None, "only the last stage has logits"
         x = self.norm(x)
         x = self.build.region.enter(x.double() if context.wide else x)
+        samples = x.shape[:2]
+        if context.wide:  # before FSDP's module, which warns of a view in what it returns
+            x = x.flatten(0, 1)
         head = self.lm_head or self.embed_tokens
         assert head is not None
         if isinstance(head, OutputLayer):
             logits: Tensor = head(x, wide=context.wide)
-            return logits
-        return logits_of(x, local(head.weight), wide=context.wide)
+        else:
+            logits = logits_of(x, local(head.weight), wide=context.wide)
+        return logits.view(*samples, -1)
 
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN

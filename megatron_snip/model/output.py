@@ -26,13 +26,13 @@ class OutputLayer(nn.Module):
         add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
 
     def forward(self, x: Tensor, *, wide: bool) -> Tensor:
-        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
+        """x [B, S, H], or [T, H] -> logits [..., V/tp] in the compute dtype; in a wide pass it is [T, H]."""
         return logits_of(x, local(self.weight), wide=wide)
 
 
 def logits_of(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
-    """x [B, S, H] by weight [V/tp, H]: [B, S, V/tp]; wide: each sum rounded to float32 once."""
+    """x [..., H] by weight [V/tp, H]: [..., V/tp]; wide: each sum of x [T, H] rounded to float32 once."""
     if not wide:
         return F.linear(x, weight.to(x.dtype))
     call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-    return wide_linear(x.flatten(0, 1), weight, call, torch.float32).unflatten(0, x.shape[:2])
+    return wide_linear(x, weight, call, torch.float32)
