@@ -62,8 +62,8 @@ class _Worker:
     def ended(self) -> str:
         """How it ended, once its socket is closed."""
         code = self.process.wait()
-        how = f"was killed by signal {-code}; is there enough memory?" if code < 0 else f"ended with status {code};"
-        return f"{self.name} (process {self.process.pid}) {how} Give fewer --num-workers, or 0 to read in threads"
+        how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with status {code}"
+        return f"{self.name} (process {self.process.pid}) {how}; give fewer --num-workers, or 0 to read in threads"
 
 
 class Workers:
