@@ -170,6 +170,7 @@ class DataConfig:
     valid_data_path: tuple[str, ...] = ()  # The same for validation only, in place of --data-path.
     split: str = "969,30,1"  # Shares of --data-path for training, validation, test.
     data_cache_path: Optional[str] = None  # Folder that keeps sample indices between runs.
+    num_workers: int = 0  # Processes that read samples ahead, beside each process; 0: threads of the process itself.
     reset_position_ids: bool = False  # Restart positions after each end of document.
     reset_attention_mask: bool = False  # Let tokens attend only to their own document.
     eod_mask_loss: bool = False  # Do not train on the token after an end of document.

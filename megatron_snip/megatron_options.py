@@ -44,7 +44,7 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         (
             "attention-backend", "cp-comm-type",
-            "transformer-impl", "cross-entropy-fusion-impl", "num-workers", "ckpt-format",
+            "transformer-impl", "cross-entropy-fusion-impl", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
             "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",

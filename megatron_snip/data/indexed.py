@@ -15,7 +15,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -159,9 +159,9 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+    def __reduce__(self) -> tuple[partial[IndexedDataset], tuple[str]]:
         # Pickling the memory map would copy the tokens.
-        return IndexedDataset, (self.prefix,)
+        return partial(IndexedDataset, checked=True), (self.prefix,)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

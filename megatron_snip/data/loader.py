@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
+from megatron_snip.data.workers import Workers, read
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
 
@@ -69,9 +70,10 @@ class Loader:
 
     global_batch_size: samples of a batch, or of the one that begins after so many samples.
 
-    It has no state but two batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
+    It has no state but batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
     number of ranks.  Two, so that the next one is there before this one's update, and processes can agree that they
-    cannot use it.  Raises UserError if the first batch does not divide into microbatches.
+    cannot use it; more only where there are more ``workers``, each of which reads a batch.  Threads of this process
+    read if there are none.  Raises UserError if the first batch does not divide into microbatches.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         prefetch: bool = True,
+        workers: Workers | None = None,
     ) -> None:
         self.size = global_batch_size if callable(global_batch_size) else lambda consumed_samples: global_batch_size
         together, first = micro_batch_size * dp_size, self.size(0)
@@ -95,6 +98,7 @@ class Loader:
         self.dataset = dataset
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._prefetch = prefetch
+        self._workers = workers
         self._ahead: dict[int, _Prefetch] = {}
 
     def cursor(self, consumed_samples: int, ahead: int = 1) -> int:
@@ -112,12 +116,13 @@ class Loader:
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's share of the global batch that starts at sample ``consumed_samples``.
 
-        The next two batches are then read in the background.  Raises UserError if the dataset ends before the
+        The next batches are then read in the background.  Raises UserError if the dataset ends before the
         batch does, and whatever reading a sample raises.
         """
         pending = self._ahead.pop(consumed_samples, None)
         batch = pending.result() if pending is not None else self.make(consumed_samples)
-        following = [self.cursor(consumed_samples, ahead) for ahead in (1, 2)]
+        depth = max(2, self._workers.count if self._workers else 0)
+        following = [self.cursor(consumed_samples, ahead) for ahead in range(1, depth + 1)]
         self._ahead = {number: self._ahead[number] for number in following if number in self._ahead}
         for number in following if self._prefetch else ():
             self._read_ahead(number)
@@ -151,7 +156,7 @@ class Loader:
                 f"{len(self.dataset)} samples; build it with more samples"
             )
         index = self.sample_index(consumed_samples, size)
-        samples = np.stack([self.dataset[int(number)] for number in index.ravel()])
+        samples = (self._workers.read if self._workers is not None else read)(self.dataset, index.ravel())
         shape = (*index.shape, samples.shape[1] - 1)
         return Batch(
             tokens=torch.from_numpy(np.ascontiguousarray(samples[:, :-1]).reshape(shape)),
@@ -160,7 +165,9 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Drop the batches being read ahead; a read that hangs is left to its daemon thread."""
+        """Drop the batches being read ahead, and end the workers; a read that hangs is left to its daemon thread."""
+        if self._workers is not None:
+            self._workers.close()
         pending, self._ahead = self._ahead, {}
         for thread in pending.values():
             thread.join(timeout=10.0)

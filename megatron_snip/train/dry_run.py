@@ -88,8 +88,8 @@ def without_files(config: Config) -> Config:
     if config.model.vocab_size is not None:
         config = config.replace(tokenizer_type="NullTokenizer", tokenizer_model=None)
     return config.replace(
-        mock_data=True, data_path=(), train_data_path=(), valid_data_path=(), data_cache_path=None, wandb_project=None,
-        tensorboard_dir=None, eval_interval=None, optimizer_impl="torch",
+        mock_data=True, data_path=(), train_data_path=(), valid_data_path=(), data_cache_path=None, num_workers=0,
+        wandb_project=None, tensorboard_dir=None, eval_interval=None, optimizer_impl="torch",
     )  # fmt: skip
 
 

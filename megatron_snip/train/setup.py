@@ -18,6 +18,7 @@ from megatron_snip.config import TILE, Config
 from megatron_snip.data.loader import Loader
 from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check_data
 from megatron_snip.data.tokenizer import build_tokenizer
+from megatron_snip.data.workers import Workers
 from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names
 from megatron_snip.mesh import Mesh, build_mesh
@@ -164,19 +165,23 @@ def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Load
         config.model.vocab_size, d.data_cache_path,
     )  # fmt: skip
     datasets = mesh.in_turn(first, make) if d.data_cache_path else make()
+    train, valid = (Repeated(each) if each is not None else None for each in datasets)
+    assert train is not None
+    workers = Workers([each for each in (train, valid) if each is not None], d.num_workers) if d.num_workers else None
 
     def loader(dataset: Dataset, batch_size: int | Callable[[int], int], prefetch: bool) -> Loader:
         return Loader(
-            Repeated(dataset),
+            dataset,
             global_batch_size=batch_size,
             micro_batch_size=t.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
             prefetch=prefetch,
+            workers=workers,
         )
 
-    train, valid = datasets
-    return loader(train, t.batch_size, True), loader(valid, t.global_batch_size, False) if valid is not None else None
+    valid_loader = loader(valid, t.global_batch_size, workers is not None) if valid is not None else None
+    return loader(train, t.batch_size, True), valid_loader
 
 
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:

@@ -35,7 +35,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
         "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
-        "start_weight_decay", "end_weight_decay",
+        "start_weight_decay", "end_weight_decay", "num_workers",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (

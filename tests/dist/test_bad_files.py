@@ -63,7 +63,9 @@ def test_an_id_that_one_rank_reads_ends_all_after_a_save(tmp_path):
     assert first == second and "holds token id 10" in first and "saved" not in first, "found before the first batch"
 
 
-@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "num_workers": 1}]
+)
 def test_a_file_cut_while_it_is_used_ends_all_after_a_save(layout, tmp_path):
     prefix = write(tmp_path / "text")
     first, second = run_ranks(run_on_files, 2, options(prefix, tmp_path, **layout), (prefix + ".bin", 4))

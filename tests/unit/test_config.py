@@ -43,6 +43,7 @@ WORDS = {
     "spike_window": "32", "spike_deviations": "4.5", "spike_nats": "0.25", "exit_interval": "9",
     "exit_duration_in_mins": "1.5", "exit_signal_handler": False, "data_path": ["0.3", "a", "0.7", "b"],
     "train_data_path": ["c"], "valid_data_path": ["d"], "split": "9,1,0", "data_cache_path": "cache",
+    "num_workers": "2",
     "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "calculate_per_token_loss": True,
     "mock_data": True, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "t.model",
     "run_dir": "runs/x", "log_interval": "3", "log_throughput": True, "log_all_ranks": True,
@@ -74,7 +75,7 @@ MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-
 --start-weight-decay --end-weight-decay --weight-decay-incr-style --weight-decay
 --adam-beta1 --adam-beta2 --adam-eps --clip-grad --seed --bf16
 --recompute-granularity --exit-interval --exit-duration-in-mins --exit-signal-handler --data-path --split
---data-cache-path --reset-position-ids --reset-attention-mask --eod-mask-loss
+--data-cache-path --num-workers --reset-position-ids --reset-attention-mask --eod-mask-loss
 --calculate-per-token-loss --mock-data --tokenizer-type --tokenizer-model --vocab-size --log-interval --eval-interval
 --eval-iters --save --load --save-interval --finetune --no-load-optim --log-throughput --wandb-project
 --wandb-exp-name --wandb-save-dir --rerun-mode --deterministic-mode --profile --profile-step-start --profile-step-end

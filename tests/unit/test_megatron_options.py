@@ -64,6 +64,7 @@ def test_with_these_changes_it_runs(caplog):
     m = config.model
     assert (m.num_layers, m.hidden_size, m.num_query_groups, m.rotary_base) == (32, 4096, 8, 1e6)
     assert (config.with_iterations().training.train_iters, config.precision.precision) == (15258789, "fp8")
+    assert config.data.num_workers == 1
     validate(config, 8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
@@ -80,7 +81,7 @@ def test_with_these_changes_it_runs(caplog):
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1: there is no dropout here; give 0"),
         ("--normalization LayerNorm", "give RMSNorm"),
         ("--normalization", "--normalization: models here have RMSNorm"),
-        ("--num-workers", "--num-workers: give it one value"),
+        ("--ckpt-format", "--ckpt-format: give it one value"),
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
         ("--attention-dropout -1", "--attention-dropout -1: there is no dropout"),
     ],

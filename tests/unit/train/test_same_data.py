@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.data.indexed import IndexedDatasetBuilder
-from megatron_snip.train import loop
+from megatron_snip.data.workers import Workers
+from megatron_snip.train import loop, setup
 from megatron_snip.train.same_data import difference
 
 
@@ -183,6 +186,27 @@ def test_a_file_cut_while_it_is_used_ends_the_run_after_a_save(suffix, run, data
     assert saved is not None and 3 <= saved <= 5
     (tmp_path / f"text{suffix}").write_bytes(whole)
     monkeypatch.undo()
+
+
+def test_a_killed_worker_ends_the_run_after_a_save(run, tmp_path, monkeypatch):
+    made = []
+    plain = loop.runtime.seed_iteration
+    monkeypatch.setattr(setup, "Workers", lambda *given: made.append(Workers(*given)) or made[0])
+
+    def seed(number, at):
+        if at == 3:
+            os.kill(made[0].pids[0], signal.SIGKILL)
+        plain(number, at)
+
+    losses = [row["lm loss"] for row in run(train_iters=5, run_dir=str(tmp_path / "other"))]
+    monkeypatch.setattr(loop.runtime, "seed_iteration", seed)
+    with pytest.raises(ValueError, match=r"^data worker 1 of 1 .* killed by signal 9 .*--num-workers.* is saved\)$"):
+        run(train_iters=15, num_workers=1)
+    saved = newest_iteration(tmp_path / "run/checkpoints")
+    assert saved is not None and 3 <= saved <= 5
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["lm loss"] for row in rows] == losses[:saved], "as without workers"
+    assert made[0]._all[0].process.returncode == -9
 
 
 def test_validation_data_cut_while_it_is_used_ends_the_run_after_a_save(run, data, tmp_path, monkeypatch):
