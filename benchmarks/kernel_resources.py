@@ -140,12 +140,21 @@ LAUNCHES = {
     "fp8 input of SwiGLU, two operands": _both("fp8", "input", "operand", product=True),
     "fp4 input of SwiGLU, two operands": _both("fp4", "input", "operand", product=True),
     "mxfp8 input of SwiGLU, two of codes": _both("mxfp8", "input", "codes", product=True),
+    "mxfp8 input of SwiGLU, two swizzled": _both("mxfp8", "input", "swizzled", product=True),
     "mxfp8 input, two of codes": _both("mxfp8", "input", "codes"),
+    "mxfp8 input, two swizzled": _both("mxfp8", "input", "swizzled"),
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
     "nvfp4 input, two of values": _both("nvfp4", "input", "values"),
+    "nvfp4 input, two swizzled": _both("nvfp4", "input", "swizzled"),
     "nvfp4 grad_output, stochastic, two of codes": _both("nvfp4", "grad_output", "codes", _KEY),
+    "nvfp4 grad_output, stochastic, two swizzled": _both("nvfp4", "grad_output", "swizzled", _KEY),
 }
 SWEEP = [Tiling(chunk, warps) for chunk in (16, 32) for warps in (4, 8)]
+
+
+def devices(launch: Launch) -> tuple[int, ...]:
+    """The capabilities that launch it: Blackwell alone reads swizzled operands."""
+    return (BLACKWELL,) if "swizzled" in launch.outputs else (HOPPER, BLACKWELL)
 
 
 def sweep(launch: Launch) -> list[Tiling]:
@@ -172,6 +181,8 @@ def main() -> None:
     rows, results = [], []
     for capability in (HOPPER, BLACKWELL):
         for name, launch in LAUNCHES.items():
+            if capability not in devices(launch):
+                continue
             launched = triton_cast.tiling(launch.forms, launch.product)
             for tiling in sweep(launch) if args.sweep else [launched]:
                 made = resources(compile_tiled(capability, launch, tiling))

@@ -6,7 +6,7 @@
 
 Under sequence parallelism backward keeps this process's rows alone, in wgrad's form.  Rows are cast before they are
 gathered where all linears want one form and that gives the bits of casting the whole: nothing rounds stochastically,
-and blocks end where rows do.
+and blocks, and tiles of swizzled scales, end where rows do.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
 Shapes: T tokens of B sequences, t of them of this process, K input and N output channels.
 """
@@ -26,6 +26,7 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.operands import LinearCall, Operand, Wanted, cast_operands
+from megatron_snip.quant.swizzled import TILE_ROWS
 from megatron_snip.quant.three_gemms import Backends, Backward, fprop
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
@@ -64,11 +65,12 @@ class Group:
         """
         if not self.gathers:
             return True
-        return len(set(wanted)) == 1 and all(form is not None and _ends_with(form, rows) for form, _ in wanted)
+        return len(set(wanted)) == 1 and all(form is not None and _ends_with(form, to, rows) for form, to in wanted)
 
 
-def _ends_with(form: Form, rows: int) -> bool:
-    size = max(form.block[0], form.fmt.hadamard if form.transformed else 1)
+def _ends_with(form: Form, output: Output, rows: int) -> bool:
+    tiles = TILE_ROWS if output == "swizzled" else 1  # 128 tokens are whole tiles along either dim
+    size = max(form.block[0], form.fmt.hadamard if form.transformed else 1, tiles)
     return form.key is None and rows % size == 0
 
 

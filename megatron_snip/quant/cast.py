@@ -17,23 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.formats import SCALES, Element, Format, get_format
+from megatron_snip.formats import NAN_CODE, SCALES, Element, Format, get_format
 from megatron_snip.formats.element import Specials
 from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import RoundingKey, random_bits
 from megatron_snip.quant.scales import block_scales, tensor_scale
+from megatron_snip.quant.swizzled import TILE_BYTES, TILE_ROWS, pack, scale_bytes, swizzle
 
 Rounding = Literal["nearest", "stochastic"]
 
 #: What a cast gives.  "values": dequantised, of x's dtype.  "codes": a byte an element as the element
 #: stores it, NaN as 0xff.  "operand": a byte an element for FP8 tensor cores, that is codes of the
-#: element's carrier, laid out as those want them: codes contiguous along the reduction dim, scales of tiles
+#: element's carrier, laid out as Hopper's want them: codes contiguous along the reduction dim, scales of tiles
 #: along the other one, scales of square blocks along the reduction dim, with zeros up to a multiple of 4.
-Output = Literal["values", "codes", "operand"]
+#: "swizzled": for Blackwell's.  Codes contiguous along the reduction dim, the carrier's, or under E4M3 scales E2M1's,
+#: two a byte along that dim; scales a byte each in tiles (swizzled.py), whose rows are laid out as the codes'.
+Output = Literal["values", "codes", "operand", "swizzled"]
 
 _SPECIALS: tuple[Specials, ...] = get_args(Specials)
 OUTPUTS: tuple[Output, ...] = get_args(Output)
+#: What tensor cores read.
+OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 
 
 class Constants(NamedTuple):
@@ -60,12 +65,22 @@ class Constants(NamedTuple):
 
     @property
     def stored(self) -> Element:
-        """The element in which codes are written: the carrier's for tensor cores."""
+        """The element in which codes are written: the carrier's for tensor cores, but for what is packed."""
         element = self.element
-        if OUTPUTS[self.output] != "operand":
+        if OUTPUTS[self.output] not in OPERANDS or self.packed:
             return element
         assert element.carrier is not None, f"{element.name} has no carrier"
         return element.carrier
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte, and a scale is E4M3 and not E8M0 where it is swizzled."""
+        return OUTPUTS[self.output] == "swizzled" and SCALES[self.scale] == "e4m3"
+
+    @property
+    def each(self) -> int:
+        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of them."""
+        return 16 if self.packed else 32
 
 
 @dataclass(frozen=True)
@@ -135,8 +150,9 @@ class Cast(NamedTuple):
     """One form of an operand [R, C].
 
     values: as the Output says, logically [R, C].  For codes and operands, scales: float32 [row blocks,
-    column blocks], and where they are counted, saturated: int64 scalar, the elements beyond ``Element.saturation``
-    or infinite.  tensor_scale: float32 scalar that multiplies all scales, filled in by dispatch.cast if there is one.
+    column blocks], or bytes in tiles, and where they are counted, saturated: int64 scalar, the elements beyond
+    ``Element.saturation`` or infinite; for formats with ``needs_tensor_amax`` tensor_scale: float32 scalar that
+    multiplies all scales.
     """
 
     values: Tensor
@@ -224,18 +240,45 @@ def cast_reference(
     return [_cast(x, form, output, amax, count) for form, output in zip(forms, outputs, strict=True)]
 
 
+class Layout(NamedTuple):
+    """Sizes of codes and of scales, each with the dim along which they lie in memory."""
+
+    codes: Sequence[int]
+    codes_along: int
+    scales: Sequence[int]
+    scales_along: int
+
+
+def layout(shape: Sequence[int], form: Form, output: Output) -> Layout:
+    """How codes and scales of an x [R, C] of this shape lie, of any output but values."""
+    dim, square = form.dim, form.block[0] == form.block[1]
+    blocks = [-(-side // block) for side, block in zip(shape, form.block, strict=True)]
+    if output == "codes":
+        return Layout(shape, 1, blocks, 1)
+    if output == "operand":
+        blocks[dim] += -blocks[dim] % 4 if square else 0
+        return Layout(shape, dim, blocks, dim if square else 1 - dim)
+    constants, codes, scales = form.constants(output), [*shape], [0, 0]
+    assert form.fmt.scale != "fp32", "E8M0 has powers of two alone"
+    assert form.block[dim] % constants.each == 0 and form.element.bits <= (4 if constants.packed else 8)
+    if constants.packed:
+        codes[dim] = -(-codes[dim] // 2)
+    scales[dim] = -(-shape[dim] // (4 * constants.each)) * TILE_BYTES
+    scales[1 - dim] = -(-shape[1 - dim] // TILE_ROWS)
+    return Layout(codes, dim, scales, dim)
+
+
 def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None = None, count: bool = True) -> Cast:
     """Room for a cast of x [R, C], laid out as the Output says; values are of x's dtype or ``dtype``."""
     if output == "values":
         return Cast(torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), None, None)
-    (rows, cols), (block_rows, block_cols) = x.shape, form.block
-    operand, square = output == "operand", block_rows == block_cols
-    blocks = [-(-rows // block_rows), -(-cols // block_cols)]
-    if operand and square:
-        blocks[form.dim] += -blocks[form.dim] % 4
-    codes = _contiguous_along(form.dim if operand else 1, x, (rows, cols), torch.uint8)
-    scales = _contiguous_along((form.dim if square else 1 - form.dim) if operand else 1, x, blocks, torch.float32)
-    return Cast(codes, scales, x.new_empty((), dtype=torch.int64) if count else None)
+    codes, codes_along, scales, scales_along = layout(x.shape, form, output)
+    return Cast(
+        _contiguous_along(codes_along, x, codes, torch.uint8),
+        _contiguous_along(scales_along, x, scales, torch.uint8 if output == "swizzled" else torch.float32),
+        x.new_empty((), dtype=torch.int64) if count else None,
+        x.new_empty((), dtype=torch.float32) if form.fmt.needs_tensor_amax else None,
+    )
 
 
 def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -261,20 +304,46 @@ def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None, cou
         return Cast((q * _expand(scales, block, q.shape)).to(x.dtype), None, None)
     made = allocate(x, form, output, count=count)
     assert made.scales is not None
-    made.values.copy_(encode(q, form.constants(output).stored))
-    made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
+    codes = encode(q, form.constants(output).stored)
+    if output == "swizzled":
+        _swizzle(codes, scales, form, made)
+    else:
+        made.values.copy_(codes)
+        made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
+    if made.tensor_scale is not None:
+        assert tensor_amax is not None
+        made.tensor_scale.copy_(tensor_scale(tensor_amax, element))
     if made.saturated is not None:
         made.saturated.copy_((y.abs() > element.saturation).sum())
     return made
 
 
+def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Cast) -> None:
+    """Write codes [R, C] and scales [row blocks, column blocks] into room for swizzled ones.
+
+    E2M1 has no NaN, so the scale of a block that holds one is NaN, which reaches the same rows of the product.
+    """
+    constants, block, (values, tiles) = form.constants("swizzled"), form.block, made[:2]
+    assert tiles is not None
+    if constants.packed:
+        scales = torch.where(_block_largest(codes, block) == NAN_CODE, torch.nan, scales)
+    if form.dim == 0:
+        codes, scales, block, values, tiles = codes.T, scales.T, block[::-1], values.T, tiles.T
+    values.copy_(pack(codes) if constants.packed else codes)
+    size = (codes.shape[0], codes.shape[1])
+    tiles.copy_(swizzle(scale_bytes(scales, block, size, each=constants.each, e4m3=constants.packed)))
+
+
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest finite magnitude of each block, 0 where there is none: [row blocks, column blocks]."""
-    size = torch.where(x.isfinite(), x.abs(), 0.0)
+    return _block_largest(torch.where(x.isfinite(), x.abs(), 0.0), block)
+
+
+def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest element, of those not negative, of each block of x [R, C]: [row blocks, column blocks]."""
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
-    blocks = F.pad(size, pad).view(rows, block[0], cols, block[1])
-    return blocks.amax(dim=(1, 3))
+    return F.pad(x, pad).view(rows, block[0], cols, block[1]).amax(dim=(1, 3))
 
 
 def _expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

@@ -23,7 +23,6 @@ from megatron_snip.quant.cast import (
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.rounding import RoundingKey
-from megatron_snip.quant.scales import tensor_scale
 
 #: A shard's largest magnitude, float32 scalar -> that of the whole tensor.  A collective: every process of
 #: the group calls it alike.
@@ -62,11 +61,7 @@ def cast(
     if amax is None and any(scaled):
         amax = op.finite_amax(x)
         amax = amax if reduce_amax is None else reduce_amax(amax)
-    casts = op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
-    if amax is None:
-        return casts
-    scales = (tensor_scale(amax, form.element) if has else None for form, has in zip(forms, scaled, strict=True))
-    return [made._replace(tensor_scale=scale) for made, scale in zip(casts, scales, strict=True)]
+    return op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
 
 
 def _cast_with_transform(

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.cast import Form, Output, layout
 from megatron_snip.quant.linear import backends_of
 from megatron_snip.quant.operands import Casts, LinearCall, Operand
 from megatron_snip.quant.precision import LinearPrecision
@@ -185,15 +185,21 @@ _linears.register_autograd(_backward, setup_context=_setup)
 def _flat(kept: Operand) -> list[Tensor]:
     """Codes of X [T,K] as they lie in memory, and scales with the tensor's at the end, both 1-D."""
     assert kept.scales is not None
-    data = kept.data.T if kept.output == "operand" else kept.data
-    scales = kept.scales.reshape(-1)
-    return [data.reshape(-1), scales if kept.tensor_scale is None else torch.cat([scales, kept.tensor_scale.view(1)])]
+    data, scales = (part.as_strided((part.numel(),), (1,)) for part in (kept.data, kept.scales))
+    scales = scales.view(torch.float32)
+    return [data, scales if kept.tensor_scale is None else torch.cat([scales, kept.tensor_scale.view(1)])]
 
 
 def _unflat(form: Form, output: Output, data: Tensor, scales: Tensor, shape: tuple[int, int]) -> Operand:
     """What ``_flat`` was made of, X [T,K] of a shape."""
-    codes = data.view(shape[::-1]).T if output == "operand" else data.view(shape)
-    blocks = [-(-side // block) for side, block in zip(shape, form.block, strict=True)]
-    count = blocks[0] * blocks[1]
-    whole = scales[count] if form.fmt.needs_tensor_amax else None
-    return Operand(form, output, codes, scales[:count].view(blocks), whole)
+    codes_size, codes_along, scales_size, scales_along = layout(shape, form, output)
+    whole = scales[-1] if form.fmt.needs_tensor_amax else None
+    scales = scales if whole is None else scales[:-1]
+    scales = scales.view(torch.uint8) if output == "swizzled" else scales
+    codes, scales = _along(codes_along, data, codes_size), _along(scales_along, scales, scales_size)
+    return Operand(form, output, codes, scales, whole)
+
+
+def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """What lies in memory along a dim: 1-D -> [R, C]."""
+    return flat.view(*shape) if dim == 1 else flat.view(*shape[::-1]).T

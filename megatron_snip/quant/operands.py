@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant.cast import Form, Output, Quantized, swiglu_product
+from megatron_snip.quant.cast import OPERANDS, Form, Output, Quantized, allocate, swiglu_product
 from megatron_snip.quant.dispatch import ReduceAmax, cast, dequantize
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
@@ -31,6 +31,9 @@ REDUCTION_DIM = {
     "dgrad": {"grad_output": 1, "weight": 0},
     "wgrad": {"grad_output": 0, "input": 0},
 }
+
+
+_NAN_BYTE = 0xFF  # of E8M0 and of E4M3
 
 
 class LinearObserver(Protocol):
@@ -131,7 +134,7 @@ class Operand(NamedTuple):
     """One operand [R, C] of one GEMM as an implementation wants it.
 
     data: the tensor itself where form is None; values, codes or tensor-core bytes as ``Output`` says.
-    scales: float32 [row blocks, column blocks] of codes and bytes; tensor_scale: float32 scalar that multiplies them.
+    scales: of codes and bytes, as cast.Cast has them; tensor_scale: float32 scalar that multiplies them.
     """
 
     form: Form | None
@@ -143,11 +146,12 @@ class Operand(NamedTuple):
     @classmethod
     def unset(cls, form: Form, output: Output, x: Tensor) -> Operand:
         """For codes of x [R, C] that nobody will read: no cast, the same sizes, NaN for scales."""
-        codes = x.new_empty(x.shape[::-1] if output == "operand" else x.shape, dtype=torch.uint8)
-        codes = codes.T if output == "operand" else codes
-        blocks = [-(-side // block) for side, block in zip(x.shape, form.block, strict=True)]
-        whole = x.new_full((), torch.nan, dtype=torch.float32) if form.fmt.needs_tensor_amax else None
-        return cls(form, output, codes, x.new_full(blocks, torch.nan, dtype=torch.float32), whole)
+        made = allocate(x, form, output, count=False)
+        assert made.scales is not None
+        made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
+        if made.tensor_scale is not None:
+            made.tensor_scale.fill_(torch.nan)
+        return cls(form, output, made.values, made.scales, made.tensor_scale)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Dequantised [R, C] of a dtype; not for tensor-core bytes."""
@@ -187,7 +191,7 @@ def cast_operands(
             operands.append(Operand(None, output, x))
             continue
         data, scales, _, whole = next(made)
-        operands.append(Operand(form, output, data, scales, None if scales is None else whole))
+        operands.append(Operand(form, output, data, scales, whole))
     return operands
 
 
@@ -252,6 +256,6 @@ def _shared(form: Form | None, output: Output) -> Wanted:
     """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
     if form is None:
         return None, "values"
-    if output != "operand" and form.key is None and form.block[0] == form.block[1] and not form.transformed:
+    if output not in OPERANDS and form.key is None and form.block[0] == form.block[1] and not form.transformed:
         return dataclasses.replace(form, dim=1), output
     return form, output

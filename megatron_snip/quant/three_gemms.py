@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_snip.formats import Format
-from megatron_snip.quant.cast import Output
+from megatron_snip.quant.cast import OPERANDS, Output
 from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, cast_operands
 
 
@@ -215,6 +215,6 @@ def _weight(
     backend: Backend = getattr(backends, gemm)
     output = backend.output("weight", kept=kept)
     wanted = [(call.form(gemm, "weight"), output)]
-    if training and kept and output == backends.dgrad.output("weight", kept=kept) == "operand":
+    if training and kept and output in OPERANDS and output == backends.dgrad.output("weight", kept=kept):
         wanted.append((call.form("dgrad", "weight"), output))
     return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]

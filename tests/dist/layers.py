@@ -271,17 +271,22 @@ def run_sent(precision: str) -> tuple[int, int]:
 def run_gathered_operands() -> list[tuple[Any, bool]]:
     """Operands for tensor cores, cast in parts and gathered, by how: whether they are the whole's, strides too."""
     mesh, found = start_mesh(), []
-    for precision in ("fp8", "fp4", "mxfp8", "mxfp4"):
+    for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"):
+        outputs = ["codes", "operand"] * (precision != "nvfp4") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax, None)
-        for gemm, output in product(("fprop", "wgrad"), ("codes", "operand")):
+        for gemm, output in product(("fprop", "wgrad"), outputs):
             x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input")
+            largest = x.abs().amax().float()  # of the whole, for nvfp4
             (whole,) = operands.cast_operands(x, [(form, output)])
-            (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)])
+            (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)], lambda _, whole=largest: whole)
             gathered = beside._gather(mine, group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))
+        if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
+            ends = [group.may_cast_parts([(call.form("fprop", "input"), "swizzled")], rows) for rows in (160, 256)]
+            found.append(((precision, "tiles"), ends == [False, True]))
     return found
 
 

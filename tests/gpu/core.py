@@ -30,6 +30,8 @@ from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, operands
 
 FORMATS = ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")
+#: Of which Blackwell reads swizzled operands.
+SWIZZLED = ("mxfp8", "mxfp4", "nvfp4", "fp8_pow2", "nvfp4_rht")
 SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
 KEY = RoundingKey(seed=-5, iteration=2**32 - 1, stream=3, row0=2**32 - 3, col0=2**33 + 8)
 #: Of a GPU and of a rehearsal: whole tiles, and edges that no tile and no block divides.
@@ -93,12 +95,16 @@ def _each() -> Iterator[Case]:
         pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
         yield Case(pair, ("operand", "operand"), ragged=ragged, product=True)
     yield Case((_form("mxfp8", "input", 1), _form("mxfp8", "input", 0)), ("codes", "codes"), product=True)
+    for fmt in SWIZZLED:
+        for role, key, ragged in (("input", None, True), ("grad_output", KEY, False), ("weight", None, True)):
+            pair = (_form(fmt, role, 1, key), _form(fmt, role, 0, key))
+            yield Case(pair, ("swizzled", "swizzled"), ragged=ragged)
 
 
 def differences(ours: Cast, expected: Cast) -> list[str]:
     """Parts of a cast that are not the same bits."""
     found = []
-    for part in ("values", "scales", "saturated"):
+    for part in Cast._fields:
         a, b = getattr(ours, part), getattr(expected, part)
         if (a is None) != (b is None) or (a is not None and not torch.equal(bits(a), bits(b).to(a.device))):
             found.append(part)

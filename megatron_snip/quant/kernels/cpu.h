@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace megatron_snip {
@@ -21,6 +22,7 @@ struct Form {
   void* out;           // [rows, cols], contiguous: values of x's type, or codes (uint8)
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
   int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
+  float* tensor_scale;  // what multiplies all scales, of codes under kE4m3; else null
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
   // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.
@@ -65,5 +67,10 @@ constexpr int kStrip = 4096;
 // Columns of a strip of several rows, so that it fits the second-level cache twice; blocks are at most this wide.
 constexpr int kTallStrip = 1024;
 constexpr float kFloatMax = 3.402823466e+38f;
+
+// Under kE4m3, what brings the largest block scale to E4M3's largest, and the scale of the tensor by which block scales
+// are multiplied.
+inline float tensor_encode_of(float max, float amax) { return std::min(448.0f * max / amax, kFloatMax); }
+inline float tensor_scale_of(float encode) { return std::min(1.0f / encode, kFloatMax); }
 
 }  // namespace megatron_snip

@@ -18,7 +18,7 @@ from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Qua
 
 logger = logging.getLogger(__name__)
 
-ABI = 6
+ABI = 7
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
@@ -30,7 +30,7 @@ _SLOWER = "casts on CPU take the slower plain torch path, with the same results;
 
 # cpu.h's structs, field by field
 _GRID = struct.Struct("@ff5i")
-_FORM = struct.Struct("@PPPqqQQ4q3Ii72s")
+_FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
@@ -73,10 +73,11 @@ def best_isa() -> int:
 def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
     """Whether the compiled kernel can cast ``x`` [R, C] into these forms."""
     return reads(x) and all(
-        form.block[1] <= MAX_BLOCK_COLS
+        output != "swizzled"  # which Blackwell alone reads
+        and form.block[1] <= MAX_BLOCK_COLS
         and not form.transformed
         and (form.key is None or form.key.col0 + x.shape[1] <= 2**34)
-        for form in forms
+        for form, output in zip(forms, outputs, strict=True)
     )
 
 
@@ -211,12 +212,13 @@ def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: boo
 
 def _packed(form: Form, output: Output, room: Cast) -> bytes:
     """A form and where its cast goes, as cpu.h's struct Form."""
-    key, scales, saturated = form.key, room.scales, room.saturated
+    key, scales, saturated, tensor_scale = form.key, *room[1:]
     rows = (0, 0, 0, 0) if key is None or key.rows is None else key.rows
     return _FORM.pack(
         room.values.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
+        0 if tensor_scale is None else tensor_scale.data_ptr(),
         *((0, 0) if scales is None else scales.stride()),
         *((0, 0) if key is None else (key.row0, key.col0)),
         *rows,

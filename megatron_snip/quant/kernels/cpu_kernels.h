@@ -26,8 +26,7 @@ FN void block_scales(const Form& form, const float* tensor_amax, int count, Scra
       s.stored[i] = s.decode[i] = as<float>(exponent > -127 ? (exponent + 127) << 23 : 0x00400000);
     }
   } else if (form.scale == kE4m3) {
-    const float tensor_encode = std::min(448.0f * max / *tensor_amax, kFloatMax);
-    const float tensor_scale = std::min(1.0f / tensor_encode, kFloatMax);
+    const float tensor_encode = tensor_encode_of(max, *tensor_amax), tensor_scale = tensor_scale_of(tensor_encode);
     const float factor = tensor_encode * (1.0f / max);
     for (int i = 0; i < count; ++i) {
       const float wanted = std::min(s.amax[i] * factor, 448.0f);

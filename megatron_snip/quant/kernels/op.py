@@ -48,8 +48,10 @@ def cast(
     return [
         Cast(next(made), None, None)
         if output == "values"
-        else Cast(next(made), next(made), next(made) if count else None)
-        for output in outputs
+        else Cast(
+            next(made), next(made), next(made) if count else None, next(made) if form.fmt.needs_tensor_amax else None
+        )
+        for form, output in zip(forms, outputs, strict=True)
     ]
 
 
@@ -169,7 +171,7 @@ def _(
 
 
 def _parts(casts: Iterable[Cast]) -> list[Tensor]:
-    return [tensor for made in casts for tensor in made[:3] if tensor is not None]
+    return [tensor for made in casts for tensor in made if tensor is not None]
 
 
 @torch.library.custom_op("megatron_snip::dequantize", mutates_args=())

@@ -25,7 +25,8 @@ from torch.nn import Parameter
 
 from megatron_snip.formats import SCALES
 from megatron_snip.formats.element import E4M3, E5M2
-from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate
+from megatron_snip.quant.cast import OPERANDS, OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate
+from megatron_snip.quant.swizzled import TILE_ROWS
 
 if TYPE_CHECKING:
     from megatron_snip.quant.kernels.triton_steps import FormSpec
@@ -85,7 +86,9 @@ def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tenso
         on_nvidia(x)
         and (up is None or takes_product(x, up))
         and all(
-            _natural(form.block) and not form.transformed and (output != "operand" or form.element.carrier is not None)
+            _natural(form.block)
+            and not form.transformed
+            and (output not in OPERANDS or form.element.carrier is not None)
             for form, output in zip(forms, outputs, strict=True)
         )
     )
@@ -197,16 +200,17 @@ def _launch(
         phase = -1 if form.key is None else form.key.col0 & 7
         specs.append(_spec(form.constants(output), phase, fp8, twins))
         strides = (0, 0) if made.scales is None else made.scales.stride()
-        arguments += [made.values, made.scales, made.saturated, *strides, *_random(form.key, x.device)]
+        arguments += [*made, *strides, *_random(form.key, x.device)]
     if len(forms) == 1:
         specs.append(None)
-        arguments += [None, None, None, 0, 0, *_random(None, x.device)]
+        arguments += [None, None, None, None, 0, 0, *_random(None, x.device)]
     if twins:
         specs[1] = None
     chunk, warps = tiling(forms, up is not None)
     rows = max(chunk, *(form.block[0] for form in forms))
-    even = x.shape[0] % rows == 0 and x.shape[1] % _COLS == 0
-    grid = (-(-x.shape[0] // rows) * -(-x.shape[1] // _COLS),)
+    covered = TILE_ROWS if "swizzled" in outputs else rows  # which go on in scales of 0
+    even = x.shape[0] % covered == 0 and x.shape[1] % _COLS == 0
+    grid = (-(-x.shape[0] // covered) * (covered // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
             *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **OPTIONS
@@ -219,7 +223,7 @@ def _twins(forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
         return False
     one, other = (form.constants(output) for form, output in zip(forms, outputs, strict=True))
     square = one.block_rows == one.block_cols
-    return square and OUTPUTS[one.output] == "operand" and one.dim != other.dim and one == other._replace(dim=one.dim)
+    return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
 
 
 def _converts_fp8(device: torch.device) -> bool:
@@ -245,8 +249,10 @@ def _spec(constants: Constants, phase: int, fp8: bool, twins: bool) -> FormSpec:
         saturation=element.saturation,
         sixth=float(np.float32(1.0) / np.float32(element.max)),
         output=output,
-        transposed=output == "operand" and constants.dim == 0,
+        transposed=output in OPERANDS and constants.dim == 0,
         twins=twins,
+        packed=constants.packed,
+        each=constants.each,
         code_mantissa=stored.mantissa_bits,
         code_emin=stored.emin,
         sign_code=stored.sign_code,
@@ -273,16 +279,22 @@ def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
     ]
 
 
-def _on_device(number: int, device: torch.device) -> Tensor:
-    """A number as int64 [1], written once for all casts of an iteration or microbatch.
+def _stream(device: torch.device) -> int | None:
+    """For which stream what lies on a device may be kept: another one would not wait for what was written.
 
-    Another stream would not wait for what was written, and a CUDA graph may live longer than what is kept.
+    None while a CUDA graph is captured, which may live longer than what is kept.
     """
     if device.type != "cuda":
-        return _written(number, device, 0)
+        return 0
     if torch.cuda.is_current_stream_capturing():
-        return torch.full((1,), number, device=device)
-    return _written(number, device, torch.cuda.current_stream(device).cuda_stream)
+        return None
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _on_device(number: int, device: torch.device) -> Tensor:
+    """A number as int64 [1], written once for all casts of an iteration or microbatch."""
+    stream = _stream(device)
+    return torch.full((1,), number, device=device) if stream is None else _written(number, device, stream)
 
 
 @lru_cache(maxsize=1024)
@@ -345,12 +357,20 @@ def finite_amax(x: Tensor) -> Tensor:
     from megatron_snip.quant.kernels import triton_kernels
 
     x = x.contiguous()
-    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    stream = _stream(x.device)
+    state = torch.zeros(2, dtype=torch.int32, device=x.device) if stream is None else _state(x.device, stream)
+    out = torch.empty((), device=x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
-            x, out, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **OPTIONS
+            x, out, state, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **OPTIONS
         )
-    return out.view(torch.float32)
+    return out
+
+
+@cache
+def _state(device: torch.device, stream: int) -> Tensor:
+    """What ``amax_kernel`` needs, and leaves as it was."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

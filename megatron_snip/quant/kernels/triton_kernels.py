@@ -23,25 +23,28 @@ from megatron_snip.quant.kernels.triton_steps import (
     round_nearest,
     round_stochastic,
     silu,
+    tensor_scales,
     tile,
     to_bfloat16,
     within,
 )
+from megatron_snip.quant.kernels.triton_stores import count_saturated, store_codes, store_scales
 
 
 @triton.jit
 def _codes(y, q, size, negative, F: tl.constexpr):
     """Codes with sign of a rounded tile: uint8 [R, C]; NaN gives anything.  q [R, C]: the rounded magnitudes."""
+    CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
     if F.direct:
         rounded = y
-    elif F.phase >= 0 or F.output == "operand" or F.hardware != "":
+    elif F.phase >= 0 or CARRIED or F.hardware != "":
         rounded = float_of(bits_of(q) | negative)
     if F.hardware == "e4m3":
         codes = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif F.hardware == "e5m2":
         codes = rounded.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        if F.phase >= 0 or F.output == "operand":
+        if F.phase >= 0 or CARRIED:
             size = q
         codes = encode_nearest(size, F.code_mantissa, F.code_emin)
         codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
@@ -49,85 +52,16 @@ def _codes(y, q, size, negative, F: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds."""
-    out, _, _, _, _, twin = place
-    _store_along(codes, which, out, row, col, rows, cols, F.transposed, ROWS, COLS)
-    if F.twins:
-        _store_along(codes, which, twin[0], row, col, rows, cols, not F.transposed, ROWS, COLS)
-
-
-@triton.jit
-def _store_along(
-    codes, which, out, row, col, rows, cols, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """``_store_codes`` by columns or by rows."""
-    if TRANSPOSED:
-        if which is not None:
-            which = tl.trans(which)
-        tl.store(tile(out, col, row, rows, 1, COLS, ROWS), tl.trans(codes), mask=which)
-    else:
-        tl.store(tile(out, row, col, cols, 1, ROWS, COLS), codes, mask=which)
-
-
-@triton.jit
-def _count(y, saturated, SATURATION: tl.constexpr):
-    """Add to an int64 how many elements of a tile [R, C] are beyond ``SATURATION``."""
-    count = tl.sum((tl.abs(y) > SATURATION).to(tl.int32))
-    tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
-
-
-@triton.jit
-def _store_scales(
-    scale,
-    scales,
-    row,
-    col,
-    rows,
-    cols,
-    row_stride,
-    col_stride,
-    PADDED: tl.constexpr,
-    NR: tl.constexpr,
-    NC: tl.constexpr,
-):
-    """Write scales [NR, NC] at (row, col) of [rows, cols], all in blocks.
-
-    PADDED: the dim along which zeros follow the last block up to a multiple of 4, or -1.
-    """
-    tl.store(tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=within(row, col, rows, cols, NR, NC))
-    if PADDED == 1:
-        end = tl.where(col + NC >= cols, tl.cdiv(cols, 4) * 4, 0)
-        rest = within(row, cols, rows, end, NR, 4)
-        tl.store(tile(scales, row, cols, row_stride, col_stride, NR, 4), tl.zeros((NR, 4), tl.float32), mask=rest)
-    elif PADDED == 0:
-        end = tl.where(row + NR >= rows, tl.cdiv(rows, 4) * 4, 0)
-        rest = within(rows, col, end, cols, 4, NC)
-        tl.store(tile(scales, rows, col, row_stride, col_stride, 4, NC), tl.zeros((4, NC), tl.float32), mask=rest)
-
-
-@triton.jit
 def _scale_blocks(
-    amax, row, col, rows, cols, tensor_amax, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    amax, has_nan, row, col, rows, cols, tensor_amax, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Scales of the blocks of [ROWS, COLS] elements from (row, col), stored: what encodes and what decodes.
 
-    amax: int32 bits [row blocks, 1, column blocks, 1].
+    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements, has_nan: of that shape.
     """
-    _, scales, _, scale_row, scale_col, twin = place
     encode, scale, decode = block_scales(amax, tensor_amax, F)
     if F.output != "values":
-        NR: tl.constexpr = ROWS // F.block_rows
-        NC: tl.constexpr = COLS // F.block_cols
-        PADDED: tl.constexpr = (
-            (0 if F.transposed else 1) if F.output == "operand" and F.block_rows == F.block_cols else -1
-        )
-        scale = tl.reshape(scale, (NR, NC))
-        row, col = row // F.block_rows, col // F.block_cols
-        rows, cols = tl.cdiv(rows, F.block_rows), tl.cdiv(cols, F.block_cols)
-        _store_scales(scale, scales, row, col, rows, cols, scale_row, scale_col, PADDED, NR, NC)
-        if F.twins:
-            _store_scales(scale, twin[1], row, col, rows, cols, twin[3], twin[4], 1 - PADDED, NR, NC)
+        store_scales(scale, has_nan, place, row, col, rows, cols, F, ROWS, COLS)
     return encode, decode
 
 
@@ -151,10 +85,11 @@ def _cast_chunk(
     """Quantise x float32 [ROWS, COLS] at (row, col) of [rows, cols] and write it.
 
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
-    broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales and to the
-    count of saturated elements or None, the strides of the scales, and the same of a twin.  words: as in ``draws_of``.
+    broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales, and to the
+    count of saturated elements and the tensor's scale or None, the strides of the scales, and the same of a twin.
+    words: as in ``draws_of``.
     """
-    out, _, saturated, _, _, _ = place
+    out, _, saturated, _, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
     NC: tl.constexpr = COLS // F.block_cols
     SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
@@ -176,19 +111,22 @@ def _cast_chunk(
         tl.store(tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
     else:
         codes = _codes(y, q, size, negative, F)
-        _store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
+        store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
-            codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
             wrong = y != y if HOW.even else inside & (y != y)
-            _store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
+            if F.packed:
+                store_codes(tl.where(wrong, 15, codes).to(tl.uint8), inside, place, row, col, rows, cols, F, ROWS, COLS)
+            else:
+                codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
+                store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
         # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
         # largest / amax is below the smallest power of two, which below 4 it may be.
         SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if saturated is None:
             pass
         elif SATURATES or broken:
-            _count(y, saturated, F.saturation)
+            count_saturated(y, saturated, F.saturation)
 
 
 @triton.jit
@@ -225,10 +163,10 @@ def _cast_short(
 ):
     """Everything for a form whose blocks are no taller than the chunk x [ROWS, COLS]; arguments as ``_cast_chunk``."""
     amax = _chunk_amax(x, F, ROWS, COLS, False)
-    broken = tl.max(amax) >= INFINITY
+    broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = _chunk_amax(x, F, ROWS, COLS, True)
-    encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
@@ -253,13 +191,13 @@ def _cast_tall(
 
     amax: of the blocks, int32 bits [1, 1, column blocks, 1].  The rest as in ``_cast_chunk``.
     """
-    broken = tl.max(amax) >= INFINITY
+    broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = tl.zeros_like(amax)
         for part in range(0, ROWS, CHUNK):
             chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, _chunk_amax(chunk, F, CHUNK, COLS, True))
-    encode, decode = _scale_blocks(amax, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     for part in range(0, ROWS, CHUNK):
         chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
         _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, HOW)
@@ -285,9 +223,9 @@ def _now(iteration, row0, F: tl.constexpr):
 ])
 def cast_kernel(
     x, x_stride, up, up_stride, rows, cols, tensor_amax,
-    out_a, scales_a, saturated_a, scale_row_a, scale_col_a,
+    out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a,
     key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a,
-    out_b, scales_b, saturated_b, scale_row_b, scale_col_b,
+    out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b,
     key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, HOW: tl.constexpr,
 ):
@@ -300,8 +238,8 @@ def cast_kernel(
     memory, rounding.py's Rows; None: rows stand one after another.
     """
     source = (x, x_stride, up, up_stride)
-    place_b = (out_b, scales_b, saturated_b, scale_row_b, scale_col_b, None)
-    place_a = (out_a, scales_a, saturated_a, scale_row_a, scale_col_a, place_b)
+    place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
+    place_a = (out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a, place_b)
     low_a, high_a, now_a = _now(iteration_a, row0_a, A)
     low_b, high_b, now_b = _now(iteration_b, row0_b, B)
     words_a = (key0_a, key1_a, low_a, high_a, group0_a, now_a, pieces_a)  # of ``draws_of``
@@ -309,6 +247,10 @@ def cast_kernel(
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
+    if whole_a is not None:
+        tl.store(whole_a, tensor_scales(tensor_amax, A)[1], mask=pid == 0)
+    if whole_b is not None:
+        tl.store(whole_b, tensor_scales(tensor_amax, A if B is None else B)[1], mask=pid == 0)
     TALL_A: tl.constexpr = A.block_rows > CHUNK
     TALL_B: tl.constexpr = B is not None and B.block_rows > CHUNK
     if TALL_A:
@@ -369,12 +311,19 @@ def dequantize_kernel(
 
 
 @triton.jit
-def amax_kernel(x, out, count, SIZE: tl.constexpr):
-    """Raise out, the int32 bits of a float32, to the largest finite magnitude of SIZE elements of x [count]."""
+def amax_kernel(x, out, state, count, SIZE: tl.constexpr):
+    """Write the largest finite magnitude of x [count], SIZE elements a program, to out.
+
+    state: int32 [2], 0 before and after: the bits of the largest yet, and how many programs have added theirs.  The
+    last one writes.
+    """
     start = tl.program_id(0).to(tl.int64) * SIZE
     at = start + tl.arange(0, SIZE)
     sizes = bits_of(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)) & MAGNITUDE
-    tl.atomic_max(out, tl.max(tl.where(sizes < INFINITY, sizes, 0)), sem="relaxed")
+    tl.atomic_max(state, tl.max(tl.where(sizes < INFINITY, sizes, 0)))
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(out, float_of(tl.atomic_xchg(state, 0)))
+        tl.atomic_xchg(state + 1, 0)
 
 
 @triton.jit

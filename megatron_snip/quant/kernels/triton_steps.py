@@ -22,7 +22,8 @@ class FormSpec(NamedTuple):
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, else "".
     direct: the same instruction also rounds.  transposed: codes are stored by columns.  twins: codes and scales are
-    stored along the other dim too.  phase: col0 & 7 of the random bits, -1 to round to nearest.
+    stored along the other dim too.  packed, each: as Constants has them.  phase: col0 & 7 of the random bits, -1 to
+    round to nearest.
     """
 
     block_rows: int
@@ -37,6 +38,8 @@ class FormSpec(NamedTuple):
     output: str
     transposed: bool
     twins: bool
+    packed: bool
+    each: int
     code_mantissa: int
     code_emin: int
     sign_code: int
@@ -159,6 +162,13 @@ def round_stochastic(size, draws, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 
 @triton.jit
+def tensor_scales(amax, F: tl.constexpr):
+    """Under E4M3 scales, what encodes and what decodes the whole tensor whose largest magnitude is at ``amax``."""
+    encode = divide(tl.full((), 448.0 * F.largest, tl.float32), tl.load(amax))
+    return encode, divide(tl.full((), 1.0, tl.float32), encode)
+
+
+@triton.jit
 def block_scales(amax, tensor_amax, F: tl.constexpr):
     """encode, the stored scale and what multiplies values, of each block: int32 bits [...] -> float32 [...] x 3."""
     if F.scale == "e8m0":
@@ -167,9 +177,7 @@ def block_scales(amax, tensor_amax, F: tl.constexpr):
         scale = float_of(tl.where(exponent > 0, exponent << 23, 0x00400000))
         return float_of((254 - exponent) << 23), scale, scale
     elif F.scale == "e4m3":
-        whole = tl.load(tensor_amax)
-        tensor_encode = divide(tl.full((), 448.0 * F.largest, tl.float32), whole)
-        tensor_scale = divide(tl.full((), 1.0, tl.float32), tensor_encode)
+        tensor_encode, tensor_scale = tensor_scales(tensor_amax, F)
         scale = tl.minimum(float_of(amax) * (tensor_encode * F.sixth), 448.0)
         scale = round_nearest(scale, 3, -6)
         decode = scale * tensor_scale

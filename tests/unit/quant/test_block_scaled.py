@@ -12,11 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, linear_runs, name_stream, quantized_linear
-from megatron_snip.quant.block_scaled import MX, NVFP4, swizzle
+from megatron_snip.formats import get_format
+from megatron_snip.quant import (
+    LinearCall,
+    LinearPrecision,
+    RoundingKey,
+    linear_op,
+    linear_runs,
+    name_stream,
+    quantized_linear,
+)
+from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
+from megatron_snip.quant.cast import Form
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.linear import check_linear
+from megatron_snip.quant.operands import Operand, cast_operands
+from megatron_snip.quant.swizzled import swizzle
 from megatron_snip.quant.three_gemms import Sizes
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
@@ -130,9 +142,24 @@ def test_a_nan_reaches_the_outputs_that_it_reaches_in_the_emulation(blackwell):
 def test_tiles_of_scales_are_cublaslts():
     scales = torch.arange(1, 1 + 200 * 6).remainder(251).to(torch.uint8).view(200, 6)
     tiled = swizzle(scales)
-    assert tiled.shape == (256 * 8,) and tiled.is_contiguous()
-    assert torch.equal(untiled(tiled, 200, 6), scales.float())
+    assert tiled.shape == (2, 128 * 8) and tiled.is_contiguous()
+    assert torch.equal(untiled(tiled.view(-1), 200, 6), scales.float())
     assert int((tiled != 0).sum()) == int((scales != 0).sum())
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(fmt, dim):
+    """Codes and scales travel through a compiled graph as they lie in memory."""
+    x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim)
+    (made,) = cast_operands(x, [(form, "swizzled")])
+    unset = Operand.unset(form, "swizzled", x)
+    back = linear_op._unflat(form, "swizzled", *linear_op._flat(made), (160, 96))
+    for part, same, empty in zip(made[2:], back[2:], unset[2:], strict=True):
+        assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
+        assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)
+    assert made.scales.dtype == torch.uint8 and bool((unset.scales == 0xFF).all())
+    assert (made.tensor_scale is None) == (fmt == "mxfp8") and made.data.numel() * (1 + (fmt == "nvfp4")) == x.numel()
 
 
 def pretend(monkeypatch, capability: tuple[int, int], cuda: str = "13.0") -> torch.device:

@@ -7,6 +7,7 @@ operator may launch besides its kernel, such as cuBLASLt's own reductions.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
 from megatron_snip.quant import Casts, Clock, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.scaled_mm import Hopper
@@ -23,6 +25,7 @@ from megatron_snip.quant.swiglu import swiglu_linear
 from megatron_snip.quant.three_gemms import Backends, three_gemms
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
+BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4}
 KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel", "swiglu_backward_kernel")
 
 
@@ -67,6 +70,7 @@ def step(
     """
     triton_cast._written.cache_clear()
     triton_cast._random(KEY, torch.device("meta"))
+    triton_cast._state(torch.device("meta"), 0)  # once for the whole run
     launches = Launches()
     monkeypatch.setattr(op, "_traced", lambda x: False)
     monkeypatch.setattr(triton_cast, "on_nvidia", lambda x: True)
@@ -78,10 +82,8 @@ def step(
     g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
     call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=Casts() if kept else None)
     up = torch.empty_like(x, requires_grad=True)
-    gemms = (
-        Emulated() if fmt == "bf16" else Hopper() for fmt in precision.split("/") * (3 // len(precision.split("/")))
-    )
-    backends = Backends(*gemms)
+    formats = precision.split("/") * (3 // len(precision.split("/")))
+    backends = Backends(*(BACKENDS.get(fmt, Hopper)() for fmt in formats))
     with launches:
         if product:
             y = swiglu_linear(x, up, w, call, backends)
@@ -100,6 +102,18 @@ def test_a_linear_launches_three_casts_and_three_gemms(precision, monkeypatch):
         gemms = [name for name in names if "scaled_mm" in name]
         assert (names.count("cast_kernel"), len(gemms)) == (3, 3)
         assert len(names) == 6
+
+
+@pytest.mark.parametrize(("precision", "largest"), [("mxfp8", 0), ("mxfp4", 0), ("fp8_pow2", 0), ("nvfp4", 3)])
+def test_on_blackwell_nothing_comes_between_a_cast_and_its_gemm(precision, largest, monkeypatch):
+    """NVFP4 needs the largest magnitude of each operand first, of a weight rounded to bf16."""
+    for master, kept in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        names = step(precision, master, kept, monkeypatch)
+        again = 0 if kept else 1  # the weight's cast for dgrad
+        rounded = (1 + again) if largest and master == torch.float32 else 0
+        expected = {"cast_kernel": 3 + again, "amax_kernel": largest and largest + again, "_to_copy": rounded}
+        assert {name: names.count(name) for name in expected} == expected
+        assert len(names) == sum(expected.values()) + 3 and sum("scaled_mm" in name for name in names) == 3
 
 
 def test_formats_that_differ_are_cast_from_one_read_too(monkeypatch):

@@ -29,6 +29,7 @@ from megatron_snip.formats import Element, Format, format_names, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import Clock, RoundingKey
 from megatron_snip.quant.cast import (
+    OPERANDS,
     Cast,
     Form,
     Output,
@@ -92,16 +93,16 @@ def as_instructions_round() -> Iterator[None]:
 def differences(made: Sequence[Cast], expected: Sequence[Cast], outputs: Sequence[Output]) -> Iterator[str]:
     """Which parts of which forms are not the same bits, operands in the same layout."""
     for number, (one, other, output) in enumerate(zip(made, expected, outputs, strict=True)):
-        for part in ("values", "scales", "saturated"):
+        for part in Cast._fields:
             ours, theirs = getattr(one, part), getattr(other, part)
             if ours is None or theirs is None:
                 if ours is not theirs:
                     yield f"form {number}: {part} is there in one only"
             elif ours.dtype != theirs.dtype or ours.shape != theirs.shape or not torch.equal(bits(ours), bits(theirs)):
                 yield f"form {number}: {part}"
-            elif output != "operand" and not ours.is_contiguous():
+            elif output not in OPERANDS and not ours.is_contiguous():
                 yield f"form {number}: {part} is not stored by rows"
-            elif output == "operand" and ours.ndim == 2 and min(ours.shape) > 1 and ours.stride() != theirs.stride():
+            elif output in OPERANDS and ours.ndim == 2 and min(ours.shape) > 1 and ours.stride() != theirs.stride():
                 yield f"form {number}: layout of {part}, {ours.stride()} against {theirs.stride()}"
 
 
@@ -167,6 +168,26 @@ def of_two_pieces() -> Iterator[Case]:
         yield Case(operands((2 * piece * sequences, 40), torch.bfloat16)[0], forms, ["codes", "operand"], fp8=True)
 
 
+def swizzled() -> Iterator[Case]:
+    """What Blackwell reads: two forms and one, twins, blocks wider than its own, edges of tiles and of bytes."""
+    both: list[Output] = ["swizzled", "swizzled"]
+    for name, role, shape in (
+        ("mxfp8", "input", (35, 75)),
+        ("nvfp4", "input", (35, 75)),
+        ("fp8_pow2", "input", (131, 40)),
+        ("mxfp4", "grad_output", (128, 128)),
+        ("nvfp4", "grad_output", (131, 64)),
+        ("nvfp4_rht", "weight", (35, 70)),
+        ("fp4_pow2", "weight", (70, 131)),
+    ):
+        forms = [plain(name, role, dim, KEY if role == "grad_output" else None) for dim in (1, 0)]
+        yield Case(operands(shape, torch.bfloat16)[1], forms, both, fp8=name != "mxfp8", count=role == "input")
+    x = operands((40, 160), torch.float32)[1]
+    forms = [plain("nvfp4", "weight", 1), plain("fp4", "weight", 0)]
+    yield Case(x, forms, ["swizzled", "operand"], True, torch.bfloat16)
+    yield Case(x, [plain("fp8", "weight", 1), plain("mxfp6_e2m3", "weight", 0)], ["values", "swizzled"], True)
+
+
 def products() -> Iterator[Case]:
     """SwiGLU's product as it is cast: whole and ragged tiles, special values, rows of any strides, both roundings."""
     for name, shape, key in (("fp8", (256, 128), None), ("fp4", (131, 200), KEY), ("mxfp8", (35, 136), None)):
@@ -208,9 +229,9 @@ def odd_ones() -> Iterator[Case]:
 def filled(*args: Any, **kwargs: Any) -> Cast:
     """Room for a cast, full of what no cast leaves there."""
     made = allocate(*args, **kwargs)
-    for part, rubbish in zip(made[:3], (77, float("nan"), 77), strict=True):
+    for part in made:
         if part is not None:
-            part.fill_(rubbish)
+            part.fill_(float("nan") if part.is_floating_point() else 77)
     return made
 
 
@@ -303,7 +324,9 @@ def main() -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
     count, problems = 0, []
     with as_instructions_round():
-        for case in itertools.chain(every_format(), pairs(), weights(), of_two_pieces(), products(), odd_ones()):
+        for case in itertools.chain(
+            every_format(), pairs(), weights(), of_two_pieces(), swizzled(), products(), odd_ones()
+        ):
             count += 1
             problems += cast_differences(case)
         problems += [*clocks(), *dequantised(), *of_products(), *rotated(), *largest()]

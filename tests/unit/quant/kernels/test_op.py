@@ -64,7 +64,7 @@ def test_the_operator_gives_the_specifications_casts():
     forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4"), "input", 0, KEY), CUSTOM_FORM]
     for outputs in ([*OUTPUTS], ["operand", "codes", "values"]):
         for got, want in zip(traced(x, forms, outputs), cast_reference(x, forms, outputs, finite_amax(x)), strict=True):
-            for one, other in zip(got[:3], want[:3], strict=True):
+            for one, other in zip(got, want, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
 

@@ -3,7 +3,8 @@
 Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
 have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4, all three scale rules and
 fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
-float32; whole and ragged tiles; dequantisation and the largest magnitude.  On sm_100a: the pairs alone.
+float32; whole and ragged tiles; dequantisation and the largest magnitude.  On sm_100a: the pairs alone, swizzled where
+Blackwell reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ pytest.importorskip("triton", reason="triton is not installed; pip install trito
 import triton
 import triton.language as tl
 
-from benchmarks.kernel_resources import BLACKWELL, HOPPER, LAUNCHES, SWEEP, compile_ahead, compile_tiled, resources
+from benchmarks.kernel_resources import (
+    BLACKWELL,
+    HOPPER,
+    LAUNCHES,
+    SWEEP,
+    compile_ahead,
+    compile_tiled,
+    devices,
+    resources,
+)
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import Clock, RoundingKey, quantize
@@ -94,8 +104,10 @@ def test_one_form(compiled, case):
 def test_two_forms(compiled, fmt, capability):
     key = KEY if fmt == "fp4" else None
     output = "values" if fmt == "nvfp4" else "operand"
+    if capability == BLACKWELL and fmt in ("mxfp8", "nvfp4"):
+        output = "swizzled"
     text = ptx(compiled, [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)], output, capability)
-    if output == "operand":
+    if fmt != "nvfp4":
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
 
 
@@ -171,8 +183,8 @@ FIRST = (
 )
 EVERY = [
     pytest.param(name, capability, marks=() if name in FIRST and capability == HOPPER else pytest.mark.slow)
-    for name in LAUNCHES
-    for capability in (HOPPER, BLACKWELL)
+    for name, launch in LAUNCHES.items()
+    for capability in devices(launch)
 ]
 
 

@@ -1,0 +1,144 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""What a cast writes beside values, for triton_kernels.py: codes, scales, and the count of saturated elements.
+
+Where a form has twins its codes and scales are stored along the other dim too.  Layouts are cast.py's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_snip.quant.kernels.triton_steps import bits_of, encode_nearest, tile, within
+
+_TILE_ROWS, _TILE_BYTES = tl.constexpr(128), tl.constexpr(512)  # of swizzled scales
+_E4M3_NAN = tl.constexpr(0x7F)
+
+
+@triton.jit
+def store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds.
+
+    Packed ones are written by pairs: either all that exist, or all.
+    """
+    _store_along(codes, which, place[0], row, col, rows, cols, F.transposed, F.packed, ROWS, COLS)
+    if F.twins:
+        _store_along(codes, which, place[6][0], row, col, rows, cols, not F.transposed, F.packed, ROWS, COLS)
+
+
+# fmt: off
+@triton.jit
+def _store_along(
+    codes, which, out, row, col, rows, cols,
+    TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """``store_codes`` by columns or by rows."""
+    if TRANSPOSED:
+        if which is not None:
+            which = tl.trans(which)
+        _store_rows(tl.trans(codes), which, out, col, row, cols, rows, PACKED, COLS, ROWS)
+    else:
+        _store_rows(codes, which, out, row, col, rows, cols, PACKED, ROWS, COLS)
+
+
+@triton.jit
+def _store_rows(
+    codes, which, out, row, col, rows, cols, PACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """``store_codes`` by rows."""
+    if PACKED:
+        low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
+        codes, col, cols = low | (high << 4), col // 2, tl.cdiv(cols, 2)
+        if which is not None:
+            which = within(row, col, rows, cols, ROWS, COLS // 2)
+        tl.store(tile(out, row, col, cols, 1, ROWS, COLS // 2), codes, mask=which)
+    else:
+        tl.store(tile(out, row, col, cols, 1, ROWS, COLS), codes, mask=which)
+
+
+@triton.jit
+def count_saturated(y, saturated, SATURATION: tl.constexpr):
+    """Add to an int64 how many elements of a tile [R, C] are beyond ``SATURATION``."""
+    count = tl.sum((tl.abs(y) > SATURATION).to(tl.int32))
+    tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def store_scales(
+    scale, has_nan, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Write scales float32 [row blocks, 1, column blocks, 1] of [ROWS, COLS] elements at (row, col) of [rows, cols].
+
+    has_nan: whether a block holds a NaN, of the same shape.
+    """
+    _, scales, _, _, scale_row, scale_col, twin = place
+    if F.output == "swizzled":
+        if F.packed:
+            bytes_ = tl.where(has_nan, _E4M3_NAN, encode_nearest(scale, 3, -6))
+        else:
+            bytes_ = bits_of(scale) >> 23  # of 2**-127, which is subnormal, and of 0 it is 0
+        _store_swizzled(bytes_, scales, row, col, rows, cols, F.transposed, F, ROWS, COLS)
+        if F.twins:
+            _store_swizzled(bytes_, twin[1], row, col, rows, cols, not F.transposed, F, ROWS, COLS)
+    else:
+        NR: tl.constexpr = ROWS // F.block_rows
+        NC: tl.constexpr = COLS // F.block_cols
+        PADDED: tl.constexpr = (
+            (0 if F.transposed else 1) if F.output == "operand" and F.block_rows == F.block_cols else -1
+        )
+        scale = tl.reshape(scale, (NR, NC))
+        row, col = row // F.block_rows, col // F.block_cols
+        rows, cols = tl.cdiv(rows, F.block_rows), tl.cdiv(cols, F.block_cols)
+        _store_floats(scale, scales, row, col, rows, cols, scale_row, scale_col, PADDED, NR, NC)
+        if F.twins:
+            _store_floats(scale, twin[1], row, col, rows, cols, twin[4], twin[5], 1 - PADDED, NR, NC)
+
+
+@triton.jit
+def _store_floats(
+    scale, scales, row, col, rows, cols, row_stride, col_stride,
+    PADDED: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr,
+):
+    """Write scales [NR, NC] at (row, col) of [rows, cols], all in blocks.
+
+    PADDED: the dim along which zeros follow the last block up to a multiple of 4, or -1.
+    """
+    tl.store(tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=within(row, col, rows, cols, NR, NC))
+    if PADDED == 1:
+        end = tl.where(col + NC >= cols, tl.cdiv(cols, 4) * 4, 0)
+        rest = within(row, cols, rows, end, NR, 4)
+        tl.store(tile(scales, row, cols, row_stride, col_stride, NR, 4), tl.zeros((NR, 4), tl.float32), mask=rest)
+    elif PADDED == 0:
+        end = tl.where(row + NR >= rows, tl.cdiv(rows, 4) * 4, 0)
+        rest = within(rows, col, end, cols, 4, NC)
+        tl.store(tile(scales, rows, col, row_stride, col_stride, 4, NC), tl.zeros((4, NC), tl.float32), mask=rest)
+
+
+@triton.jit
+def _store_swizzled(
+    scale, tiles, row, col, rows, cols,
+    TRANSPOSED: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """Write one-byte scales int32 [row blocks, 1, column blocks, 1] where swizzled.py's tiles have them, repeated where
+    a block is more than what shares a scale there.
+
+    Beyond the edges they are 0.  Programs reach as far as tiles do, or along the reduction dim further.
+    """
+    DOWN: tl.constexpr = F.block_rows // (F.each if TRANSPOSED else 1)
+    ALONG: tl.constexpr = F.block_cols // (1 if TRANSPOSED else F.each)
+    NR: tl.constexpr = ROWS // F.block_rows
+    NC: tl.constexpr = COLS // F.block_cols
+    scale = tl.reshape(tl.broadcast_to(scale, (NR, DOWN, NC, ALONG)), (NR * DOWN, NC * ALONG))
+    if TRANSPOSED:
+        scale, row, col, rows, cols = tl.trans(scale), col, row, cols, rows
+        outer = row + tl.arange(0, NC * ALONG)[:, None]
+        k = col // F.each + tl.arange(0, NR * DOWN)[None, :]
+    else:
+        outer = row + tl.arange(0, NR * DOWN)[:, None]
+        k = col // F.each + tl.arange(0, NC * ALONG)[None, :]
+    scale = tl.where((outer < rows) & (k < tl.cdiv(cols, F.each)), scale, 0)
+    across = tl.cdiv(cols, 4 * F.each)
+    tile_of = (outer // _TILE_ROWS).to(tl.int64) * across + k // 4
+    at = tile_of * _TILE_BYTES + outer % 32 * 16 + outer % _TILE_ROWS // 32 * 4 + k % 4
+    tl.store(tiles + at, scale.to(tl.uint8), mask=k < 4 * across)
+# fmt: on
