@@ -240,32 +240,29 @@ def cast_reference(
     return [_cast(x, form, output, amax, count) for form, output in zip(forms, outputs, strict=True)]
 
 
-class Layout(NamedTuple):
-    """Sizes of codes and of scales, each with the dim along which they lie in memory."""
-
-    codes: Sequence[int]
-    codes_along: int
-    scales: Sequence[int]
-    scales_along: int
+#: Sizes of codes and of scales, each with the dim along which they lie in memory.
+Layout = tuple[Sequence[int], int, Sequence[int], int]
 
 
 def layout(shape: Sequence[int], form: Form, output: Output) -> Layout:
     """How codes and scales of an x [R, C] of this shape lie, of any output but values."""
-    dim, square = form.dim, form.block[0] == form.block[1]
-    blocks = [-(-side // block) for side, block in zip(shape, form.block, strict=True)]
+    (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
+    blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if output == "codes":
-        return Layout(shape, 1, blocks, 1)
+        return shape, 1, blocks, 1
     if output == "operand":
-        blocks[dim] += -blocks[dim] % 4 if square else 0
-        return Layout(shape, dim, blocks, dim if square else 1 - dim)
-    constants, codes, scales = form.constants(output), [*shape], [0, 0]
+        square = block_rows == block_cols
+        if square:
+            blocks[dim] += -blocks[dim] % 4
+        return shape, dim, blocks, dim if square else 1 - dim
+    constants, codes, scales = form.constants(output), [rows, cols], [0, 0]
     assert form.fmt.scale != "fp32", "E8M0 has powers of two alone"
     assert form.block[dim] % constants.each == 0 and form.element.bits <= (4 if constants.packed else 8)
     if constants.packed:
         codes[dim] = -(-codes[dim] // 2)
     scales[dim] = -(-shape[dim] // (4 * constants.each)) * TILE_BYTES
     scales[1 - dim] = -(-shape[1 - dim] // TILE_ROWS)
-    return Layout(codes, dim, scales, dim)
+    return codes, dim, scales, dim
 
 
 def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None = None, count: bool = True) -> Cast:
@@ -277,7 +274,7 @@ def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None
         _contiguous_along(codes_along, x, codes, torch.uint8),
         _contiguous_along(scales_along, x, scales, torch.uint8 if output == "swizzled" else torch.float32),
         x.new_empty((), dtype=torch.int64) if count else None,
-        x.new_empty((), dtype=torch.float32) if form.fmt.needs_tensor_amax else None,
+        None if form.plain or not form.fmt.needs_tensor_amax else x.new_empty((), dtype=torch.float32),
     )
 
 
