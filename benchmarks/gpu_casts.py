@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from gpu import ROOT, Contact, Table
 from harness import Case, interleaved
+from kernel_resources import HOPPER, Launch, devices, sweep
 from kernel_resources import LAUNCHES as LAUNCHED
-from kernel_resources import Launch, sweep
 from torch import Tensor
 
 from megatron_snip.formats import get_format
@@ -80,20 +80,24 @@ def bits(contact: Contact) -> Table:
 #: What training launches: name, (format, role, dim, stochastic) of each form, output.
 LAUNCHES: dict[str, tuple[tuple[tuple[str, str, int, bool], ...], Output]] = {
     f"{fmt} {name}": (forms, output)
-    for fmt in ("fp8", "fp4", "mxfp8", "nvfp4")
+    for fmt, operand in (("fp8", "operand"), ("fp4", "operand"), ("mxfp8", "swizzled"), ("nvfp4", "swizzled"))
     for name, forms, output in (
         ("values, nearest", ((fmt, "input", 1, False),), "values"),
         ("codes, nearest", ((fmt, "input", 1, False),), "codes"),
-        ("weight, operand", ((fmt, "weight", 1, False),), "operand"),
-        ("input, both operands", ((fmt, "input", 1, False), (fmt, "input", 0, False)), "operand"),
+        ("weight, operand", ((fmt, "weight", 1, False),), operand),
+        ("input, both operands", ((fmt, "input", 1, False), (fmt, "input", 0, False)), operand),
         (
             "gradient, both operands, stochastic",
             ((fmt, "grad_output", 1, True), (fmt, "grad_output", 0, True)),
-            "operand",
+            operand,
         ),
     )
-    if output != "operand" or fmt in ("fp8", "fp4", "mxfp8")
 }
+
+
+def _written(forms: Sequence[Form], output: Output) -> float:
+    """Bytes an element that a cast writes, beside scales."""
+    return sum(2.0 if output == "values" else 0.5 if form.constants(output).packed else 1.0 for form in forms)
 
 
 def casts(contact: Contact) -> Table:
@@ -107,7 +111,7 @@ def casts(contact: Contact) -> Table:
         forms = [Form(get_format(fmt), role, dim, KEY if random else None).without_transform()
                  for fmt, role, dim, random in described]  # fmt: skip
         cases[name] = _cast_case(x, forms, output, amax)
-        sizes[name] = 2.0 + len(forms) * (2.0 if output == "values" else 1.0)
+        sizes[name] = 2.0 + _written(forms, output)
     for name, moved, case in _fused(x):
         cases[name], sizes[name] = case, moved
     seconds = _times(contact, cases)
@@ -150,7 +154,10 @@ def tilings(contact: Contact) -> Table:
 def _tilings(contact: Contact) -> Table:
     table = Table("Rows and warps of a cast", ("launch", "rows x warps", "registers", "spilled", "ms", "by the copy's"))
     shape = (128, 128) if contact.rehearse else (8192, 8192)
-    launches = list(LAUNCHED.items())[:: 3 if contact.rehearse else 1]
+    launches = list(LAUNCHED.items())[::4]
+    if not contact.rehearse:
+        hopper = torch.cuda.get_device_capability() < (10, 0)
+        launches = [(name, launch) for name, launch in LAUNCHED.items() if not hopper or HOPPER in devices(launch)]
     x = torch.randn(*shape, device=contact.device).bfloat16()
     target, amax, master, up = torch.empty_like(x), finite_amax(x), x.float(), x.flip(0)
     for name, launch in launches:
@@ -165,9 +172,7 @@ def _tilings(contact: Contact) -> Table:
             kernels[f"{tiling.chunk} x {tiling.warps}"] = _compiled(case)
             cases[f"{tiling.chunk} x {tiling.warps}"] = case
         seconds = _times(contact, cases)
-        moved = source.element_size() * (1 + launch.product) + len(launch.forms) * (
-            2 if launch.outputs[0] == "values" else 1
-        )
+        moved = source.element_size() * (1 + launch.product) + _written(launch.forms, launch.outputs[0])
         best = min(kernels, key=lambda words: seconds[words])
         now = "{} x {}".format(*triton_cast.tiling(launch.forms, launch.product))
         for words, kernel in kernels.items():
