@@ -52,14 +52,14 @@ def cast(
         return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
     x = x if up is None else swiglu_product(x, up)
     scaled = [form.fmt.needs_tensor_amax for form in forms]
-    if dtype is not None and (any(scaled) or any(form.transformed for form in forms)):
+    if dtype is not None and (any(form.transformed for form in forms) or not op.rounds(x)):
         x, dtype = x.to(dtype), None
     if any(form.transformed for form in forms):
         return _cast_with_transform(x, forms, outputs, amax, reduce_amax, count)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
     if amax is None and any(scaled):
-        amax = op.finite_amax(x)
+        amax = op.finite_amax(x, dtype)
         amax = amax if reduce_amax is None else reduce_amax(amax)
     return op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
 

@@ -66,8 +66,16 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     )
 
 
-def finite_amax(x: Tensor) -> Tensor:
-    """``cast.finite_amax`` of x [R, C]: float32 scalar."""
+def rounds(x: Tensor) -> bool:
+    """Whether ``cast`` and ``finite_amax`` each round x [R, C] to a dtype as they read it, and need no copy."""
+    return triton_cast.takes_amax(x)
+
+
+def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar."""
+    if rounds(x):
+        return triton_cast.finite_amax(x, dtype)
+    x = x if dtype is None else x.to(dtype)
     return torch.ops.megatron_snip.finite_amax(x.detach()) if _traced(x) else _finite_amax_now(x)
 
 
@@ -118,7 +126,7 @@ def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 def _finite_amax_now(x: Tensor) -> Tensor:
     if cpu.reads(x):
         return cpu.finite_amax(x)
-    if triton_cast.takes_amax(x):
+    if triton_cast.takes_amax(x):  # of an operator's call
         return triton_cast.finite_amax(x)
     return specification.finite_amax(x)
 

@@ -148,8 +148,7 @@ def cast(
 
     dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
     """
-    if dtype is not None and not (dtype == x.dtype or (x.dtype, dtype) == (torch.float32, torch.bfloat16)):
-        x = x.to(dtype)
+    x = _readable(x, dtype)
     x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
@@ -170,6 +169,11 @@ def cast(
             twin.copy_(one)
         first = chosen.stop
     return casts
+
+
+def _readable(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` [R, C], which kernels round to ``dtype`` as they read it, or what they cannot round, rounded."""
+    return x if dtype in (None, x.dtype) or (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -352,17 +356,20 @@ def takes_amax(x: Tensor) -> bool:
     return on_nvidia(x)
 
 
-def finite_amax(x: Tensor) -> Tensor:
-    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, in one pass and without waiting for the device."""
+def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read.
+
+    It is one launch, and does not wait for the device.
+    """
     from megatron_snip.quant.kernels import triton_kernels
 
-    x = x.contiguous()
+    x = _readable(x, dtype).contiguous()
     stream = _stream(x.device)
     state = torch.zeros(2, dtype=torch.int32, device=x.device) if stream is None else _state(x.device, stream)
     out = torch.empty((), device=x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
-            x, out, state, x.numel(), _AMAX_SIZE, num_warps=_AMAX_WARPS, **OPTIONS
+            x, out, state, x.numel(), _AMAX_SIZE, dtype not in (None, x.dtype), num_warps=_AMAX_WARPS, **OPTIONS
         )
     return out
 

@@ -311,15 +311,18 @@ def dequantize_kernel(
 
 
 @triton.jit
-def amax_kernel(x, out, state, count, SIZE: tl.constexpr):
-    """Write the largest finite magnitude of x [count], SIZE elements a program, to out.
+def amax_kernel(x, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+    """Write the largest finite magnitude of x [count], SIZE elements a program, to out; ROUNDED: to bfloat16 first.
 
     state: int32 [2], 0 before and after: the bits of the largest yet, and how many programs have added theirs.  The
     last one writes.
     """
     start = tl.program_id(0).to(tl.int64) * SIZE
     at = start + tl.arange(0, SIZE)
-    sizes = bits_of(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)) & MAGNITUDE
+    values = tl.load(x + at, mask=at < count, other=0.0)
+    if ROUNDED:
+        values = values.to(tl.bfloat16)
+    sizes = bits_of(values.to(tl.float32)) & MAGNITUDE
     tl.atomic_max(state, tl.max(tl.where(sizes < INFINITY, sizes, 0)))
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(out, float_of(tl.atomic_xchg(state, 0)))

@@ -316,6 +316,9 @@ def largest() -> Iterator[str]:
     for x in (*operands((130, 259), torch.bfloat16), torch.full((3, 5), -float("inf")), -torch.ones(4, 4).T):
         if not torch.equal(triton_cast.finite_amax(x), finite_amax(x)):
             yield f"finite_amax {x.dtype} {list(x.shape)}"
+    for x in (operands((35, 40), torch.float32)[0], torch.tensor([[torch.finfo(torch.float32).max, 1.001]])):
+        if not torch.equal(triton_cast.finite_amax(x, torch.bfloat16), finite_amax(x.bfloat16())):
+            yield f"finite_amax of float32 {list(x.shape)} in bfloat16"
 
 
 def main() -> int:
