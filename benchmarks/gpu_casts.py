@@ -174,7 +174,7 @@ def _tilings(contact: Contact) -> Table:
         seconds = _times(contact, cases)
         moved = source.element_size() * (1 + launch.product) + _written(launch.forms, launch.outputs[0])
         best = min(kernels, key=lambda words: seconds[words])
-        now = "{} x {}".format(*triton_cast.tiling(launch.forms, launch.product))
+        now = "{} x {}".format(*launch.tiling)
         for words, kernel in kernels.items():
             share = moved / 4 * seconds["copy"] / seconds[words]
             marks = f"{' *' if words == now else ''}{' best' if words == best else ''}"

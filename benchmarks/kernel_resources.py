@@ -114,6 +114,11 @@ class Launch(NamedTuple):
     dtype: torch.dtype | None = None
     product: bool = False
 
+    @property
+    def tiling(self) -> Tiling:
+        """What it has when it is launched."""
+        return triton_cast.tiling(self.forms, self.product, "swizzled" in self.outputs)
+
     def __call__(self) -> object:
         """Cast an x of even tiles."""
         x = torch.empty(256, 512, dtype=torch.bfloat16 if self.dtype is None else torch.float32)
@@ -159,7 +164,7 @@ def devices(launch: Launch) -> tuple[int, ...]:
 
 def sweep(launch: Launch) -> list[Tiling]:
     """The tilings to try: SWEEP, and for a product that of a whole block at once."""
-    launched = triton_cast.tiling(launch.forms, launch.product)
+    launched = launch.tiling
     return SWEEP if launched in SWEEP else [*SWEEP, launched]
 
 
@@ -183,7 +188,7 @@ def main() -> None:
         for name, launch in LAUNCHES.items():
             if capability not in devices(launch):
                 continue
-            launched = triton_cast.tiling(launch.forms, launch.product)
+            launched = launch.tiling
             for tiling in sweep(launch) if args.sweep else [launched]:
                 made = resources(compile_tiled(capability, launch, tiling))
                 each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_cast._COLS))

@@ -62,6 +62,8 @@ TILINGS = {
     (16, True): Tiling(16, 4),
 }
 _ANY = Tiling(32, 4)  # for other blocks
+# For swizzled operands in blocks of 32, nearest.
+_SWIZZLED = Tiling(32, 4)
 # For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
 _WHOLE = Tiling(128, 16)
 
@@ -122,14 +124,16 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def tiling(forms: Sequence[Form], product: bool = False) -> Tiling:
+def tiling(forms: Sequence[Form], product: bool = False, swizzled: bool = False) -> Tiling:
     """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
 
-    product: whether SwiGLU's product is cast.
+    product: whether SwiGLU's product is cast.  swizzled: whether an operand is.
     """
     side, stochastic = max(max(form.block) for form in forms), any(form.key is not None for form in forms)
     if product and side == MAX_BLOCK and not stochastic:
         return _WHOLE
+    if swizzled and side == 32 and not stochastic:
+        return _SWIZZLED
     chosen = TILINGS.get((side, stochastic), _ANY)
     high = any(chosen.chunk < form.block[0] <= _ANY.chunk for form in forms)
     return _ANY if high else chosen
@@ -158,8 +162,9 @@ def cast(
             made.saturated.zero_()
     first = 0
     while first < len(forms):
-        pair = forms[first : first + 2]
-        both = len({form.block[0] for form in pair if form.block[0] > tiling(pair, up is not None).chunk}) < 2
+        pair, swizzled = forms[first : first + 2], "swizzled" in outputs[first : first + 2]
+        chunk = tiling(pair, up is not None, swizzled).chunk
+        both = len({form.block[0] for form in pair if form.block[0] > chunk}) < 2
         chosen = slice(first, first + 1 + both)
         rounded = dtype not in (None, x.dtype)
         _launch(x, up, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=rounded)
@@ -210,9 +215,10 @@ def _launch(
         arguments += [None, None, None, None, 0, 0, *_random(None, x.device)]
     if twins:
         specs[1] = None
-    chunk, warps = tiling(forms, up is not None)
+    swizzled = "swizzled" in outputs
+    chunk, warps = tiling(forms, up is not None, swizzled)
     rows = max(chunk, *(form.block[0] for form in forms))
-    covered = TILE_ROWS if "swizzled" in outputs else rows  # which go on in scales of 0
+    covered = TILE_ROWS if swizzled else rows  # beyond the edge lie scales of 0
     even = x.shape[0] % covered == 0 and x.shape[1] % _COLS == 0
     grid = (-(-x.shape[0] // covered) * (covered // rows) * -(-x.shape[1] // _COLS),)
     with torch.cuda.device_of(x):

@@ -101,10 +101,7 @@ def _cast_chunk(
     else:
         q = round_nearest(size, F.mantissa, F.emin)
     negative = bits_of(y) & -2147483648
-    if HOW.even:
-        inside = None
-    else:
-        inside = within(row, col, rows, cols, ROWS, COLS)
+    inside = None if HOW.even else within(row, col, rows, cols, ROWS, COLS)
     if F.output == "values":
         q = float_of(bits_of(q) | negative)
         values = tl.reshape(tl.reshape(q, SHAPE) * decode, (ROWS, COLS))

@@ -98,6 +98,8 @@ def test_the_tiling_follows_blocks_and_rounding():
     assert triton_cast.tiling(fp4) == tilings[128, True] != tilings[128, False]
     assert triton_cast.tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128, False]
     assert triton_cast.tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16, False]
+    mxfp8 = [Form(get_format("mxfp8"), "input", 0)]
+    assert triton_cast.tiling(mxfp8, swizzled=True) == triton_cast._SWIZZLED != tilings[32, False]
     assert tilings[128, True].chunk < 32 <= triton_cast.tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
     assert triton_cast.tiling([form(tile=64)]) == triton_cast._ANY
 

@@ -207,7 +207,7 @@ def test_each_entry_of_the_table_is_a_launch_here():
         return max(max(form.block) for form in launch.forms), any(form.key is not None for form in launch.forms)
 
     assert {entry(launch) for launch in LAUNCHES.values()} == set(triton_cast.TILINGS)
-    launched = {triton_cast.tiling(launch.forms, launch.product) for launch in LAUNCHES.values()}
+    launched = {launch.tiling for launch in LAUNCHES.values()}
     assert launched == {*triton_cast.TILINGS.values(), triton_cast._WHOLE}
 
 
