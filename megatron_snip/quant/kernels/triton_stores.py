@@ -48,8 +48,11 @@ def _store_rows(
     """``store_codes`` by rows."""
     if PACKED:
         low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-        codes, col, cols = low | (high << 4), col // 2, tl.cdiv(cols, 2)
-        if which is not None:
+        codes, col = low | (high << 4), col // 2
+        if which is None:
+            cols = cols // 2  # an even number, and known for it
+        else:
+            cols = tl.cdiv(cols, 2)
             which = within(row, col, rows, cols, ROWS, COLS // 2)
         tl.store(tile(out, row, col, cols, 1, ROWS, COLS // 2), codes, mask=which)
     else:

@@ -62,14 +62,14 @@ def test_the_operator_gives_the_specifications_casts():
     torch._dynamo.reset()
     x = torch.randn(50, 150).bfloat16()
     forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4"), "input", 0, KEY), CUSTOM_FORM]
-    for outputs in ([*OUTPUTS], ["operand", "codes", "values"]):
+    for outputs in ([*OUTPUTS], ["operand", "swizzled", "values"]):
         for got, want in zip(traced(x, forms, outputs), cast_reference(x, forms, outputs, finite_amax(x)), strict=True):
             for one, other in zip(got, want, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", [*OUTPUTS, "swizzled"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fake_tensors_have_the_casts_shapes_and_strides(output, dim):
     form = Form(get_format("mxfp4"), "input", dim)

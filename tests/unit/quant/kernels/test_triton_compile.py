@@ -109,6 +109,8 @@ def test_two_forms(compiled, fmt, capability):
     text = ptx(compiled, [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)], output, capability)
     if fmt != "nvfp4":
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
+    elif output == "swizzled":
+        assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
 
 
 def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
