@@ -85,8 +85,6 @@ def draw_measured_weights(config: Config, parts: Parts) -> None:
 def train(config: Config, parts: Parts, first: int, last: int) -> float:
     """Iterations first..last; the last one's loss."""
     loss = float("nan")
-    # the recorded figures are of models that had each rate one update earlier than Megatron-LM's schedule has it
-    parts.optimizer.samples = first * config.training.global_batch_size
     for i in range(first, last + 1):
         loss = parts.stepper.step(parts.train_loader.batch((i - 1) * config.training.global_batch_size), i).loss
     return loss

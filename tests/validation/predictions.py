@@ -1,4 +1,4 @@
-"""What a probe predicts and what is true, at checkpoints of one small training run with planted outliers."""
+"""What a probe predicts and what is true, at checkpoints of small training runs with planted outliers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from megatron_snip.snip.predict.divergence import loss_divergence, weight_diverg
 from megatron_snip.snip.predict.objectives import OBJECTIVES, ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.train.setup import Parts
 
-ITERATIONS = {"early": 75, "mid": 150, "late": 300}
+#: Where predictions are checked: before which iteration, and the run's options beside those of planted.py.
+CHECKPOINTS: dict[str, tuple[int, dict[str, int]]] = {
+    "narrow": (150, {"hidden_size": 128, "ffn_hidden_size": 384, "seed": 2}),
+    "early": (75, {}), "mid": (150, {}), "late": (300, {}),
+    "mid, seed 1": (150, {"seed": 1}), "mid, seed 2": (150, {"seed": 2}), "mid, seed 3": (150, {"seed": 3}),
+}  # fmt: skip
 TARGETS = (0.75, 0.80)
 RANDOM_PLANS = 5
 #: Whole batches that gave no statistics, of as many sequences each: with 80 sequences in all, two plans that differ by
@@ -27,8 +32,9 @@ RANDOM_PLANS = 5
 EVALUATED, EACH = 32, 8
 #: Of them for rules and all FP4, which cost ten times as much as the plans that are compared with the oracle's.
 FEWER = 8
-#: Batches of the truth of single linears: with 8 its own noise took 0.06 of the early checkpoint's rank correlation.
-TRUE = {"early": 16, "mid": 8, "late": 8}
+#: Batches of the truth of single linears: with 8 its own noise took 0.06 of the early checkpoint's rank correlation;
+#: with 4, up to 0.16 at the others.
+TRUE, TRUE_EARLY = 8, 16
 
 
 def end_to_end(
@@ -123,16 +129,18 @@ def at_checkpoint(parts: Parts, iteration: int, *, true: int, plans: bool, forma
 
 
 def measure(folder: Path, checkpoints: Sequence[str]) -> dict[str, Any]:
-    """Everything the tests look at, by checkpoint, from a run in float32 compute."""
-    config, parts = make_parts(folder, precision="snip", snip_start=10**6)
+    """Everything the tests look at, by checkpoint, all of one run in float32 compute."""
+    (options,) = {tuple(CHECKPOINTS[name][1].items()) for name in checkpoints}
+    config, parts = make_parts(folder, precision="snip", snip_start=10**6, **dict(options))
     start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
     found: dict[str, Any] = {}
     done = 0
     for name in checkpoints:
-        iteration = ITERATIONS[name]
+        iteration, early = CHECKPOINTS[name][0], name == "early"
         trained = train(config, parts, done + 1, iteration - 1)
         formats = ("nvfp4", "mxfp4") if name == "late" else ()
-        found[name] = at_checkpoint(parts, iteration, true=TRUE[name], plans=name != "early", formats=formats)
+        true = TRUE_EARLY if early else TRUE
+        found[name] = at_checkpoint(parts, iteration, true=true, plans=not early, formats=formats)
         found[name]["training"], done = (start, trained), iteration - 1
     parts.train_loader.close()
     return found
