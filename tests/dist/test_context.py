@@ -72,7 +72,7 @@ def test_codes_and_random_bits_are_those_of_whole_sequences():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    run_ranks(save_after, 1, ALONE, folder, 6, seconds=240.0)
+    run_ranks(save_after, 1, ALONE, folder, 3, seconds=240.0)
     return folder
 
 
@@ -81,7 +81,7 @@ SNIP = {"snip_options": "fp8,fp4,nvfp4", "snip_weight": 1.0, "snip_stage_constra
 
 @functools.cache
 def planned_alone(folder: Path):
-    return run_ranks(plan_from, 1, {**ALONE, **SNIP}, folder, 6, seconds=240.0)[0]
+    return run_ranks(plan_from, 1, {**ALONE, **SNIP}, folder, 3, seconds=240.0)[0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
     world, options = CASES[case]
     expected = planned_alone(checkpoint)
     assert len(set(expected["precision"].values())) > 1, "a plan of one precision proves little"
-    for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 6, seconds=240.0):
+    for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 3, seconds=240.0):
         assert result["hash"] == expected["hash"]
         assert not farther(distances_by_name(result["stats"], expected["stats"]), 1e-5)
 

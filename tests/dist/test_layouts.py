@@ -21,7 +21,7 @@ from tests.dist.runs import (
     world_of,
 )
 
-CHECKPOINT_ITERATIONS = 6
+CHECKPOINT_ITERATIONS = 3
 #: The others are made of the same parts, and a pipeline changes no bit.
 DIFFERENT = ("tp2 without sequence parallel", "tp2 x pp2 interleaved", "tp2 x pp2 x dp2")
 
