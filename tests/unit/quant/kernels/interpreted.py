@@ -111,8 +111,10 @@ def plain(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form
 
 
 def every_format() -> Iterator[Case]:
-    """Every format and side, every other one with stochastic rounding too, which takes most of the time; outputs, dtypes
-    and kinds of operands take turns."""
+    """Every format and side, every other one rounded stochastically too, which takes most of the time.
+
+    Outputs, dtypes and kinds of operands take turns.
+    """
     turn = itertools.count()
     names = [name for name in format_names() if get_format(name).quantised] + ["e3m4", "e6m1"]
     for (number, name), (role, dim) in itertools.product(enumerate(names), SIDES):
