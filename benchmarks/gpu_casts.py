@@ -64,7 +64,7 @@ def ceilings(contact: Contact) -> Table:
 def bits(contact: Contact) -> Table:
     """The core set of casts, in as many processes as compile in parallel."""
     command = [sys.executable, "-m", "tests.gpu.core"]
-    command += ["--rehearse", "--every", "9"] if contact.rehearse else ["--workers", str(min(14, os.cpu_count() or 1))]
+    command += ["--rehearse", "--every", "17"] if contact.rehearse else ["--workers", str(min(14, os.cpu_count() or 1))]
     limit = max(30.0, contact.left())
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
     lines = done.stdout.strip().splitlines()
@@ -154,7 +154,7 @@ def tilings(contact: Contact) -> Table:
 def _tilings(contact: Contact) -> Table:
     table = Table("Rows and warps of a cast", ("launch", "rows x warps", "registers", "spilled", "ms", "by the copy's"))
     shape = (128, 128) if contact.rehearse else (8192, 8192)
-    launches = list(LAUNCHED.items())[::4]
+    launches = list(LAUNCHED.items())[::6]
     if not contact.rehearse:
         hopper = torch.cuda.get_device_capability() < (10, 0)
         launches = [(name, launch) for name, launch in LAUNCHED.items() if not hopper or HOPPER in devices(launch)]

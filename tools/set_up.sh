@@ -7,6 +7,8 @@
 #              SKIP_SET_UP  1 = take the Python on PATH as it is and install nothing
 set -euo pipefail
 
+unset PYTHONDONTWRITEBYTECODE # images of containers set it, and every process would compile anew what it imports
+
 repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 say() { printf '[set-up] %s\n' "$*" >&2; }
@@ -88,9 +90,6 @@ install_anew() {
     # Python compiles modules when it first imports them, which is half of pip's time
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-compile \
         -r "$repo_root/requirements/$level.txt"
-    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then # it would not, and every process begin anew
-        "$environment/bin/python" -m compileall -q -j 0 "$environment"/lib/python*/site-packages >/dev/null 2>&1 || true
-    fi
     say "installing megatron_snip"
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps \
         -e "$repo_root"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.beside import all_gather, reduce_scatter
@@ -77,6 +76,8 @@ def lower_right(queries: int, keys: int, device: torch.device) -> Any:
     """What of all keys each of the last queries sees; takes memory on CPUs alone, which have no kernel for it."""
     if device.type == "cpu":
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler: a second
+
     return causal_lower_right(queries, keys)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip import runtime
+from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, Operands, StepContext
@@ -121,6 +122,11 @@ def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
     parts.train_loader.close()
     parts.coordinator.close()
     return out
+
+
+def train(words: list[str]) -> None:
+    """What pretrain_llama.py does with these words, in this process."""
+    loop.train(parse(words))
 
 
 def program(words: list[str], folder: str) -> None:

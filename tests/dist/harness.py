@@ -19,7 +19,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "megatron_snip.train.loop"])
+CONTEXT.set_forkserver_preload(  # the last two are loaded by what most ranks do, and take each of them a second
+    ["torch", "torch.distributed.checkpoint", "megatron_snip.train.loop", "torch._dynamo", "megatron_snip.parallel.pipeline_stage"]
+)
 
 
 def _rank(rank: int, world: int, folder: str, seconds: float, pipe: Any, function: Callable, args: tuple) -> None:

@@ -103,11 +103,6 @@ def losses(options: dict[str, Any], *, nudge: int | None = None, iterations: int
     return {"losses": out, "first": first, "gradients": gradients}
 
 
-def nudged_losses(options: dict[str, Any], nudge: int) -> dict[str, Any]:
-    """`losses` after the norms' weights were moved by one unit in the last place."""
-    return losses(options, nudge=nudge)
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 

@@ -17,9 +17,12 @@ from megatron_snip.train.metrics import read_metrics
 from tests.dist.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.runs import error_of_run, run_with_full_disk, train_run
 
-#: Small, and long enough for two processes' pieces of a sequence.
-SHORT = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "seq_length": 512}
-OPTIONS = {"train_iters": 8, "lr_decay_iters": 8, "log_interval": 100}
+SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256}
+OPTIONS = {
+    **SMALL, "global_batch_size": 2, "train_iters": 8, "lr_decay_iters": 8, "log_interval": 100,
+}  # fmt: skip
+#: Enough for two processes' pieces of a sequence, and for four of a batch.
+LONG = {"seq_length": 512, "global_batch_size": 4}
 LONE: dict = {}
 TP2_CP2 = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
@@ -36,7 +39,7 @@ def options_for(run_dir: Path, **more: object) -> dict:
 @pytest.fixture(scope="module")
 def lone_losses(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(train_run, 1, options_for(run_dir, **SHORT, train_iters=10))
+    run_ranks(train_run, 1, options_for(run_dir, **LONG, train_iters=10))
     return losses(run_dir)
 
 
@@ -46,7 +49,7 @@ def test_a_run_moves_between_layouts(lone_losses, tmp_path):
     layouts = [(1, LONE), (4, TP2_PP2), (4, TP2_CP2), (4, LONE), (1, LONE)]
     for number, (world, layout) in enumerate(layouts, start=1):
         leave = {"exit_interval": 2 * number} if number < len(layouts) else {}
-        options = {**SHORT, **layout, **leave, "train_iters": 10, "async_save": number % 2 == 0}
+        options = {**LONG, **layout, **leave, "train_iters": 10, "async_save": number % 2 == 0}
         run_ranks(train_run, world, options_for(run_dir, **options))
         assert len(losses(run_dir)) == 2 * number
         manifest = read_manifest(run_dir / f"checkpoints/iter_{2 * number:07d}")

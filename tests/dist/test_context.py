@@ -36,12 +36,12 @@ CASES = {
 FIRST = ("tp2 x cp2", "cp2 x dp2, optim_grads_params")
 FEW = [pytest.param(case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES]
 
-ten_losses = functools.partial(losses, iterations=10)
+six_losses = functools.partial(losses, iterations=6)
 
 
 @functools.cache
 def alone(seq_length: int, model: str = "llama"):
-    return run_ranks(ten_losses, 1, {**ALONE, **MODELS[model], "seq_length": seq_length}, seconds=240.0)[0]
+    return run_ranks(six_losses, 1, {**ALONE, **MODELS[model], "seq_length": seq_length}, seconds=240.0)[0]
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_one_process(case):
     world, options = CASES[case]
     options = {**LONG, **options}
     expected = alone(options["seq_length"], options.get("model_name", "llama"))
-    for got in run_ranks(ten_losses, world, options, seconds=240.0):
+    for got in run_ranks(six_losses, world, options, seconds=240.0):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)
         for name, grad in got["gradients"].items():
@@ -72,7 +72,7 @@ def test_codes_and_random_bits_are_those_of_whole_sequences():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    run_ranks(save_after, 1, ALONE, folder, 6, seconds=240.0)
+    run_ranks(save_after, 1, ALONE, folder, 3, seconds=240.0)
     return folder
 
 
@@ -81,7 +81,7 @@ SNIP = {"snip_options": "fp8,fp4,nvfp4", "snip_weight": 1.0, "snip_stage_constra
 
 @functools.cache
 def planned_alone(folder: Path):
-    return run_ranks(plan_from, 1, {**ALONE, **SNIP}, folder, 6, seconds=240.0)[0]
+    return run_ranks(plan_from, 1, {**ALONE, **SNIP}, folder, 3, seconds=240.0)[0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
     world, options = CASES[case]
     expected = planned_alone(checkpoint)
     assert len(set(expected["precision"].values())) > 1, "a plan of one precision proves little"
-    for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 6, seconds=240.0):
+    for result in run_ranks(plan_from, world, {**LONG, **SNIP, **options}, checkpoint, 3, seconds=240.0):
         assert result["hash"] == expected["hash"]
         assert not farther(distances_by_name(result["stats"], expected["stats"]), 1e-5)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.faults import PROGRAM
+from tests.dist.faults import PROGRAM, train
+from tests.dist.harness import run_ranks
 
 pytestmark = [
     pytest.mark.dist,
@@ -98,10 +99,9 @@ def told(run: Path, name: str = "log") -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run of 30 iterations that nothing happened to."""
+    """A run of 30 iterations that nothing happened to, on forked ranks."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    with program(run, ["--train-iters", "30"], ONE_NODE) as process:
-        assert process.wait(400) == 0
+    run_ranks(train, 2, [*RUN, "--run-dir", str(run), "--train-iters", "30"], seconds=400.0)
     assert not (run / "stacks").exists()
     return timeless(run)
 

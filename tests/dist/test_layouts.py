@@ -15,21 +15,20 @@ from tests.dist.runs import (
     MODELS,
     losses,
     mixed_plan,
-    nudged_losses,
     plan_from,
     save_after,
     statistics,
     world_of,
 )
 
-CHECKPOINT_ITERATIONS = 6
+CHECKPOINT_ITERATIONS = 3
 #: The others are made of the same parts, and a pipeline changes no bit.
 DIFFERENT = ("tp2 without sequence parallel", "tp2 x pp2 interleaved", "tp2 x pp2 x dp2")
 
 
-def on(*soon: tuple[str, str]):
+def on(*soon: tuple[str, str], different: tuple[str, ...] = DIFFERENT):
     """Every model on every layout; a Llama's different ones and `soon` in CI, the others slow."""
-    soon += tuple(("llama", layout) for layout in DIFFERENT)
+    soon += tuple(("llama", layout) for layout in different)
     pairs = [(model, layout) for model in MODELS for layout in LAYOUTS]
     marked = [pytest.param(*pair, marks=() if pair in soon else pytest.mark.slow) for pair in pairs]
     return pytest.mark.parametrize(("model", "layout"), marked, indirect=["model"])
@@ -44,15 +43,14 @@ def model(request):
     return MODELS[request.param]
 
 
-def run(layout: str, options: dict, function=losses, *args):
+#: The loss has fallen by three nats then; neither layouts nor nudges differ more after twenty.
+trained = functools.partial(losses, iterations=12)
+no_step = functools.partial(losses, iterations=0)
+
+
+def run(layout: str, options: dict, function, *args):
     """The results of a layout's ranks."""
     return run_ranks(function, world_of(layout), {**LAYOUTS[layout], **options}, *args)
-
-
-@functools.cache
-def trained(layout: str, *options: tuple[str, str]):
-    """`run` of `losses`, made once for all tests that look at it."""
-    return run(layout, dict(options))
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +61,27 @@ def plan_options(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model):
-    return run_ranks(losses, 1, model)[0]
+    return run_ranks(trained, 1, model)[0]
 
 
 @pytest.fixture(scope="module")
 def alone_quantised(plan_options):
-    return run_ranks(losses, 1, plan_options)[0]
+    return run_ranks(trained, 1, plan_options)[0]
 
 
 @pytest.fixture(scope="module")
 def chaos(alone_quantised, plan_options):
-    """Mean loss difference over 20 iterations that one unit in the last place of the norms' weights makes: of four draws
+    """Mean loss difference that one unit in the last place of the norms' weights makes: of four draws
     of up and down, since one alone differs from the next by a factor of three."""
-    nudged = [run_ranks(nudged_losses, 1, plan_options, seed)[0]["losses"] for seed in range(4)]
+    nudged = [
+        run_ranks(functools.partial(trained, nudge=seed), 1, plan_options)[0]["losses"] for seed in range(4)
+    ]
     return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))
 
 
 @on()
 def test_unquantised_losses_agree(model, layout, alone):
-    got = trained(layout, *model.items())[-1]
+    got = run(layout, model, trained)[-1]
     assert alone["losses"][-1] < alone["losses"][0] - 0.05, "the run must learn for the comparison to mean much"
     assert np.abs(np.subtract(got["losses"], alone["losses"])).max() <= 1e-4
     # AdamW hides a gradient that is scaled wrongly; its norm does not
@@ -93,7 +93,7 @@ def test_unquantised_losses_agree(model, layout, alone):
 @pytest.mark.parametrize("quantised", [False, True], ids=["unquantised", "plan"])
 def test_pipeline_is_bit_for_bit_at_first(layout, quantised, alone, alone_quantised, plan_options):
     reference = alone_quantised if quantised else alone
-    results = trained(layout, *(plan_options if quantised else {}).items())
+    results = run(layout, plan_options if quantised else {}, no_step)
     seen = {name: grad for result in results for name, grad in result["gradients"].items()}
     assert seen.keys() == reference["gradients"].keys()
     for name, grad in seen.items():
@@ -104,15 +104,16 @@ def test_pipeline_is_bit_for_bit_at_first(layout, quantised, alone, alone_quanti
 @LLAMA
 def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone_quantised, plan_options):
     """Rows are counted over all samples; beside the bits only the order of sums differs from one process."""
-    for result in run_ranks(losses, 2, {**plan_options, "micro_batch_size": 2}):
+    for result in run_ranks(no_step, 2, {**plan_options, "micro_batch_size": 2}):
         for name, grad in result["gradients"].items():
             expected = alone_quantised["gradients"][name]
             assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
-@on()
+# in CI the interleaved schedule meets plans in test_pipeline_is_bit_for_bit_at_first
+@on(different=("tp2 without sequence parallel", "tp2 x pp2 x dp2"))
 def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_options):
-    got = trained(layout, *plan_options.items())[-1]
+    got = run(layout, plan_options, trained)[-1]
     difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()
     assert chaos > 0.0
     assert difference <= 2.0 * chaos

@@ -1,4 +1,4 @@
-"""On a pairwise covering array of layouts, one process's losses over ten iterations in float32, and its plan."""
+"""On a pairwise covering array of layouts, one process's losses over six iterations in float32, and its plan."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.dist.covering import FACTORS, covering, length_of, name_of, options_of, pairs, valid_cases, world_of
 from tests.dist.harness import run_ranks
-from tests.dist.runs import losses, mixed_plan, nudged_losses, plan_from, save_after
+from tests.dist.runs import losses, mixed_plan, plan_from, save_after
 from tests.dist.test_layouts import distances_by_name, farther
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256}
 SECONDS = 400.0
 CASES = {name_of(case): case for case in covering()}
-ten_losses = functools.partial(losses, iterations=10)
+six_losses = functools.partial(losses, iterations=6)
 
 
 def test_every_two_values_meet():
@@ -39,7 +39,7 @@ def lone_options(tied: bool, length: int):
 @functools.cache
 def alone(tied: bool, length: int):
     """Losses and gradients of one process."""
-    return run_ranks(ten_losses, 1, {**SMALL, **lone_options(tied, length)}, seconds=SECONDS)[0]
+    return run_ranks(six_losses, 1, {**SMALL, **lone_options(tied, length)}, seconds=SECONDS)[0]
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_those_of_one_process(name):
     case = CASES[name]
     expected, seen = alone(case["tied"], length_of(case)), set()
     assert expected["losses"][-1] < expected["losses"][0] - 0.02, "the run must learn for the comparison to mean much"
-    for got in run_ranks(ten_losses, world_of(case), {**SMALL, **options_of(case)}, seconds=SECONDS):
+    for got in run_ranks(six_losses, world_of(case), {**SMALL, **options_of(case)}, seconds=SECONDS):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)
         seen |= got["gradients"].keys()
@@ -96,7 +96,9 @@ def under_a_plan(length: int, folder: Path):
     options = {"precision": "plan", "precision_plan": str(plan)}
     lone = {**lone_options(False, length), **options}
     expected = run_ranks(losses, 1, lone, seconds=SECONDS)[0]["losses"]
-    nudged = [run_ranks(nudged_losses, 1, lone, seed, seconds=SECONDS)[0]["losses"] for seed in range(4)]
+    nudged = [
+        run_ranks(functools.partial(losses, nudge=seed), 1, lone, seconds=SECONDS)[0]["losses"] for seed in range(4)
+    ]
     return options, expected, float(np.mean([np.abs(np.subtract(one, expected)).mean() for one in nudged]))
 
 

@@ -10,7 +10,7 @@ from tests.dist.runs import LAYOUTS, train_run
 
 OPTIONS = {
     "train_iters": 4, "precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_apply_lag": 1, "snip_target": 0.5,
-    "exit_signal_handler": False, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2,
+    "snip_guard": True, "exit_signal_handler": False, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2,
 }  # fmt: skip
 
 

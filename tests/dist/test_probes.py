@@ -12,8 +12,8 @@ SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2}
 ITERATIONS, PROBED = 3, {1, 3}
 #: NVFP4 has a scale of the whole tensor, for which tp's processes talk inside a cast.
 FOUR = {
-    **SMALL, "num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
-    "sequence_parallel": True, "snip_options": "fp8,nvfp4",
+    **SMALL, "num_layers": 2, "global_batch_size": 2, "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2, "sequence_parallel": True, "snip_options": "fp8,nvfp4",
 }  # fmt: skip
 
 

@@ -20,10 +20,10 @@ from tests.dist.kills import run_to_kill
 
 WORLD = 4
 OPTIONS = {
-    "num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
-    "sequence_parallel": True, "train_iters": 26, "bf16": True, "precision": "snip", "snip_start": 3,
-    "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2, "eval_interval": 6, "eval_iters": 1,
-    "log_interval": 10, "log_all_ranks": True,
+    "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "global_batch_size": 2,
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 26,
+    "bf16": True, "precision": "snip", "snip_start": 3, "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2,
+    "eval_interval": 6, "eval_iters": 1, "log_interval": 10, "log_all_ranks": True,
 }  # fmt: skip
 TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
 

@@ -145,7 +145,7 @@ def let_targets_grow(parts: Parts, until: int) -> None:
 
 def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
     """The program with troubles: the error that ended it, what was logged, and the tensors that it leaves."""
-    config = Config().replace(**{**SMALL, "exit_signal_handler": False, **options})
+    config = Config().replace(**{**SMALL, "exit_signal_handler": False, "preflight": False, **options})
     kept: list[Parts] = []
     build = loop.build
 
