@@ -35,10 +35,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+import megatron_snip
 from megatron_snip.data.sampling import Dataset, Tokens
 from megatron_snip.errors import UserError
 
 _ALIGNED = 64  # bytes; where arrays begin in the shared file
+_PARENT_CHECK_MS = 500
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they go to all processes; the run still reads its last batches
 
 Places = list[tuple[int, int]]  # first byte and size of the pickle and of each of its arrays
@@ -171,10 +173,15 @@ def _load(file: int, places: Places) -> list[Dataset]:
 
 
 def _end_with_parent(socket: int) -> None:
-    """End this process when the other side of its socket is closed, also while it reads."""
+    """End this process when the other side of its socket is closed or its parent is gone, also while it reads.
+
+    The second check is for a socket that a process forked from the parent holds open, and for macOS, whose poll does
+    not tell a closed one that nothing else is asked of.
+    """
     closed = select.poll()
     closed.register(socket, 0)  # which leaves POLLHUP and POLLERR
-    closed.poll()
+    while not closed.poll(_PARENT_CHECK_MS) and os.getppid() == megatron_snip.PARENT:
+        pass
     os._exit(0)
 
 
