@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from megatron_snip.errors import UserError
 
 _ALIGNED = 64  # bytes; where arrays begin in the shared file
 _PARENT_CHECK_MS = 500
+_CLOSING_SECONDS = 10.0
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they go to all processes; the run still reads its last batches
 
 Places = list[tuple[int, int]]  # first byte and size of the pickle and of each of its arrays
@@ -112,8 +114,10 @@ class Workers:
         """End the workers, whatever they are reading; who waits for one gets DataWorkerError."""
         for worker in self._all:
             worker.process.kill()
+        end = time.monotonic() + _CLOSING_SECONDS
         for worker in self._all:
-            worker.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk keeps it, and it ends with the read
+                worker.process.wait(max(0.0, end - time.monotonic()))
 
 
 def _start(name: str, file: int, places: Places) -> _Worker:

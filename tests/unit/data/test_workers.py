@@ -200,6 +200,19 @@ def test_closing_ends_workers_whatever_they_do(opened):
     assert all(worker.process.returncode is not None for worker in workers._all)
 
 
+def test_closing_leaves_a_worker_that_the_kernel_holds(opened, monkeypatch):
+    """One that a dead disk keeps in a read, where no signal reaches it."""
+    workers = opened([Reads()], 1)
+    process = workers._all[0].process
+
+    def wait(timeout=None):
+        assert timeout is not None, "it waits for ever"
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(process, "wait", wait)
+    workers.close()
+
+
 RUN = """
 import os, sys, time
 from megatron_snip.data.workers import Workers
