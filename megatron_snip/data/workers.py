@@ -179,8 +179,8 @@ def _load(file: int, places: Places) -> list[Dataset]:
 def _end_with_parent(socket: int) -> None:
     """End this process when the other side of its socket is closed or its parent is gone, also while it reads.
 
-    The second check is for a socket that a process forked from the parent holds open, and for macOS, whose poll does
-    not tell a closed one that nothing else is asked of.
+    The second check is for a socket that a process forked from the parent holds open.  It is also for macOS, whose poll
+    does not report a closed one to those who ask for no other event (rdar://37537852).
     """
     closed = select.poll()
     closed.register(socket, 0)  # which leaves POLLHUP and POLLERR
