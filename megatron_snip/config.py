@@ -77,7 +77,7 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = False  # Deal out blocks as if the embedding were one.
     account_for_loss_in_pipeline_split: bool = False  # Deal out blocks as if the output layer and the loss were one.
     context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
-    sequence_parallel: bool = False  # Shard norms and residuals along the sequence, over tensor parallel.
+    sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor parallel.
     # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves
     # memory, and the last two send more.
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"

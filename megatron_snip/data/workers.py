@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +36,13 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+import megatron_snip
 from megatron_snip.data.sampling import Dataset, Tokens
 from megatron_snip.errors import UserError
 
 _ALIGNED = 64  # bytes; where arrays begin in the shared file
+_PARENT_CHECK_MS = 500
+_CLOSING_SECONDS = 10.0
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they go to all processes; the run still reads its last batches
 
 Places = list[tuple[int, int]]  # first byte and size of the pickle and of each of its arrays
@@ -110,8 +114,10 @@ class Workers:
         """End the workers, whatever they are reading; who waits for one gets DataWorkerError."""
         for worker in self._all:
             worker.process.kill()
+        end = time.monotonic() + _CLOSING_SECONDS
         for worker in self._all:
-            worker.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk keeps it, and it ends with the read
+                worker.process.wait(max(0.0, end - time.monotonic()))
 
 
 def _start(name: str, file: int, places: Places) -> _Worker:
@@ -171,10 +177,15 @@ def _load(file: int, places: Places) -> list[Dataset]:
 
 
 def _end_with_parent(socket: int) -> None:
-    """End this process when the other side of its socket is closed, also while it reads."""
+    """End this process when the other side of its socket is closed or its parent is gone, also while it reads.
+
+    The second check is for a socket that a process forked from the parent holds open.  It is also for macOS, whose poll
+    does not report a closed one to those who ask for no other event (rdar://37537852).
+    """
     closed = select.poll()
     closed.register(socket, 0)  # which leaves POLLHUP and POLLERR
-    closed.poll()
+    while not closed.poll(_PARENT_CHECK_MS) and os.getppid() == megatron_snip.PARENT:
+        pass
     os._exit(0)
 
 

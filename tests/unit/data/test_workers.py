@@ -200,33 +200,52 @@ def test_closing_ends_workers_whatever_they_do(opened):
     assert all(worker.process.returncode is not None for worker in workers._all)
 
 
+def test_closing_leaves_a_worker_that_the_kernel_holds(opened, monkeypatch):
+    """One that a dead disk keeps in a read, where no signal reaches it."""
+    workers = opened([Reads()], 1)
+    process = workers._all[0].process
+
+    def wait(timeout=None):
+        assert timeout is not None, "it waits for ever"
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(process, "wait", wait)
+    workers.close()
+
+
 RUN = """
-import sys, time
+import os, sys, time
 from megatron_snip.data.workers import Workers
 from tests.unit.data.reads import Reads
 import numpy as np, threading
 dataset = Reads(seconds=float(sys.argv[1]))
 workers = Workers([dataset], 2)
 threading.Thread(target=workers.read, args=(dataset, np.arange(1)), daemon=True).start()
-print(*workers.pids, flush=True)
+forked = os.fork() if sys.argv[3] == "forked" else 0  # who holds this side of the sockets open
+if forked or sys.argv[3] != "forked":
+    print(*workers.pids, forked, flush=True)
 time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "returns"])
+@pytest.mark.parametrize("end", ["kill", "forked", "returns"])
 def test_no_worker_outlives_the_run(end):
     """Neither one that waits nor one that reads, whether the run is killed or leaves without a word."""
-    words = ["600", "600"] if end == "kill" else ["0", "1"]
+    words = ["0", "1", end] if end == "returns" else ["600", "600", end]
     run = subprocess.Popen([sys.executable, "-c", RUN, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert run.stdout is not None
-        pids = [int(word) for word in run.stdout.readline().split()]
+        *pids, forked = [int(word) for word in run.stdout.readline().split()]
         assert len(pids) == 2
-        if end == "kill":
+        if end != "returns":
             time.sleep(1.0)  # one of them reads
             assert not any(gone(pid, 0.1) for pid in pids)
     finally:
-        if end == "kill":
+        if end != "returns":
             run.kill()
         run.wait(60)
-    assert [gone(pid) for pid in pids] == [True, True]
+    try:
+        assert [gone(pid) for pid in pids] == [True, True]
+    finally:
+        if forked:
+            os.kill(forked, signal.SIGKILL)
