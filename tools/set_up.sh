@@ -83,21 +83,13 @@ install() {
     exec 9>&- # or the run itself would keep the lock
 }
 
-# Where the environment can, as most new ones; what is missing then, the installation builds, and says what fails.
-build_kernel() {
-    (cd "$repo_root" && "$environment/bin/python" setup.py -q build_ext --inplace) >/dev/null 2>&1 || true
-}
-
 install_anew() {
     local level="$1"
     say "installing requirements/$level.txt into $environment (once; torch is the large one)"
     rm -f "$environment/megatron_snip.stamp"
-    build_kernel & # beside pip, which takes one core
-    local building=$!
     # Python compiles modules when it first imports them, which is half of pip's time
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-compile \
         -r "$repo_root/requirements/$level.txt"
-    wait "$building"
     say "installing megatron_snip"
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps \
         -e "$repo_root"
