@@ -26,6 +26,9 @@ QUICK = "narrow"
 #: Where plans are made of the wider model: of several seeds and ages.
 WIDE = tuple(name for name in CHECKPOINTS if name not in (QUICK, "early"))
 
+#: Where the oracle's plan has 0.36 and 0.29 times random's loss increase (docs/evidence.md).
+BEYOND_REACH = (("mid", 0.8), ("late", 0.8))
+
 
 def at(*checkpoints: str) -> pytest.MarkDecorator:
     """A test at each of some checkpoints."""
@@ -125,14 +128,21 @@ def increases(measured, figures, checkpoint: str, target: float) -> dict[str, fl
 @at(QUICK, *WIDE)
 @pytest.mark.parametrize("target", TARGETS)
 def test_plans_end_to_end(measured, figures, checkpoint, target):
-    """[at most 1.5 times the oracle's loss increase, below every rule's; at most 0.25 times random's, at 80% of wider
-    models only of their sum: even the oracle's plan has 0.36 and 0.29 times random's in two of them]"""
+    """[at most 1.5 times the oracle's loss increase, below every rule's]"""
     means = increases(measured, figures, checkpoint, target)
     others = ("abs_err", "rel_err", "layer_id", "layer_type", *(f"random_{seed}" for seed in range(RANDOM_PLANS)))
     assert means["snip"] < min(means[other] for other in others)
-    if target == 0.75 or checkpoint == QUICK:
-        assert means["snip"] <= 0.25 * means["random"]
     assert means["snip"] <= 1.5 * means["oracle"]
+
+
+@at(QUICK, *WIDE)
+@pytest.mark.parametrize("target", TARGETS)
+def test_plans_cost_a_quarter_of_random_ones(request, measured, figures, checkpoint, target):
+    """[at most 0.25 times random's loss increase; not met where even the oracle's plan has more]"""
+    if (checkpoint, target) in BEYOND_REACH:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="the oracle's plan has more than a quarter, too"))
+    means = increases(measured, figures, checkpoint, target)
+    assert means["snip"] <= 0.25 * means["random"]
 
 
 @pytest.mark.slow
