@@ -6,12 +6,25 @@ torchrun --nproc_per_node N -m megatron_snip.cli train --config FILE.toml [optio
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_snip.arguments import asks_for_help, parse
 from megatron_snip.errors import UserError
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """Inside, nobody looks for garbage among modules that stay, which takes an eighth of the start; nor later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def main(words: Sequence[str]) -> None:
@@ -24,15 +37,16 @@ def main(words: Sequence[str]) -> None:
         except BrokenPipeError:  # of `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-    from megatron_snip.runtime import report_errors
+    with _imports():
+        from megatron_snip.runtime import report_errors
 
     with report_errors() as ending:
         config = parse(words)
         if config.dry_run.dry_run:
-            from megatron_snip.train.dry_run import dry_run
-
+            with _imports():
+                from megatron_snip.train.dry_run import dry_run
             dry_run(config)
         else:
-            from megatron_snip.train.loop import train
-
+            with _imports():
+                from megatron_snip.train.loop import train
             train(config, ending)
