@@ -101,22 +101,33 @@ def told(run: Path, name: str = "log") -> list[str]:
 def undisturbed(tmp_path_factory):
     """A run of 30 iterations that nothing happened to, on forked ranks."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_ranks(train, 2, [*RUN, "--run-dir", str(run), "--train-iters", "30"], seconds=400.0)
+    run_ranks(train, 2, [*RUN, "--run-dir", str(run), *FOREVER, "--exit-interval", "30"], seconds=400.0)
     assert not (run / "stacks").exists()
     return timeless(run)
 
 
+def leaves_at_ctrl_c(process: subprocess.Popen, agent: list[str] | None, run: Path) -> None:
+    process.send_signal(signal.SIGINT)
+    status = process.wait(300)
+    assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
+    left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
+    assert (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
+    assert "Ctrl-C: the run saves and leaves" in (run.parent / "log").read_text()
+
+
 def test_a_restart_continues_bit_for_bit(undisturbed, tmp_path):
-    """Rank 1 is killed before the first checkpoint, and again after it."""
-    run = tmp_path / "run"
-    with program(run, ["--train-iters", "30"], [*ONE_NODE, "--max-restarts=3"]) as agent:
+    """Rank 1 is killed before the first checkpoint, and again after it; Ctrl-C ends the run."""
+    run, launch = tmp_path / "run", [*ONE_NODE, "--max-restarts=3"]
+    with program(run, FOREVER, launch) as agent:
         for count in (3, 13):
             wait_for(lambda: rows(run) >= count and children(agent.pid), f"iteration {count}")
             killed = children(agent.pid)[1]
             os.kill(killed, signal.SIGKILL)
             wait_for(lambda: children(agent.pid).get(1, killed) != killed, "a restart")
-        assert agent.wait(400) == 0
-    assert timeless(run) == undisturbed
+        wait_for(lambda: rows(run) >= 20, "iteration 20")
+        leaves_at_ctrl_c(agent, launch, run)
+    made = timeless(run)[:30]
+    assert made == undisturbed[: len(made)]
     lines = told(run)
     assert len(lines) == 2 and all("rank 1 (process " in line and "has ended" in line for line in lines), lines
 
@@ -129,7 +140,7 @@ def test_two_nodes_restart_together_whoever_failed(undisturbed, tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     node = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    options, node = ["--train-iters", "30"], [*node, "--rdzv-id=x", "--max-restarts=3"]
+    options, node = [*FOREVER, "--exit-interval", "30"], [*node, "--rdzv-id=x", "--max-restarts=3"]
     with program(run, options, node, "first") as first:
         wait_for(lambda: socket.socket().connect_ex(("localhost", port)) == 0, "the rendezvous")
         with program(run, options, node, "second") as second:
@@ -189,17 +200,14 @@ def test_a_killed_process_is_told_in_one_line(tmp_path):
     assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
 
 
-@pytest.mark.parametrize("agent", [pytest.param(ONE_NODE, id="torchrun"), pytest.param(None, id="alone", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [ONE_NODE, None], ids=["torchrun", "alone"])
 def test_ctrl_c_saves_and_leaves(agent, tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, agent) as process:
         wait_for(lambda: rows(run) >= 2, "iteration 2")
-        process.send_signal(signal.SIGINT)
-        status = process.wait(300)
-    assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
-    left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
-    assert (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
-    assert "Ctrl-C: the run saves and leaves" in (tmp_path / "log").read_text() and told(run) == []
+        leaves_at_ctrl_c(process, agent, run)
+    assert told(run) == []
 
 
 @contextmanager

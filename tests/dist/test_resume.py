@@ -24,6 +24,7 @@ OPTIONS = {
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 26,
     "bf16": True, "precision": "snip", "snip_start": 3, "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2,
     "eval_interval": 6, "eval_iters": 1, "log_interval": 10, "log_all_ranks": True,
+    "preflight": False,
 }  # fmt: skip
 TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
 
@@ -56,9 +57,9 @@ def running(run_dir: Path, slow: str = ""):
             end_ranks(processes)
 
 
-def run_to_end(run_dir: Path) -> list:
+def run_to_end(run_dir: Path, **more: object) -> list:
     """A run to its last iteration; what each rank's linears ran in."""
-    return run_ranks(run_to_kill, WORLD, options_for(run_dir), "", marker(run_dir))
+    return run_ranks(run_to_kill, WORLD, {**options_for(run_dir), **more}, "", marker(run_dir))
 
 
 def wait_for(condition, processes, what: str) -> None:
@@ -168,5 +169,5 @@ def test_sigterm_saves_and_leaves(uninterrupted, tmp_path):
     left_at = read_metrics(run_dir / "metrics.jsonl")[-1]["iteration"]
     assert left_at < OPTIONS["train_iters"]
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
-    run_to_end(run_dir)
+    run_to_end(run_dir, preflight=True)
     assert_equal_runs(run_dir, uninterrupted)

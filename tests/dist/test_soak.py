@@ -16,9 +16,13 @@ KINDS = [kind for kind in FAULTS if kind not in ("agent", "node", "hang")]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("faults", "each"), [(len(KINDS), len(KINDS)), pytest.param(30, 6, marks=pytest.mark.slow)])
-def test_faults_of_every_kind(tmp_path, monkeypatch, faults, each):
-    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "preflight": False})  # a fifth of the time, at every start
+@pytest.mark.parametrize(
+    ("faults", "each", "iterations"),
+    [(len(KINDS), len(KINDS), 26), pytest.param(30, 6, OPTIONS["train_iters"], marks=pytest.mark.slow)],
+)
+def test_faults_of_every_kind(tmp_path, monkeypatch, faults, each, iterations):
+    # a preflight would take a fifth of the time, at every start
+    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "preflight": False, "train_iters": iterations})
     report = soak.soak(forked, tmp_path / "soak", faults=faults, seed=2, each=each, kinds=KINDS)
     assert report.good, report.to_markdown()
     assert len(report.outcomes) == faults and {outcome.kind for outcome in report.outcomes} == set(KINDS)
