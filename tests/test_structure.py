@@ -320,9 +320,10 @@ def test_the_solver_starts_without_torch() -> None:
 
 def test_requirements_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for name in ("base", "dev") for line in (ROOT / f"requirements/{name}.txt").read_text().split()]
+    lines = [line for file in (ROOT / "requirements").glob("*.txt") for line in file.read_text().split()]
     pinned = {line.partition("==")[0].replace("-", "_") for line in lines if "==" in line}
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["evaluate"]]
     names = {re.split(r"[<>=\[ ]", requirement)[0].replace("-", "_") for requirement in wanted}
     assert not names - pinned
 

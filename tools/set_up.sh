@@ -84,15 +84,18 @@ install() {
 }
 
 install_anew() {
-    local level="$1"
+    local level="$1" alone=(-e "$repo_root") # what is installed without its dependencies
     say "installing requirements/$level.txt into $environment (once; torch is the large one)"
     rm -f "$environment/megatron_snip.stamp"
     # Python compiles modules when it first imports them, which is half of pip's time
     "$environment/bin/python" -m pip install --disable-pip-version-check --no-compile \
         -r "$repo_root/requirements/$level.txt"
+    if [ "$level" = dev ]; then
+        alone+=(-r "$repo_root/requirements/evaluate.txt")
+    fi
     say "installing megatron_snip"
-    "$environment/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps \
-        -e "$repo_root"
+    "$environment/bin/python" -m pip install --disable-pip-version-check --no-compile --no-build-isolation --no-deps \
+        "${alone[@]}"
     if [ "$level" = dev ] && ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null; then
         PLAYWRIGHT_DOWNLOAD_CONNECTION_TIMEOUT=5000 "$environment/bin/python" -m playwright install --only-shell chromium \
             >/dev/null 2>&1 || say "no browser could be downloaded; tests that open the report are skipped"

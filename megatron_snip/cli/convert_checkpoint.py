@@ -83,12 +83,11 @@ class _Lazy(DefaultSavePlanner):
         return self._read(index.fqn)
 
 
-def copy_files(source: Path, names: Sequence[str], target: Path) -> list[str]:
-    """Copy those of the named files that are there -> their names."""
-    found = [name for name in names if (source / name).is_file()]
-    for name in found:
-        shutil.copyfile(source / name, target / name)
-    return found
+def copy_files(source: Path, names: Sequence[str], target: Path) -> None:
+    """Copy those of the named files that are there."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize: int, most: int) -> list[Entry]:
@@ -116,6 +115,8 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
             f"--hf {hf} holds no model (config.json with .safetensors files); give the folder of a Hugging Face model"
         )
     options = model_options(hf)
+    if any((hf / name).is_file() for name in TOKENIZER):  # copied below
+        options |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(save.resolve())}
     config = Config().replace(**options)
     tied = not config.model.untie_embeddings_and_output_weights
     spec = spec_of(config.model)
@@ -146,9 +147,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
         saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
     saver.close()
     runtime.stop()
-    tokenizer = copy_files(hf, [*TOKENIZER, GENERATION], save)
-    if any(name in tokenizer for name in TOKENIZER):
-        options |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(save.resolve())}
+    copy_files(hf, [*TOKENIZER, GENERATION], save)
     write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
     print(
         f"{save}: {len(rows)} tensors; next: pretrain_llama.py --config {save}/model.toml --load {save} --finetune ..."

@@ -44,10 +44,18 @@ def local_tasks(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def offline(cache: Path) -> Any:
-    """datasets keeps what it reads in a folder of the test, and asks no network."""
+    """datasets keeps what it reads in a folder of the test, and asks no network; lm-eval asks pip for no versions."""
     os.environ.update(HF_HOME=str(cache), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    import lm_eval.evaluator
+
+    lm_eval.evaluator.add_env_info = lambda results: None  # it starts `pip list` for every score
     with contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def one_after_another(*calls: tuple[Any, ...]) -> list[Any]:
+    """What each (function, argument, ...) returns, in one process: transformers and lm-eval take seconds to load."""
+    return [function(*arguments) for function, *arguments in calls]
 
 
 def evaluate(cache: Path, *calls: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.setup import snip_shapes
 from tests.dist.converting import convert
-from tests.dist.evaluating import by_transformers, evaluate, local_tasks
+from tests.dist.evaluating import by_transformers, evaluate, local_tasks, one_after_another
 from tests.dist.harness import run_ranks
 from tests.dist.runs import train_run
 from tests.dist.test_convert import CASES, theirs
@@ -65,16 +65,22 @@ def assert_equal(scores, results):
             assert scores[task][metric][0] == pytest.approx(results[task][f"{metric},none"], rel=1e-5), (task, metric)
 
 
-def test_scores_are_those_of_transformers(place, tmp_path):
-    """A Hugging Face folder, as it is and under a plan, against transformers' model with the plan attached."""
-    plain, planned = run_ranks(by_transformers, 1, tmp_path, place / "hf", place / "tasks", place / "plan.json")[0]
-    words = [str(place / "hf"), "--include-path", str(place / "tasks"), "--tasks", "sums,texts", "--batch-size", "3"]
-    output = ["--output", str(tmp_path / "scores.json")]
-    calls = [(*words, *output), (*words, *output, "--plan", str(place / "plan.json"))]
-    (found,) = run_ranks(evaluate, 1, tmp_path, *calls)
-    assert [error for _, error in found] == ["", ""]
+def test_scores_are_those_of_transformers_on_the_exported_model(place, tmp_path):
+    """The checkpoint's as it is, and the export's under a plan that transformers' model runs in, too."""
+    checkpoint, exported, plan = tmp_path / "checkpoints", tmp_path / "exported", place / "plan.json"
+    words = ("--include-path", str(place / "tasks"), "--tasks", "sums,texts", "--batch-size", "3")
+    output = ("--output", str(tmp_path / "scores.json"))
+    calls = [(str(checkpoint), *words, *output, "--add-bos"), (str(exported), *words, *output, "--plan", str(plan))]
+    ((*refused, (plain, planned), found),) = run_ranks(
+        one_after_another, 1,
+        (convert, "import", "--hf", str(place / "hf"), "--save", str(checkpoint)),
+        (convert, "export", "--load", str(checkpoint), "--hf", str(exported)),
+        (by_transformers, tmp_path, exported, place / "tasks", plan),
+        (evaluate, tmp_path, *calls),
+    )  # fmt: skip
+    assert [*refused, *(error for _, error in found)] == [""] * 4
     scores = Evaluation.load(tmp_path / "scores.json").scores
-    assert [*scores] == ["bf16", f"plan {Plan.load(place / 'plan.json').hash}"]
+    assert [*scores] == ["bf16", f"plan {Plan.load(plan).hash}"]
     assert_equal(scores["bf16"], plain)
     assert_equal([*scores.values()][1], planned)
     assert abs(planned["texts"]["bits_per_byte,none"] - plain["texts"]["bits_per_byte,none"]) > 1e-3
@@ -125,6 +131,7 @@ def test_an_unknown_task_is_told_with_the_nearest(place, tmp_path):
     assert said == "" and "--tasks names no task 'sums_'; did you mean sums?" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(10))
 def test_errors_name_the_option(number, refused):
     (said, error), message = refused[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -119,6 +120,53 @@ def test_without_the_harness_it_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'megatron_snip\[evaluate\]'"):
         load_tasks("piqa", None)
+
+
+class FakeManager:
+    """lm-eval's index of tasks, with one of each kind."""
+
+    all_tasks = ("sums", "texts", "writing", "odd")
+    kinds: ClassVar = {"sums": "multiple_choice", "texts": "loglikelihood_rolling", "writing": "generate_until"}
+
+    def load(self, names):
+        if "odd" in names:
+            raise FileNotFoundError("no none.jsonl\nat all")
+        kinds = {name: self.kinds[name] for name in names}
+        return {"tasks": {name: SimpleNamespace(get_config={"output_type": kind}.get) for name, kind in kinds.items()}}
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """load_tasks believes that lm-eval is installed and has the fake's tasks."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(evaluate, "_manager", lambda names, include_path: FakeManager())
+
+
+def test_tasks_are_named_one_by_one(harness, tmp_path):
+    assert load_tasks("sums, texts", str(tmp_path))[1] == ["sums", "texts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sums,writing", "--tasks: writing is of kind generate_until"),
+        ("sums,text", "--tasks names no task 'text'; did you mean texts?"),
+        ("odd", r"--tasks odd: cannot be loaded \(no none.jsonl\);"),
+    ],
+)
+def test_tasks_that_cannot_be_scored_are_refused(harness, words, message):
+    with pytest.raises(ValueError, match=message):
+        load_tasks(words, None)
+
+
+def test_a_folder_of_tasks_that_is_not_there_is_refused(harness, tmp_path):
+    with pytest.raises(ValueError, match="--include-path .*none is no folder"):
+        load_tasks("sums", str(tmp_path / "none"))
+
+
+def test_a_plan_beside_a_precision_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--plan fp4 and --precision fp8 are given; drop one"):
+        plan_of("fp4", Config().replace(precision="fp8"), start_of(tmp_path))
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path):
