@@ -67,6 +67,10 @@ class Table:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows), ""])
 
 
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
 @dataclass
 class Contact:
     """Where the steps run; ``tell`` shows a line at once, ``keep`` writes what a step has found so far."""
@@ -74,7 +78,7 @@ class Contact:
     rehearse: bool
     folder: Path
     end: float
-    tell: Callable[[str], None] = print
+    tell: Callable[[str], None] = _show
     keep: Callable[[Table], None] = lambda table: None
     step_end: float = float("inf")
     options: list[str] = field(default_factory=list)  # of every training
@@ -161,6 +165,20 @@ def run(steps: dict[str, tuple[Step, float]], contact: Contact, report: Report) 
         contact.tell(table.to_markdown())
         if failed:
             return
+
+
+def runs(name: str, case: Callable[[], object], told: list[str]) -> bool:
+    """Whether a case runs; why not is told."""
+    import torch
+
+    try:
+        case()
+    except torch.AcceleratorError:  # after which CUDA is of no use
+        raise
+    except Exception as error:
+        told.append(f"{name} is left out: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def call(command: Sequence[str], log: Path, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu import Contact, Table, call
+from gpu import Contact, Table, call, runs
 from harness import Case, interleaved
 from kernel_resources import HOPPER, Launch, devices, sweep
 from kernel_resources import LAUNCHES as LAUNCHED
@@ -113,7 +113,7 @@ def casts(contact: Contact) -> Table:
         sizes[name] = 2.0 + _written(forms, output)
     for name, moved, case in _fused(x):
         cases[name], sizes[name] = case, moved
-    seconds = _times(contact, cases)
+    seconds = _times(contact, {name: case for name, case in cases.items() if runs(name, case, table.bad)})
     rates = {name: sizes[name] * x.numel() / taken / 1e9 for name, taken in seconds.items()}
     for name, taken in seconds.items():
         table.rows.append((name, f"{taken * 1e3:.3f}", f"{rates[name]:.0f}", f"{rates[name] / rates['copy']:.2f}"))

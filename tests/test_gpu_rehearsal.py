@@ -207,6 +207,20 @@ def test_a_gemm_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
     assert table.bad[0] == "fp8, K = 1 x 128, normal: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
+def test_a_case_that_does_not_compile_is_told_and_a_dead_device_ends_the_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    def fails(error):
+        raise error
+
+    told = []
+    assert gpu.runs("good", lambda: None, told) and not gpu.runs("cast", lambda: fails(ValueError("no layout")), told)
+    assert told == ["cast is left out: ValueError: no layout"]
+    with pytest.raises(torch.AcceleratorError):
+        gpu.runs("cast", lambda: fails(torch.AcceleratorError("an illegal memory access was encountered")), told)
+
+
 def test_what_cannot_run_is_told(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--output", str(tmp_path), "--steps", "bits,typo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
