@@ -29,7 +29,8 @@ KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
 
 def _times(contact: Contact, cases: dict[str, Case], repeats: int = 15) -> dict[str, float]:
-    return interleaved(cases, contact.device, 1 if contact.rehearse else repeats, 0 if contact.rehearse else 3)
+    repeats, warmup = (1, 0) if contact.rehearse else (repeats, 3)
+    return interleaved(cases, contact.device, repeats, warmup, ahead=True)
 
 
 def ceilings(contact: Contact) -> Table:

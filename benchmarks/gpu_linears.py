@@ -227,7 +227,7 @@ def _measure(contact: Contact, table: Table, shape: str, cases: dict[str, Case],
             replays[name] = graphed(contact, cases[name])
         except Exception as error:
             table.bad.append(f"{shape} {name}: no CUDA graph, {type(error).__name__}: {str(error)[:200]}")
-    replayed = interleaved(replays, contact.device, repeats, warmup)
+    replayed = interleaved(replays, contact.device, repeats, warmup, ahead=True)
     base = {"eager": eager["plain BF16"], "graph": replayed.get("plain BF16")}
     for name, case in cases.items():
         again = replayed.get(name)

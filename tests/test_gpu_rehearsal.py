@@ -221,6 +221,22 @@ def test_a_case_that_does_not_compile_is_told_and_a_dead_device_ends_the_step(mo
         gpu.runs("cast", lambda: fails(torch.AcceleratorError("an illegal memory access was encountered")), told)
 
 
+def test_a_casts_time_is_its_kernels_and_not_the_hosts(monkeypatch):
+    """The GPU is kept busy while the host launches, so that it does not wait for the host after the first event."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import harness
+
+    done: list[str] = []
+    event = SimpleNamespace(record=lambda: done.append("event"), elapsed_time=lambda other: 2000.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("end"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("busy"))
+    for ahead, first in ((True, ["busy"]), (False, [])):
+        assert harness.interleaved({"a": lambda: done.append("case")}, "cuda", 1, 0, ahead=ahead) == {"a": 2.0}
+        assert done == [*first, "event", "case", "event", "end"]
+        done.clear()
+
+
 def test_what_cannot_run_is_told(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--output", str(tmp_path), "--steps", "bits,typo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
