@@ -73,7 +73,7 @@ def run_layout(
     options = [*words, "--global-batch-size", str(batch), "--precision", precision, "--train-iters", "12",
                "--untie-embeddings-and-output-weights", "--profile", "--profile-step-start", "11",
                "--profile-step-end", "12"]  # fmt: skip
-    rows = train(contact, name, options, launcher)
+    rows = train(contact, name, options, launcher, enough=12)
     seconds = statistics.median(row["iteration-time"] for row in rows if 5 <= row["iteration"] <= 10)
     tokens = batch * (128 if contact.rehearse else 8192) / seconds / gpus
     taken, hidden = nccl(read_trace(run_folder(contact, name) / "profile"))

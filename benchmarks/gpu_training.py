@@ -40,9 +40,14 @@ def train(
     launcher: tuple[str, ...] = (sys.executable,),
     enough: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the program; its metrics.  It is ended after ``enough`` iterations: the checkpoint has 15 GB."""
+    """Run the program; its metrics.
+
+    enough: it begins anew and is ended after so many iterations, before it saves 15 GB.
+    """
     folder = run_folder(contact, name)
     metrics = folder / "metrics.jsonl"
+    if enough is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     words = [*launcher, "pretrain_llama.py", "--config", str(MODEL), "--mock-data", "--run-dir", str(folder),
              "--log-interval", "5", "--lr-warmup-iters", "2", "--snip-apply-lag", "2", "--log-throughput",
              "--log-memory", "--eval-iters", "0", *(SMALL if contact.rehearse else []), *contact.options,
@@ -54,12 +59,14 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     seconds = max(60.0, contact.left())
     status = call(words, folder / "output.txt", seconds, until)
+    if enough is not None:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if status != 0:
         text = (folder / "output.txt").read_text()
         if "NCCL" in text and not contact.options and launcher == (sys.executable,):
             # one process needs no NCCL, which may not start on a machine without a network
             contact.options += ["--device", "cuda", "--distributed-backend", "gloo"]
-            (folder / "output.txt").rename(folder / "nccl.txt")
+            (folder / "output.txt").rename(contact.folder / "nccl.txt")
             return train(contact, name, options, launcher, enough)
         lines = text.strip().splitlines()
         why = next((line for line in lines if line.startswith("error")), " ".join(lines[-1:]))
@@ -69,24 +76,21 @@ def train(
 
 
 def training(contact: Contact) -> Table:
-    """Twelve iterations of the 1B model in each precision: tokens a second, and what a probe takes."""
+    """Ten iterations of the 1B model in each precision: tokens a second, and what a probe takes."""
     columns = ("precision", "tokens/s", "by BF16's", "peak GiB", "loss at the end", "probe, s", "probe in iterations")
     table = Table("Training Llama 1B", columns)
-    iterations, batch = (8, 2) if contact.rehearse else (12, 8)
+    iterations, batch = (8, 2) if contact.rehearse else (10, 8)
     base: float | None = None
     for name, options in list(RUNS.items())[-1 if contact.rehearse else 0 :]:
         if contact.left() < 30:
             table.bad.append(f"{name}: left out, the time was over")
             continue
         sizes = [] if contact.rehearse else ["--global-batch-size", str(batch)]
-        shutil.rmtree(run_folder(contact, name), ignore_errors=True)
         try:
             rows = train(contact, name, ["--train-iters", str(iterations), *sizes, *options], enough=iterations)
         except RuntimeError as error:
             table.bad.append(str(error))
             continue
-        finally:
-            shutil.rmtree(run_folder(contact, name) / "checkpoints", ignore_errors=True)
         timed = [row for row in rows if row["iteration"] > iterations // 2]
         seconds = statistics.median(row["iteration-time"] for row in timed)
         tokens = batch * (128 if contact.rehearse else 8192) / seconds
@@ -102,7 +106,7 @@ def training(contact: Contact) -> Table:
         contact.keep(table)
     table.notes.append(f"{batch} sequences an iteration, one microbatch each; medians of the second half")
     if contact.options:
-        table.notes.append(f"NCCL did not start, see nccl.txt in runs: {' '.join(contact.options)}")
+        table.notes.append(f"NCCL did not start, see nccl.txt: {' '.join(contact.options)}")
     return table
 
 
