@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -165,6 +166,9 @@ def run(steps: dict[str, tuple[Step, float]], contact: Contact, report: Report) 
         contact.tell(table.to_markdown())
         if failed:
             return
+        gc.collect()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.cuda.empty_cache()  # the next step may be other programs, which want the memory
 
 
 def runs(name: str, case: Callable[[], object], told: list[str]) -> bool:

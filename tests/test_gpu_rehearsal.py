@@ -207,6 +207,22 @@ def test_a_gemm_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
     assert table.bad[0] == "fp8, K = 1 x 128, normal: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
+def test_a_step_gives_memory_back_before_the_next(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
+
+    def step(contact):
+        done.append("step")
+        return gpu.Table("step", ())
+
+    contact = gpu.Contact(rehearse=True, folder=tmp_path, end=time.monotonic() + 60)
+    gpu.run({"one": (step, 1.0), "two": (step, 1.0)}, contact, gpu.Report.of(tmp_path))
+    assert done == ["step", "free", "step", "free"]
+
+
 def test_a_case_that_does_not_compile_is_told_and_a_dead_device_ends_the_step(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu
