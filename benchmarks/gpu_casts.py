@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu import ROOT, Contact, Table
+from gpu import Contact, Table, call, runs
 from harness import Case, interleaved
 from kernel_resources import HOPPER, Launch, devices, sweep
 from kernel_resources import LAUNCHES as LAUNCHED
@@ -30,7 +29,8 @@ KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
 
 def _times(contact: Contact, cases: dict[str, Case], repeats: int = 15) -> dict[str, float]:
-    return interleaved(cases, contact.device, 1 if contact.rehearse else repeats, 0 if contact.rehearse else 3)
+    repeats, warmup = (1, 0) if contact.rehearse else (repeats, 3)
+    return interleaved(cases, contact.device, repeats, warmup, ahead=True)
 
 
 def ceilings(contact: Contact) -> Table:
@@ -65,11 +65,11 @@ def bits(contact: Contact) -> Table:
     """The core set of casts, in as many processes as compile in parallel."""
     command = [sys.executable, "-m", "tests.gpu.core"]
     command += ["--rehearse", "--every", "17"] if contact.rehearse else ["--workers", str(min(14, os.cpu_count() or 1))]
-    limit = max(30.0, contact.left())
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
-    lines = done.stdout.strip().splitlines()
+    seconds, log = max(30.0, contact.left()), contact.folder / "bits.txt"
+    call([*command, "--seconds", str(seconds - 15.0)], log, seconds)
+    lines = [line for line in log.read_text().splitlines() if line.startswith('{"cases"')]
     if not lines:
-        raise RuntimeError(f"tests.gpu.core said nothing: {done.stderr[-2000:]}")
+        raise RuntimeError(f"tests.gpu.core told no result: {log.read_text()[-2000:]}")
     found = json.loads(lines[-1])
     table = Table("Casts against the specification, bit for bit", ("cases", "that differ"))
     table.rows.append((str(found["cases"]), str(len(found["differences"]))))
@@ -114,7 +114,7 @@ def casts(contact: Contact) -> Table:
         sizes[name] = 2.0 + _written(forms, output)
     for name, moved, case in _fused(x):
         cases[name], sizes[name] = case, moved
-    seconds = _times(contact, cases)
+    seconds = _times(contact, {name: case for name, case in cases.items() if runs(name, case, table.bad)})
     rates = {name: sizes[name] * x.numel() / taken / 1e9 for name, taken in seconds.items()}
     for name, taken in seconds.items():
         table.rows.append((name, f"{taken * 1e3:.3f}", f"{rates[name]:.0f}", f"{rates[name] / rates['copy']:.2f}"))
@@ -180,6 +180,7 @@ def _tilings(contact: Contact) -> Table:
             marks = f"{' *' if words == now else ''}{' best' if words == best else ''}"
             used = [str(getattr(kernel, field, "-")) for field in ("n_regs", "n_spills")]
             table.rows.append((name, words + marks, *used, f"{seconds[words] * 1e3:.3f}", f"{share:.2f}"))
+        contact.keep(table)
     table.notes.append(f"[{shape[0]}, {shape[1]}]; * is what TILINGS in triton_cast.py says")
     return table
 

@@ -13,7 +13,6 @@ import argparse
 import gzip
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,8 @@ from typing import Any
 
 import gpu
 import torch
-from gpu import Contact, Step, Table
+from gpu import Contact, Report, Table
+from harness import machine
 
 Interval = tuple[float, float]
 
@@ -55,8 +55,9 @@ def run_layouts(contact: Contact, gpus: int, wanted: str | None) -> Table:
                 continue
             try:
                 table.rows.append((layout, precision, *run_layout(contact, gpus, layout, precision, words, batch)))
-            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            except (RuntimeError, OSError) as error:
                 table.bad.append(f"{layout} {precision}: {error}")
+            contact.keep(table)
     table.notes.append(f"{batch} sequences an iteration; medians of iterations 5 to 10, traces of 11 and 12 of rank 0")
     return table
 
@@ -72,7 +73,7 @@ def run_layout(
     options = [*words, "--global-batch-size", str(batch), "--precision", precision, "--train-iters", "12",
                "--untie-embeddings-and-output-weights", "--profile", "--profile-step-start", "11",
                "--profile-step-end", "12"]  # fmt: skip
-    rows = train(contact, name, options, launcher)
+    rows = train(contact, name, options, launcher, enough=12)
     seconds = statistics.median(row["iteration-time"] for row in rows if 5 <= row["iteration"] <= 10)
     tokens = batch * (128 if contact.rehearse else 8192) / seconds / gpus
     taken, hidden = nccl(read_trace(run_folder(contact, name) / "profile"))
@@ -137,8 +138,10 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"--layout {args.layout} unknown; known: {', '.join(layouts(args.gpus))}")
     args.output.mkdir(parents=True, exist_ok=True)
     contact = Contact(args.rehearse, args.output.resolve(), time.monotonic() + 60 * args.minutes)
-    steps: dict[str, Step] = {"layouts": lambda contact: run_layouts(contact, args.gpus, args.layout)}
-    return gpu.run(steps, contact)
+    report = Report(contact.folder, machine(contact.device), {})
+    seconds = 60 * args.minutes
+    gpu.run({"layouts": (lambda contact: run_layouts(contact, args.gpus, args.layout), seconds)}, contact, report)
+    return int(report.bad)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def main() -> None:
         if not group:
             continue
         cases = {"plain copy": (copy, 4.0), **group}
-        seconds = interleaved({name: case for name, (case, _) in cases.items()}, args.device, args.repeats)
+        seconds = interleaved({name: case for name, (case, _) in cases.items()}, args.device, args.repeats, ahead=True)
         bandwidth = {name: size * x.numel() / seconds[name] / 1e9 for name, (_, size) in cases.items()}
         for name, taken in seconds.items():
             ratio = bandwidth[name] / bandwidth["plain copy"]

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.gpu import core
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,6 +79,178 @@ def test_deep_gemms_operands_are_what_it_multiplies(monkeypatch):
     (run,) = gpu_linears._deep_gemm(x, w, g).values()
     for made, exact in zip(run(), (x @ w.T, g @ w, g.T @ x), strict=True):
         assert float((made - exact).float().norm() / exact.float().norm()) < 0.06
+
+
+STEPS = """
+import os, sys, time
+sys.path.insert(0, "{benchmarks}")
+import gpu
+
+def found(contact):
+    return gpu.Table("found", ("process",), [(str(os.getpid()),)])
+
+def raises(contact):
+    contact.keep(gpu.Table("raises", ("row",), [("of before",)], bad=["a difference"]))
+    raise RuntimeError("out of luck")
+
+def crashes(contact):
+    contact.keep(gpu.Table("crashes", ("row",), [("of before",)]))
+    os._exit(9)
+
+def hangs(contact):
+    time.sleep(60)
+
+if __name__ == "__main__":
+    gpu.GRACE = 0.5
+    names = ["raises", "found", "crashes", "hangs", "again"]
+    gpu.STEPS = {{name: ("steps", 1.0) for name in names}}
+    again = found
+    gpu.in_one_process = lambda names, contact: gpu.run(
+        {{name: (globals()[name], 1.0) for name in names}}, contact, gpu.Report.of(contact.folder)
+    )
+    sys.exit(gpu.main())
+"""
+
+
+def test_a_step_that_raises_crashes_or_hangs_leaves_the_others_and_what_it_found(tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS.format(benchmarks=ROOT / "benchmarks"))
+    done = subprocess.run([sys.executable, script, "--output", tmp_path], capture_output=True, text=True, timeout=60)
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert list(steps) == ["raises", "found", "crashes", "hangs", "again"], done.stderr
+    assert steps["raises"]["bad"] == ["a difference", "failed: RuntimeError: out of luck"]
+    assert steps["raises"]["rows"] == steps["crashes"]["rows"] == [["of before"]]
+    for name in ("crashes", "hangs"):
+        assert steps[name]["bad"] == ["the step did not end: it crashed or hung, or is running"]
+    assert steps["found"]["bad"] == steps["again"]["bad"] == [] and steps["found"]["rows"] != steps["again"]["rows"]
+    assert "in hangs" in (tmp_path / "hangs.traceback.txt").read_text() and done.returncode == 1
+    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 5
+
+
+def _case(number: int) -> list[str]:
+    """In another process: a case that hangs, one whose process dies, and the others tell how many threads they have."""
+    if number == 1:
+        time.sleep(600)
+    return [str(torch.get_num_threads())]
+
+
+def _death(number: int) -> list[str]:
+    os._exit(3)
+
+
+def test_cases_in_parallel_have_a_thread_each_and_end_in_time(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    begin = time.monotonic()
+    found = core.in_parallel(_case, [0, 1, 2], 2, 20.0)
+    assert sorted(found) == ["1", "1", f"{core.cases()[1].name}: not done in 20 s"]
+    assert time.monotonic() - begin < 60
+    (dead,) = core.in_parallel(_death, [2], 1, 60.0)
+    assert dead.startswith(f"{core.cases()[2].name}: ") and "terminated abruptly" in dead
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path):
+    """gpu_training, a contact, and the commands it calls, each given a program's text in place of its own."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+    import gpu_training
+
+    commands, programs = [], []
+    call = gpu.call
+
+    def called(command, *rest):
+        commands.append(list(command))
+        return call([sys.executable, "-c", programs.pop(0)], *rest)
+
+    monkeypatch.setattr(gpu_training, "call", called)
+    contact = gpu.Contact(rehearse=False, folder=tmp_path, end=time.monotonic() + 60)
+    return SimpleNamespace(module=gpu_training, contact=contact, commands=commands, programs=programs)
+
+
+def test_a_training_ends_before_its_checkpoint(training, tmp_path):
+    rows = "\n".join(json.dumps({"iteration": n}) for n in (1, 2)) + "\n"
+    path = tmp_path / "runs/bf16/metrics.jsonl"
+    training.programs.append(f"import time; open({str(path)!r}, 'w').write({rows!r}); time.sleep(600)")
+    begin = time.monotonic()
+    made = training.module.train(training.contact, "bf16", [], enough=2)
+    assert [row["iteration"] for row in made] == [1, 2] and time.monotonic() - begin < 30
+    training.programs.append("print('error: no luck'); raise SystemExit(2)")
+    with pytest.raises(RuntimeError, match="bf16 ended with 2: error: no luck"):
+        training.module.train(training.contact, "bf16", [])
+
+
+def test_one_process_trains_over_gloo_where_nccl_does_not_start(training, tmp_path):
+    path = tmp_path / "runs/bf16/metrics.jsonl"
+    training.programs += [
+        "raise SystemExit('torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp')",
+        f"open({str(path)!r}, 'w').write('{{}}\\n')",
+    ]
+    assert training.module.train(training.contact, "bf16", []) == [{}]
+    first, second = training.commands
+    assert second == [*first, "--device", "cuda", "--distributed-backend", "gloo"]
+    assert "NCCL error" in (tmp_path / "nccl.txt").read_text()
+
+
+def test_a_gemm_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+    import gpu_linears
+
+    def errors(contact, impl, name, k, kind):
+        if k == 128:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return [0.0, 0.0, 0.0]
+
+    monkeypatch.setattr(gpu_linears, "_errors", errors)
+    table = gpu_linears.products(gpu.Contact(rehearse=True, folder=tmp_path, end=time.monotonic() + 60))
+    assert len(table.rows) == 18 and len(table.bad) == 9
+    assert table.bad[0] == "fp8, K = 1 x 128, normal: CUBLAS_STATUS_NOT_SUPPORTED"
+
+
+def test_a_step_gives_memory_back_before_the_next(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
+
+    def step(contact):
+        done.append("step")
+        return gpu.Table("step", ())
+
+    contact = gpu.Contact(rehearse=True, folder=tmp_path, end=time.monotonic() + 60)
+    gpu.run({"one": (step, 1.0), "two": (step, 1.0)}, contact, gpu.Report.of(tmp_path))
+    assert done == ["step", "free", "step", "free"]
+
+
+def test_a_case_that_does_not_compile_is_told_and_a_dead_device_ends_the_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    def fails(error):
+        raise error
+
+    told = []
+    assert gpu.runs("good", lambda: None, told) and not gpu.runs("cast", lambda: fails(ValueError("no layout")), told)
+    assert told == ["cast is left out: ValueError: no layout"]
+    with pytest.raises(torch.AcceleratorError):
+        gpu.runs("cast", lambda: fails(torch.AcceleratorError("an illegal memory access was encountered")), told)
+
+
+def test_a_casts_time_is_its_kernels_and_not_the_hosts(monkeypatch):
+    """The GPU is kept busy while the host launches, so that it does not wait for the host after the first event."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import harness
+
+    done: list[str] = []
+    event = SimpleNamespace(record=lambda: done.append("event"), elapsed_time=lambda other: 2000.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("end"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("busy"))
+    for ahead, first in ((True, ["busy"]), (False, [])):
+        assert harness.interleaved({"a": lambda: done.append("case")}, "cuda", 1, 0, ahead=ahead) == {"a": 2.0}
+        assert done == [*first, "event", "case", "event", "end"]
+        done.clear()
 
 
 def test_what_cannot_run_is_told(tmp_path):

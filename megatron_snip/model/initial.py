@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,14 +47,19 @@ def standard_deviation(tags: Tags, m: ModelConfig) -> float:
 
 def fill_normal(values: Tensor, seed: int, row0: int, col0: int) -> None:
     """N(0, 1) into float32 values [R, C] on the CPU, whose first element is (row0, col0) of the whole matrix."""
-    rows, cols = values.shape
-    whole, out = np.empty((TILE, TILE), np.float32), values.numpy()
-    for i in range(row0 // TILE, -(-(row0 + rows) // TILE)):
-        for j in range(col0 // TILE, -(-(col0 + cols) // TILE)):
-            # the counter's lowest word is left to the block's own draws
-            philox = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, j, i, 0], np.uint64))
-            np.random.Generator(philox).standard_normal(dtype=np.float32, out=whole)
-            top, left = i * TILE - row0, j * TILE - col0  # of the block in values
-            to_rows, to_cols = slice(max(top, 0), top + TILE), slice(max(left, 0), left + TILE)
-            kept = out[to_rows, to_cols]
-            kept[...] = whole[max(-top, 0) :, max(-left, 0) :][: kept.shape[0], : kept.shape[1]]
+    blocks = range(row0 // TILE, -(-(row0 + len(values)) // TILE))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws without Python's lock
+        list(pool.map(partial(_fill_blocks, values.numpy(), seed, row0, col0), blocks))
+
+
+def _fill_blocks(out: np.ndarray[Any, np.dtype[np.float32]], seed: int, row0: int, col0: int, i: int) -> None:
+    """``fill_normal`` for the i-th row of blocks."""
+    whole = np.empty((TILE, TILE), np.float32)
+    for j in range(col0 // TILE, -(-(col0 + out.shape[1]) // TILE)):
+        # the counter's lowest word is left to the block's own draws
+        philox = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, j, i, 0], np.uint64))
+        np.random.Generator(philox).standard_normal(dtype=np.float32, out=whole)
+        top, left = i * TILE - row0, j * TILE - col0  # of the block in values
+        to_rows, to_cols = slice(max(top, 0), top + TILE), slice(max(left, 0), left + TILE)
+        kept = out[to_rows, to_cols]
+        kept[...] = whole[max(-top, 0) :, max(-left, 0) :][: kept.shape[0], : kept.shape[1]]

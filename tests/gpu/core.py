@@ -14,8 +14,8 @@ import json
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -116,16 +116,16 @@ def run(number: int, *, rehearse: bool) -> str:
     case, device = cases()[number], "cpu" if rehearse else "cuda"
     x = operands(SHAPES[rehearse][case.ragged], case.dtype, device)[1 if case.ragged else 0]
     up = x.flip(0) if case.product else None
-    amax = finite_amax(x if up is None else swiglu_product(x, up))
+    read = x if up is None else swiglu_product(x, up)
+    amax = finite_amax(read)
     try:
         with _on_the_cpu() if rehearse else nullcontext():
             assert rehearse or triton_cast.takes(x, case.forms, case.outputs, up), "the kernels do not take it"
             made = triton_cast.cast(x, case.forms, case.outputs, amax, up=up)
         found = []
         for ours, form, output in zip(made, case.forms, case.outputs, strict=True):
-            for where in {device, "cpu"}:  # the specification on either device
-                read = x.to(where) if up is None else swiglu_product(x.to(where), up.to(where))
-                expected = cast_reference(read, [form], [output], amax.to(where))[0]
+            for where in {device, "cpu"}:  # the specification on either device, of the product that x's device makes
+                expected = cast_reference(read.to(where), [form], [output], amax.to(where))[0]
                 found += [f"{part} against the specification on {where}" for part in differences(ours, expected)]
     except Exception as error:
         return f"{case.name}: {''.join(traceback.format_exception_only(error)).strip()}"
@@ -166,23 +166,47 @@ def elementwise(*, rehearse: bool) -> list[str]:
     return [f"{name} against torch's" for (name, one), other in alike if not torch.equal(bits(one), bits(other))]
 
 
+def in_parallel(one: Callable[[int], list[str]], numbers: Sequence[int], workers: int, seconds: float) -> list[str]:
+    """``one`` of each number, by processes of one thread each; what is not done by then, or whose process died, is
+    told.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+    made = {pool.submit(one, number): number for number in numbers}
+    done, late = wait(made, timeout=seconds)
+    found = [text for future in done if future.exception() is None for text in future.result()]
+    found += [f"{_name(made[future])}: {error}" for future in done if (error := future.exception())]
+    found += [f"{_name(made[future])}: not done in {seconds:.0f} s" for future in late]
+    for child in multiprocessing.active_children() if late else ():
+        child.kill()
+    pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _name(number: int) -> str:
+    return cases()[number].name if number >= 0 else "elementwise kernels"
+
+
+def _one(number: int, *, rehearse: bool) -> list[str]:
+    """What differs in a case, or for -1 in the kernels that cast nothing."""
+    if number < 0:
+        return elementwise(rehearse=rehearse)
+    found = run(number, rehearse=rehearse)
+    return [found] if found else []
+
+
 def main() -> int:
     """Run all cases; 0 if nothing differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="take each such case alone")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="what is not done by then counts as wrong")
     args = parser.parse_args()
     numbers = range(0, len(cases()), args.every)
-    one = partial(run, rehearse=args.rehearse)
-    if args.workers > 1:
-        with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(one, numbers))
-    else:
-        found = [one(number) for number in numbers]
-    found += elementwise(rehearse=args.rehearse)
-    print(json.dumps({"cases": len(numbers), "differences": [text for text in found if text]}))
-    return 1 if any(found) else 0
+    found = in_parallel(partial(_one, rehearse=args.rehearse), [-1, *numbers], args.workers, args.seconds)
+    print(json.dumps({"cases": len(numbers), "differences": found}))
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 
 import megatron_snip
 from megatron_snip import runtime
+from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 
 
@@ -256,6 +257,18 @@ def test_what_gpus_read_at_their_start_is_set(environment, tmp_path):
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_it_is_set_before_options_are_checked_which_starts_cuda(environment, monkeypatch, tmp_path):
+    """A check asks for the GPU's capability, and CUDA's allocator reads its settings then."""
+    from megatron_snip.train import loop
+
+    def check(config, world_size):
+        raise UserError(f"asked with {environment.get('PYTORCH_ALLOC_CONF')}")
+
+    monkeypatch.setattr(loop, "check", check)
+    with pytest.raises(UserError, match="asked with expandable_segments:True"):
+        loop.train(Config().replace(device="cuda", run_dir=str(tmp_path)))
 
 
 def test_what_the_user_has_set_stays(environment, tmp_path):

@@ -131,6 +131,15 @@ def test_a_weight_depends_on_seed_and_place_alone():
     assert abs(float(whole.std()) - 1) < 0.01
 
 
+def test_threads_draw_the_same_weights(monkeypatch):
+    made = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        made.append(torch.full((700, 130), torch.nan))
+        fill_normal(made[-1], 5, 120, 250)
+    assert torch.equal(*made) and made[0].isfinite().all()
+
+
 def test_stages_are_made_without_memory(lone_mesh):
     build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.float32, torch.device("cpu"))
     (stage,) = build_stages(build, [range(build.model.num_layers)], tied=False, of=lambda s: True).values()

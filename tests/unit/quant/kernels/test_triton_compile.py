@@ -36,11 +36,13 @@ from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast, triton_kernels
+from tests.gpu import core
 
 KEY = RoundingKey(1, 2, 3)
 SHIFTED = RoundingKey(1, 2, 3, col0=2)
 # Products and sums without .rn are free to be fused later; approximate division; subnormal numbers flushed to 0.
-FORBIDDEN = re.compile(r"\bfma\.rn\.\w+|\b(?:mul|add|sub)\.\w*f32\w*|div\.full|div\.approx|rcp\.approx|\.ftz")
+# The compiler multiplies and adds bfloat16 numbers that are rounded at once in bfloat16, which gives the same bits.
+FORBIDDEN = re.compile(r"\bfma\.rn\.\w+|\b(?:mul|add|sub)\.\w*(?:f32|bf16)\w*|div\.full|div\.approx|rcp\.approx|\.ftz")
 
 
 @pytest.fixture
@@ -175,6 +177,17 @@ def test_rotary_positions(compiled, back):
     made = resources(result)
     assert not FORBIDDEN.search(result.asm["ptx"]) and "ld.global.v4.b32" in result.asm["ptx"]
     assert made.spills == 0 and made.warps_an_sm >= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", core.cases()[::4], ids=lambda case: case.name)
+def test_what_a_gpu_compares_first_compiles(compiled, case):
+    """Every fourth of the casts of tests/gpu/core.py, of tensors as they have there."""
+    x = torch.empty(core.SHAPES[False][case.ragged], dtype=case.dtype)
+    up = torch.empty_like(x) if case.product else None
+    call = partial(triton_cast.cast, x, case.forms, case.outputs, torch.ones(()), up=up)
+    text = compiled("cast_kernel", HOPPER, call).asm["ptx"]
+    assert set(FORBIDDEN.findall(text)) <= ({"fma.rn.f32", ".ftz"} if case.product else set())
 
 
 FIRST = (

@@ -1,0 +1,1 @@
+"""A package, so that another ``tests`` that is installed does not stand in its way."""
