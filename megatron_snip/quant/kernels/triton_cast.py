@@ -107,8 +107,8 @@ def on_nvidia(x: Tensor) -> bool:
     Subclasses (fake tensors, for one) have no memory to point at.
     """
     return (
-        not torch.compiler.is_compiling()  # first, or a compiler would trace what finds triton, and warn of it
-        and x.is_cuda
+        x.is_cuda
+        and not torch.compiler.is_compiling()  # before a compiler could trace what finds triton, and warn of it
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
         and installed()
         and type(x) in (Tensor, Parameter)
