@@ -44,9 +44,9 @@ OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 class Constants(NamedTuple):
     """A form and its output, but for the key, in integers: whatever a kernel is built or called for follows from them.
 
-    C's struct (cpu.py), the Triton kernels' constants (triton_cast.py) and the operators' integers (op.py) are made of
-    them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of what shares
-    a scale.  dim: the reduction dim.
+    C's struct (cpu.py), what Triton's kernels are compiled for (triton_launches.py) and the operators' integers (op.py)
+    are made of them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of
+    what shares a scale.  dim: the reduction dim.
     """
 
     exponent_bits: int
@@ -100,8 +100,8 @@ class Form:
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
     #: Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats.
     transformed: bool = field(init=False, repr=False, compare=False)
-    #: Whether a cast needs neither that nor an amax of the whole tensor.
-    plain: bool = field(init=False, repr=False, compare=False)
+    #: Whether a cast needs the amax of the whole tensor.
+    scaled: bool = field(init=False, repr=False, compare=False)
     #: By output, what ``constants`` gives.
     _constants: Mapping[Output, Constants] = field(init=False, repr=False, compare=False)
 
@@ -109,7 +109,7 @@ class Form:
         transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
         object.__setattr__(self, "block", self.fmt.block_shape(self.role, self.dim))
         object.__setattr__(self, "transformed", transformed)
-        object.__setattr__(self, "plain", not transformed and not self.fmt.needs_tensor_amax)
+        object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
         object.__setattr__(self, "_constants", _constants(self.fmt, self.block, self.dim))
 
     def __hash__(self) -> int:
@@ -285,7 +285,7 @@ def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None
         _contiguous_along(codes_along, x, codes, torch.uint8),
         _contiguous_along(scales_along, x, scales, torch.uint8 if output == "swizzled" else torch.float32),
         x.new_empty((), dtype=torch.int64) if count else None,
-        None if form.plain or not form.fmt.needs_tensor_amax else x.new_empty((), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32) if form.scaled else None,
     )
 
 

@@ -49,20 +49,19 @@ def cast(
     dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
     up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
     """
+    transformed = scaled = False
     for form in forms:
-        if not form.plain:
-            break
-    else:
+        transformed, scaled = transformed or form.transformed, scaled or form.scaled
+    if not transformed and not scaled:
         return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
     x = x if up is None else swiglu_product(x, up)
-    scaled = [form.fmt.needs_tensor_amax for form in forms]
-    if dtype is not None and (any(form.transformed for form in forms) or not op.rounds(x)):
+    if dtype is not None and (transformed or not op.rounds(x)):
         x, dtype = x.to(dtype), None
-    if any(form.transformed for form in forms):
+    if transformed:
         return _cast_with_transform(x, forms, outputs, amax, reduce_amax, count)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
-    if amax is None and any(scaled):
+    if amax is None and scaled:
         amax = op.finite_amax(x, dtype)
         amax = amax if reduce_amax is None else reduce_amax(amax)
     return op.cast(x, forms, outputs, amax, dtype=dtype, count=count)

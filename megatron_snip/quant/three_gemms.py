@@ -147,8 +147,7 @@ class Backward:
 
         x: the input itself, where an observer looks.
         """
-
-        product = None if kept is None else partial(self._product, kept)
+        product: Callable[[], Tensor] | None = None if kept is None else partial(self._product, kept)
         if (observer := self.call.observer) is not None:
             assert x is not None
             product = None if product is None else cache(product)

@@ -36,7 +36,6 @@ _FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
-_NONE = (0, 0)  # strides of no scales
 _NEAREST = (0,) * 10  # of a form without a key
 
 
@@ -91,12 +90,7 @@ def reads(x: Tensor) -> bool:
 
     Subclasses (fake tensors, for one) have none to point at.  No compiler gets here: it is shown operators (op.py).
     """
-    return (
-        x.is_cpu
-        and x.dtype in _READABLE
-        and type(x) in _PLAIN
-        and library() is not None
-    )
+    return x.is_cpu and x.dtype in _READABLE and type(x) in _PLAIN and library() is not None
 
 
 def cast(
@@ -168,8 +162,8 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
     assert element is not None and dtype in (torch.bfloat16, torch.float32)
     if quantized.tensor_scale is not None:
         scales = scales * quantized.tensor_scale
-    out = torch.empty_like(codes, dtype=dtype)
-    if out.numel() == 0:
+    out, (rows, cols) = torch.empty_like(codes, dtype=dtype), codes.shape
+    if not rows or not cols:
         return out
     scales = scales.contiguous()
     loaded = library()
@@ -179,11 +173,12 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
             codes.data_ptr(),
             scales.data_ptr(),
             out.data_ptr(),
-            *codes.shape,
+            rows,
+            cols,
             *quantized.block,
             _STREAM_BYTES,
             dtype is torch.bfloat16,
-            _threads(out.numel()),
+            _threads(rows * cols),
             isa,
             _grid(element.exponent_bits, element.mantissa_bits, element.specials),
         )
@@ -218,9 +213,7 @@ def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: boo
 def _packed(form: Form, output: Output, room: Cast) -> bytes:
     """A form and where its cast goes, as cpu.h's struct Form."""
     values, scales, saturated, tensor_scale = room
-    key, strides, drawn = form.key, _NONE, _NEAREST
-    if scales is not None:
-        strides = scales.stride()
+    key, drawn = form.key, _NEAREST
     if key is not None:
         drawn = (key.row0, key.col0, *(key.rows or (0, 0, 0, 0)), *key.words, key.iteration, True)
     return _FORM.pack(
@@ -228,7 +221,7 @@ def _packed(form: Form, output: Output, room: Cast) -> bytes:
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         0 if tensor_scale is None else tensor_scale.data_ptr(),
-        *strides,
+        *((0, 0) if scales is None else scales.stride()),
         *drawn,
         _constants(form.constants(output)),
     )
