@@ -113,7 +113,7 @@ class Form:
         object.__setattr__(self, "_constants", _constants(self.fmt, self.block, self.dim))
 
     def __hash__(self) -> int:
-        return hash((self.fmt.name, self.role, self.dim))  # casts are looked up by forms: this is quick
+        return hash((self.fmt.name, self.role, self.dim, self.key))  # casts are looked up by forms: this is quick
 
     def with_key(self, key: RoundingKey) -> Form:
         """This form with a key; what follows from the rest, and is most of the work, is not made again."""
