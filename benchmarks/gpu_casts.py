@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from gpu import Contact, Table, call, runs
 from harness import Case, interleaved
-from kernel_resources import HOPPER, Launch, devices, sweep
+from kernel_resources import HOPPER, Launch, devices, in_tiling, sweep
 from kernel_resources import LAUNCHES as LAUNCHED
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output, finite_amax, swiglu_product
 from megatron_snip.quant.dispatch import cast
-from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.kernels.op import swiglu_gradients
+from megatron_snip.quant.kernels.triton_launches import Tiling
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
@@ -185,8 +185,8 @@ def _tilings(contact: Contact) -> Table:
     return table
 
 
-def _tiled(x: Tensor, up: Tensor, launch: Launch, amax: Tensor, tiling: triton_cast.Tiling) -> object:
-    with mock.patch.object(triton_cast, "tiling", lambda *_: tiling):
+def _tiled(x: Tensor, up: Tensor, launch: Launch, amax: Tensor, tiling: Tiling) -> object:
+    with in_tiling(tiling):
         return launch.of(x, up, amax)
 
 

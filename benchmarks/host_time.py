@@ -5,6 +5,8 @@
 
 Sixteen linears of 16 x 16 in a row, one backward for all, thread time by their number: arithmetic is next to nothing,
 and the engine's start is shared as in a model.  Weights' casts are kept.  Calls are Python's, by cProfile.
+
+With Triton, also casts of a gradient into tensor cores' two operands up to the launch, in whose place nothing is done.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from megatron_snip import quant
+from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
+from megatron_snip.quant.cast import Form
+from megatron_snip.quant.kernels import triton_cast
 
 LINEARS, SIDE, PRECISIONS = 16, 16, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
 
@@ -46,7 +53,10 @@ def passes() -> dict[str, Callable[[], object]]:
             y = F.linear(y, w)
         return torch.autograd.grad(y, (x, *plain), g)
 
-    return {"torch's own": torchs} | {name: _ours(name, x, g, weights) for name in PRECISIONS}
+    made = {"torch's own": torchs} | {name: _ours(name, x, g, weights) for name in PRECISIONS}
+    if triton_cast.installed():
+        made |= {f"a cast to launch, {name}": _launched(name) for name in PRECISIONS if name != "bf16"}
+    return made
 
 
 def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
@@ -68,6 +78,34 @@ def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tenso
     return run
 
 
+def _launched(name: str) -> Callable[[], object]:
+    g, amax = torch.randn(SIDE, SIDE).bfloat16(), torch.ones(())
+    fmt, key = get_format(name), RoundingKey(1, 2, 3)
+    forms = [Form(fmt, "grad_output", dim, key if "grad_output" in fmt.stochastic_roles else None) for dim in (1, 0)]
+    output = "operand" if fmt.scale == "fp32" else "swizzled"
+
+    def run() -> object:
+        return [triton_cast.cast(g, forms, [output] * 2, amax, count=False) for _ in range(LINEARS)]
+
+    return run
+
+
+@contextmanager
+def _no_launches() -> Iterator[None]:
+    if not triton_cast.installed():
+        yield
+        return
+    from megatron_snip.quant.kernels import triton_kernels
+
+    nothing = type("Nothing", (), {"__getitem__": lambda self, grid: lambda *args, **options: None})()
+    with (
+        mock.patch.object(triton_kernels, "cast_kernel", nothing),
+        mock.patch.object(triton_cast, "_converts_fp8", lambda device: True),
+    ):
+        yield
+
+
+@_no_launches()
 def measure(repeats: int = 25) -> dict[str, tuple[float, float]]:
     """Microseconds and Python calls of one linear; the passes take turns."""
     torch.set_num_threads(1)

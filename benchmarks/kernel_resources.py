@@ -15,7 +15,8 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ from triton.runtime import driver
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output
-from megatron_snip.quant.kernels import triton_cast, triton_kernels
-from megatron_snip.quant.kernels.triton_cast import Tiling
+from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
+from megatron_snip.quant.kernels.triton_launches import Tiling
 
 HOPPER, BLACKWELL = 90, 100
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -117,7 +118,7 @@ class Launch(NamedTuple):
     @property
     def tiling(self) -> Tiling:
         """What it has when it is launched."""
-        return triton_cast.tiling(self.forms, self.product, "swizzled" in self.outputs)
+        return triton_launches.tiling([*map(triton_launches.Kind.of, self.forms, self.outputs)], self.product)
 
     def __call__(self) -> object:
         """Cast an x of even tiles."""
@@ -172,8 +173,19 @@ def compile_tiled(capability: int, launch: Launch, tiling: Tiling | None = None)
     """The kernel of a launch, in the tiling that it has or in another one."""
     if tiling is None:
         return compile_ahead("cast_kernel", capability, launch)
-    with mock.patch.object(triton_cast, "tiling", lambda *_: tiling):
+    with in_tiling(tiling):
         return compile_ahead("cast_kernel", capability, launch)
+
+
+@contextmanager
+def in_tiling(tiling: Tiling) -> Iterator[None]:
+    """Casts are launched in this tiling and no other."""
+    launches = triton_launches.launches.__wrapped__  # what is worked out now is not kept
+    with (
+        mock.patch.object(triton_launches, "tiling", lambda *_: tiling),
+        mock.patch.object(triton_cast, "launches", launches),
+    ):
+        yield
 
 
 def main() -> None:
@@ -191,7 +203,7 @@ def main() -> None:
             launched = launch.tiling
             for tiling in sweep(launch) if args.sweep else [launched]:
                 made = resources(compile_tiled(capability, launch, tiling))
-                each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_cast._COLS))
+                each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_launches.COLS))
                 told = f"{tiling.chunk} x {tiling.warps}{' *' if tiling == launched else ''}"
                 rows.append([f"sm_{capability}a", name, told, *map(str, made), str(each)])
                 results.append({"device": f"sm_{capability}a", "launch": name, **tiling._asdict(), **made._asdict()})

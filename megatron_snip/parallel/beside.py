@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_snip.mesh import Axis
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.operands import LinearCall, Operand, Wanted, cast_operands
 from megatron_snip.quant.swizzled import TILE_ROWS
-from megatron_snip.quant.three_gemms import Backends, Backward, fprop
+from megatron_snip.quant.three_gemms import Backends, Backward, differentiable_once, fprop
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -96,7 +95,7 @@ class _Linears(torch.autograd.Function):
         return ys
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group, needs_wgrad = ctx.group, ctx.needs_wgrad
         tensors = ctx.saved_tensors  # once: a recomputation gives them no second time

@@ -35,12 +35,11 @@ class ByGemm:
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N].  Raises UserError for what no backend of the list can run."""
         outputs, inputs = w.shape
-        sizes = Sizes(x.numel() // inputs, inputs, outputs)
-        return three_gemms(x, w, call, self._chosen(call.precision, x.device, sizes))
+        return three_gemms(x, w, call, self._chosen(call.precision, x.device, x.numel() // inputs, inputs, outputs))
 
     def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
         """Who multiplies each GEMM.  Raises UserError as a call does."""
-        return self._chosen(precision, device, sizes)
+        return self._chosen(precision, device, *sizes)
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""
@@ -54,10 +53,10 @@ class ByGemm:
             told[name] = f"{backend.name} ({why})" if why and isinstance(backend, Emulated) else backend.name
         return told
 
-    def _choose(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
+    def _choose(self, precision: LinearPrecision, device: torch.device, *sizes: int) -> Backends:
         chosen = []
         for gemm in GEMMS:
-            backend, why = self._first(getattr(precision, gemm), device, sizes)
+            backend, why = self._first(getattr(precision, gemm), device, Sizes(*sizes))
             if backend is None:
                 raise UserError(f"--linear-impl scaled_mm: {why}; use --linear-impl auto or emulated")
             chosen.append(backend)

@@ -7,7 +7,7 @@ NaN stays in its element, infinities saturate, the sign of zero is kept.  Source
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -44,9 +44,9 @@ OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 class Constants(NamedTuple):
     """A form and its output, but for the key, in integers: whatever a kernel is built or called for follows from them.
 
-    C's struct (cpu.py), the Triton kernels' constants (triton_cast.py) and the operators' integers (op.py) are made of
-    them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of what shares
-    a scale.  dim: the reduction dim.
+    C's struct (cpu.py), what Triton's kernels are compiled for (triton_launches.py) and the operators' integers (op.py)
+    are made of them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of
+    what shares a scale.  dim: the reduction dim.
     """
 
     exponent_bits: int
@@ -100,14 +100,26 @@ class Form:
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
     #: Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats.
     transformed: bool = field(init=False, repr=False, compare=False)
-    #: Whether a cast needs neither that nor an amax of the whole tensor.
-    plain: bool = field(init=False, repr=False, compare=False)
+    #: Whether a cast needs the amax of the whole tensor.
+    scaled: bool = field(init=False, repr=False, compare=False)
+    #: By output, what ``constants`` gives.
+    _constants: Mapping[Output, Constants] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
         object.__setattr__(self, "block", self.fmt.block_shape(self.role, self.dim))
         object.__setattr__(self, "transformed", transformed)
-        object.__setattr__(self, "plain", not transformed and not self.fmt.needs_tensor_amax)
+        object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
+        object.__setattr__(self, "_constants", _constants(self.fmt, self.block, self.dim))
+
+    def __hash__(self) -> int:
+        return hash((self.fmt.name, self.role, self.dim, self.key))  # casts are looked up by forms: this is quick
+
+    def with_key(self, key: RoundingKey) -> Form:
+        """This form with a key; what follows from the rest, and is most of the work, is not made again."""
+        made = object.__new__(Form)
+        made.__dict__.update(self.__dict__, key=key)
+        return made
 
     def without_transform(self) -> Form:
         """The form that casts ``hadamard(x)`` as this one casts x."""
@@ -121,7 +133,7 @@ class Form:
 
     def constants(self, output: Output) -> Constants:
         """This form, its key and transform aside, and an output in integers."""
-        return _constants(self.fmt, self.block, self.dim, output)
+        return self._constants[output]
 
     @classmethod
     def of(cls, constants: Constants, key: RoundingKey | None) -> tuple[Form, Output]:
@@ -139,11 +151,11 @@ class Form:
 
 
 @lru_cache(maxsize=1024)
-def _constants(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> Constants:
-    element = fmt.element
-    assert element is not None, "bf16 is not cast"
-    specials, scale = _SPECIALS.index(element.specials), SCALES.index(fmt.scale)
-    return Constants(element.exponent_bits, element.mantissa_bits, specials, scale, *block, dim, OUTPUTS.index(output))
+def _constants(fmt: Format, block: tuple[int, int], dim: int) -> Mapping[Output, Constants]:
+    if (element := fmt.element) is None:
+        return {}  # bf16 is not cast
+    numbers = element.exponent_bits, element.mantissa_bits, _SPECIALS.index(element.specials), SCALES.index(fmt.scale)
+    return {output: Constants(*numbers, *block, dim, place) for place, output in enumerate(OUTPUTS)}
 
 
 class Cast(NamedTuple):
@@ -161,8 +173,7 @@ class Cast(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """A quantised operand [R, C].
 
     codes: uint8 [R, C], sign, exponent and mantissa bits as in the element's storage, NaN as 0xff;
@@ -182,7 +193,7 @@ class Quantized:
     @property
     def constants(self) -> Constants:
         """The constants of the codes; those in square blocks do not tell their dim, and decoding does not ask."""
-        return _constants(self.fmt, self.block, int(self.block[0] == 1), "codes")
+        return _constants(self.fmt, self.block, int(self.block[0] == 1))["codes"]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scale * q, computed in float32 and rounded to ``dtype``: [R, C]."""
@@ -249,7 +260,7 @@ def layout(shape: Sequence[int], form: Form, output: Output) -> Layout:
     (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
     blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if output == "codes":
-        return shape, 1, blocks, 1
+        return (rows, cols), 1, blocks, 1  # allocations take torch's own sizes more slowly
     if output == "operand":
         square = block_rows == block_cols
         if square:
@@ -274,7 +285,7 @@ def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None
         _contiguous_along(codes_along, x, codes, torch.uint8),
         _contiguous_along(scales_along, x, scales, torch.uint8 if output == "swizzled" else torch.float32),
         x.new_empty((), dtype=torch.int64) if count else None,
-        None if form.plain or not form.fmt.needs_tensor_amax else x.new_empty((), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32) if form.scaled else None,
     )
 
 

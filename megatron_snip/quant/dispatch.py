@@ -22,6 +22,7 @@ from megatron_snip.quant.cast import (
 )
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
+from megatron_snip.quant.kernels.op import dequantize as dequantize
 from megatron_snip.quant.rounding import RoundingKey
 
 #: A shard's largest magnitude, float32 scalar -> that of the whole tensor.  A collective: every process of
@@ -48,17 +49,19 @@ def cast(
     dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
     up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
     """
-    if all(form.plain for form in forms):
+    transformed = scaled = False
+    for form in forms:
+        transformed, scaled = transformed or form.transformed, scaled or form.scaled
+    if not transformed and not scaled:
         return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
     x = x if up is None else swiglu_product(x, up)
-    scaled = [form.fmt.needs_tensor_amax for form in forms]
-    if dtype is not None and (any(form.transformed for form in forms) or not op.rounds(x)):
+    if dtype is not None and (transformed or not op.rounds(x)):
         x, dtype = x.to(dtype), None
-    if any(form.transformed for form in forms):
+    if transformed:
         return _cast_with_transform(x, forms, outputs, amax, reduce_amax, count)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
-    if amax is None and any(scaled):
+    if amax is None and scaled:
         amax = op.finite_amax(x, dtype)
         amax = amax if reduce_amax is None else reduce_amax(amax)
     return op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
@@ -132,8 +135,3 @@ def fake_quantize(
 def _unquantised(x: Tensor, fmt: Format) -> Quantized:
     """An operand [R, C] that stays as it is, with one scale of 1 over the whole of it."""
     return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))
-
-
-def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """scale * q, computed in float32 and rounded to ``dtype``, bfloat16 or float32: [R, C]."""
-    return op.dequantize(quantized, dtype)

@@ -76,8 +76,7 @@ class LinearCall(NamedTuple):
             return form
         assert self.key is not None, "quantized_linear refuses this call"
         col0 = self.output_col0 if role == "grad_output" else self.input_col0
-        key = self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0)
-        return Form(form.fmt, role, form.dim, key)
+        return form.with_key(self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0))
 
 
 @cache
@@ -178,20 +177,23 @@ def cast_operands(
     if torch.is_grad_enabled():  # not where a Function casts, for which this would be dear
         with torch.no_grad():
             return cast_operands(x, wanted, reduce_amax, dtype, up)
-    forms = [form for form, _ in wanted if form is not None]
-    if up is not None and len(forms) < len(wanted):
-        x, up = swiglu_product(x, up), None
-    if dtype is not None and len(forms) < len(wanted):
-        x, dtype = x.to(dtype), None
-    outputs = [output for form, output in wanted if form is not None]
+    forms: list[Form] = []
+    outputs: list[Output] = []
+    for form, output in wanted:
+        if form is not None:
+            forms.append(form)
+            outputs.append(output)
+    if len(forms) < len(wanted):  # x itself is wanted
+        x, up = x if up is None else swiglu_product(x, up), None
+        x, dtype = x if dtype is None else x.to(dtype), None
     made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype, up=up) if forms else ())
     operands = []
     for form, output in wanted:
         if form is None:
             operands.append(Operand(None, output, x))
-            continue
-        data, scales, _, whole = next(made)
-        operands.append(Operand(form, output, data, scales, whole))
+        else:
+            data, scales, _, whole = next(made)
+            operands.append(Operand(form, output, data, scales, whole))
     return operands
 
 
@@ -241,7 +243,8 @@ class Casts:
         """
         self.renewed(x, dtype)
         wanted = [_shared(*one) for one in wanted]
-        if missing := [key for key in dict.fromkeys(wanted) if key not in self._made]:
+        if missing := [key for key in wanted if key not in self._made]:
+            missing = list(dict.fromkeys(missing))
             codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
             now: list[Wanted] = [(form, "values") for form, _ in codes]
             made = cast_operands(x, [*missing, *now], reduce_amax, dtype)

@@ -128,14 +128,17 @@ class RoundingKey:
 
         Raises UserError for an unknown GEMM or role.
         """
+        rows, clock = self.rows, self.clock
+        if row0 is not None:
+            rows, clock = None, None if clock is None else clock._replace(row0=None)
         return RoundingKey(
-            seed=self.seed,
-            iteration=self.iteration,
-            stream=_operand_stream(self.stream, gemm, role),
-            row0=self.row0 if row0 is None else row0,
-            col0=self.col0 if col0 is None else col0,
-            rows=self.rows if row0 is None else None,
-            clock=self.clock if self.clock is None or row0 is None else self.clock._replace(row0=None),
+            self.seed,
+            self.iteration,
+            _operand_stream(self.stream, gemm, role),
+            self.row0 if row0 is None else row0,
+            self.col0 if col0 is None else col0,
+            clock,
+            rows,
         )
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_snip.quant.cast import swiglu_product
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.operands import LinearCall, Operand
-from megatron_snip.quant.three_gemms import Backends, backward, forward
+from megatron_snip.quant.three_gemms import Backends, backward, differentiable_once, forward
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ class _SwiGLULinear(torch.autograd.Function):
         return y.view(*gate.shape[:-1], y.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, w, data, scales, whole = ctx.saved_tensors
         needs_gate, needs_up, needs_w = ctx.needs_input_grad[:3]

@@ -8,7 +8,8 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ def plain_product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b, in dtype ``out``."""
     a, b = (a.T if gemm == "wgrad" else a), (b.T if gemm == "fprop" else b)
     if out == a.dtype or a.device.type == "cpu":  # CPUs multiply bf16 into bf16 alone
-        y = a @ b
+        y = torch.mm(a, b)
         return y if y.dtype == out else y.to(out)
     return torch.mm(a, b, out_dtype=out)
 
@@ -124,19 +125,19 @@ class Backward:
         self, g: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_dgrad: bool, needs_wgrad: bool
     ) -> None:
         self.g, self.w, self.call, self.backends = g, w, call, backends
-        needed = [gemm for gemm, need in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if need]
-        wanted = [
-            (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False))
-            for gemm in needed
-        ]
-        self._cast = dict(zip(needed, cast_operands(g, wanted, call.reduce_amax.get("grad_output")), strict=True))
+        wanted = []
+        if needs_dgrad:
+            wanted.append((call.form("dgrad", "grad_output"), backends.dgrad.output("grad_output", kept=False)))
+        if needs_wgrad:
+            wanted.append((call.form("wgrad", "grad_output"), backends.wgrad.output("grad_output", kept=False)))
+        self._cast = cast_operands(g, wanted, call.reduce_amax.get("grad_output"))  # the rest of what is needed
         self._grad_x: Tensor | None = None
 
     def dgrad(self) -> Tensor:
         """The gradient of x [T,K]."""
         dtype, call, backends = self.g.dtype, self.call, self.backends
         weight = _weight(self.w, "dgrad", call, backends, dtype)
-        grad = backends.dgrad.multiply("dgrad", self._cast.pop("dgrad"), weight, dtype, dtype)
+        grad = backends.dgrad.multiply("dgrad", self._cast.pop(0), weight, dtype, dtype)
         if call.observer is not None:
             self._grad_x = grad
         return grad
@@ -146,18 +147,16 @@ class Backward:
 
         x: the input itself, where an observer looks.
         """
-
-        def product() -> Tensor:
-            assert kept is not None
-            return self.backends.wgrad.multiply("wgrad", self._cast.pop("wgrad"), kept, self.g.dtype, self.w.dtype)
-
+        product: Callable[[], Tensor] | None = None if kept is None else partial(self._product, kept)
         if (observer := self.call.observer) is not None:
             assert x is not None
-            product = cache(product)
+            product = None if product is None else cache(product)
             w = self.w.to(self.g.dtype)
-            made = product if kept is not None else None
-            observer.backward(Operands(x, w, self.g, self.call, self._grad_x, made))
-        return product() if kept is not None else None
+            observer.backward(Operands(x, w, self.g, self.call, self._grad_x, product))
+        return None if product is None else product()
+
+    def _product(self, kept: Operand) -> Tensor:
+        return self.backends.wgrad.multiply("wgrad", self._cast.pop(), kept, self.g.dtype, self.w.dtype)
 
 
 def backward(
@@ -179,6 +178,17 @@ def backward(
     return grad_x, both.wgrad(kept, x)
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``once_differentiable``, at no cost where gradients are off already: in all but a ``create_graph``."""
+    refusing = once_differentiable(backward)
+
+    @wraps(backward)
+    def chosen(ctx: Any, *grads: Tensor) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return chosen
+
+
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, call: LinearCall, backends: Backends, needs_wgrad: bool) -> Tensor:
@@ -193,7 +203,7 @@ class _ThreeGemms(torch.autograd.Function):
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         data, scales, whole, w, x = ctx.saved_tensors
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]

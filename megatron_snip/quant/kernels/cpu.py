@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
+from megatron_snip.formats.element import Specials
 from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate, cast_reference
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ BEST_ISA = 2
 _ELEMENTS_PER_THREAD = 1 << 16
 # Outputs of this size go past the caches: they would not be there any more when the next operation reads them.
 _STREAM_BYTES = 32 << 20
+_READABLE, _PLAIN = (torch.bfloat16, torch.float32, torch.uint8), (Tensor, Parameter)
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
 
 # cpu.h's structs, field by field
@@ -34,6 +36,7 @@ _FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
+_NEAREST = (0,) * 10  # of a form without a key
 
 
 @cache
@@ -72,27 +75,22 @@ def best_isa() -> int:
 
 def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
     """Whether the compiled kernel can cast ``x`` [R, C] into these forms."""
-    return reads(x) and all(
-        output != "swizzled"  # which Blackwell alone reads
-        and form.block[1] <= MAX_BLOCK_COLS
-        and not form.transformed
-        and (form.key is None or form.key.col0 + x.shape[1] <= 2**34)
-        for form, output in zip(forms, outputs, strict=True)
-    )
+    if not reads(x) or "swizzled" in outputs:  # which Blackwell alone reads
+        return False
+    for form in forms:
+        if form.block[1] > MAX_BLOCK_COLS or form.transformed:
+            return False
+        if form.key is not None and form.key.col0 + x.shape[1] > 2**34:
+            return False
+    return True
 
 
 def reads(x: Tensor) -> bool:
     """Whether there is a compiled kernel and ``x`` [...] has memory that it can read.
 
-    Subclasses (fake tensors, for one) have none to point at, and a compiler cannot trace ctypes.
+    Subclasses (fake tensors, for one) have none to point at.  No compiler gets here: it is shown operators (op.py).
     """
-    return (
-        x.is_cpu
-        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
-        and type(x) in (Tensor, Parameter)
-        and not torch.compiler.is_compiling()
-        and library() is not None
-    )
+    return x.is_cpu and x.dtype in _READABLE and type(x) in _PLAIN and library() is not None
 
 
 def cast(
@@ -138,7 +136,7 @@ def fill(
         cols,
         _STREAM_BYTES,
         x.dtype is torch.bfloat16,
-        _threads(x.numel()),
+        _threads(rows * cols),
         isa,
         len(forms),
     )
@@ -164,8 +162,8 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
     assert element is not None and dtype in (torch.bfloat16, torch.float32)
     if quantized.tensor_scale is not None:
         scales = scales * quantized.tensor_scale
-    out = torch.empty_like(codes, dtype=dtype)
-    if out.numel() == 0:
+    out, (rows, cols) = torch.empty_like(codes, dtype=dtype), codes.shape
+    if not rows or not cols:
         return out
     scales = scales.contiguous()
     loaded = library()
@@ -175,13 +173,14 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
             codes.data_ptr(),
             scales.data_ptr(),
             out.data_ptr(),
-            *codes.shape,
+            rows,
+            cols,
             *quantized.block,
             _STREAM_BYTES,
             dtype is torch.bfloat16,
-            _threads(out.numel()),
+            _threads(rows * cols),
             isa,
-            _grid(element),
+            _grid(element.exponent_bits, element.mantissa_bits, element.specials),
         )
     )
     return out
@@ -202,27 +201,28 @@ def _threads(elements: int) -> int:
 def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: bool = True) -> list[Cast]:
     """Room for casts of x [R, C]; of an operand too, the kernel writes codes row by row."""
     casts = [allocate(x, form, output, count=count) for form, output in zip(forms, outputs, strict=True)]
-    for i, (made, output) in enumerate(zip(casts, outputs, strict=True) if "operand" in outputs else ()):
-        if output == "operand":
-            assert made.scales is not None
-            made.scales.zero_()  # what pads them is not written
-            casts[i] = made._replace(values=torch.empty_like(x, dtype=torch.uint8))
+    if "operand" in outputs:
+        for i, (made, output) in enumerate(zip(casts, outputs, strict=True)):
+            if output == "operand":
+                assert made.scales is not None
+                made.scales.zero_()  # what pads them is not written
+                casts[i] = made._replace(values=torch.empty_like(x, dtype=torch.uint8))
     return casts
 
 
 def _packed(form: Form, output: Output, room: Cast) -> bytes:
     """A form and where its cast goes, as cpu.h's struct Form."""
-    key, scales, saturated, tensor_scale = form.key, *room[1:]
-    rows = (0, 0, 0, 0) if key is None or key.rows is None else key.rows
+    values, scales, saturated, tensor_scale = room
+    key, drawn = form.key, _NEAREST
+    if key is not None:
+        drawn = (key.row0, key.col0, *(key.rows or (0, 0, 0, 0)), *key.words, key.iteration, True)
     return _FORM.pack(
-        room.values.data_ptr(),
+        values.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         0 if tensor_scale is None else tensor_scale.data_ptr(),
         *((0, 0) if scales is None else scales.stride()),
-        *((0, 0) if key is None else (key.row0, key.col0)),
-        *rows,
-        *((0, 0, 0, False) if key is None else (*key.words, key.iteration, True)),
+        *drawn,
         _constants(form.constants(output)),
     )
 
@@ -235,14 +235,14 @@ def _constants(constants: Constants) -> bytes:
         constants.scale,
         constants.block_rows,
         constants.block_cols,
-        _grid(constants.element),
-        _grid(constants.stored),
+        *(_grid(one.exponent_bits, one.mantissa_bits, one.specials) for one in (constants.element, constants.stored)),
     )
 
 
 @cache
-def _grid(element: Element) -> bytes:
+def _grid(exponent_bits: int, mantissa_bits: int, specials: Specials) -> bytes:
     """An element as cpu.h's struct Grid."""
+    element = Element(exponent_bits, mantissa_bits, specials)
     return _GRID.pack(
         element.max,
         element.saturation,

@@ -57,7 +57,7 @@ def cast(
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """``quantized.dequantize(dtype)`` [R, C]: bfloat16 and float32 by a kernel where there is one."""
-    if not quantized.fmt.quantised or dtype not in (torch.bfloat16, torch.float32):
+    if quantized.fmt.element is None or dtype not in (torch.bfloat16, torch.float32):
         return quantized.dequantize(dtype)
     if not _traced(quantized.codes):
         return _dequantize_now(quantized, dtype)

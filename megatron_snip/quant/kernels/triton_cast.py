@@ -16,59 +16,26 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_snip.formats import SCALES
-from megatron_snip.formats.element import E4M3, E5M2
-from megatron_snip.quant.cast import OPERANDS, OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate
-from megatron_snip.quant.swizzled import TILE_ROWS
+from megatron_snip.quant.cast import OPERANDS, Cast, Form, Output, Quantized, allocate
+from megatron_snip.quant.kernels.triton_launches import ANY, COLS, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
-    from megatron_snip.quant.kernels.triton_steps import FormSpec
     from megatron_snip.quant.rounding import RoundingKey, Rows
-
-MAX_BLOCK = 128
 
 # Offsets inside a tile are 32-bit: a tile of 128 rows spans less than 2**31 elements.
 _MAX_SIDE = 1 << 24
 
-# A program's columns: a whole block of MAX_BLOCK.
-_COLS = 128
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
 _PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
 
 
-class Tiling(NamedTuple):
-    """How many rows of x a program has in registers at once, and by how many warps."""
-
-    chunk: int
-    warps: int
-
-
-#: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
-#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, that with the
-#: fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
-TILINGS = {
-    (128, False): Tiling(32, 4),
-    (128, True): Tiling(16, 4),
-    (32, False): Tiling(32, 8),
-    (32, True): Tiling(32, 8),
-    (16, False): Tiling(16, 4),
-    (16, True): Tiling(16, 4),
-}
-_ANY = Tiling(32, 4)  # for other blocks
-# For swizzled operands in blocks of 32, nearest.
-_SWIZZLED = Tiling(32, 4)
-# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
-_WHOLE = Tiling(128, 16)
-
 _MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
-_FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
 
 #: Of every launch: no fused multiply-add, and subnormal numbers are kept.
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -84,16 +51,14 @@ def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tenso
     """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
     GPUs, blocks of powers of two.
     """
-    return (
-        on_nvidia(x)
-        and (up is None or takes_product(x, up))
-        and all(
-            _natural(form.block)
-            and not form.transformed
-            and (output not in OPERANDS or form.element.carrier is not None)
-            for form, output in zip(forms, outputs, strict=True)
-        )
-    )
+    if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
+        return False
+    for form, output in zip(forms, outputs, strict=True):
+        if not _natural(form.block) or form.transformed:
+            return False
+        if output in OPERANDS and form.element.carrier is None:
+            return False
+    return True
 
 
 def takes_product(gate: Tensor, up: Tensor) -> bool:
@@ -107,36 +72,22 @@ def on_nvidia(x: Tensor) -> bool:
     Subclasses (fake tensors, for one) have no memory to point at.
     """
     return (
-        not torch.compiler.is_compiling()  # first, or a compiler would trace what finds triton, and warn of it
-        and x.is_cuda
+        x.is_cuda
+        and not torch.compiler.is_compiling()  # before a compiler could trace what finds triton, and warn of it
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
         and installed()
         and type(x) in (Tensor, Parameter)
         and torch.version.hip is None
         and x.numel() > 0
         and max(x.shape) < _MAX_SIDE
-        and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
+        and _capability(x.device) >= _MIN_CAPABILITY
     )
 
 
+@cache
 def _natural(block: tuple[int, int]) -> bool:
     """Whether tiles of the kernels hold whole blocks."""
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
-
-
-def tiling(forms: Sequence[Form], product: bool = False, swizzled: bool = False) -> Tiling:
-    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
-
-    product: whether SwiGLU's product is cast.  swizzled: whether an operand is.
-    """
-    side, stochastic = max(max(form.block) for form in forms), any(form.key is not None for form in forms)
-    if product and side == MAX_BLOCK and not stochastic:
-        return _WHOLE
-    if swizzled and side == 32 and not stochastic:
-        return _SWIZZLED
-    chosen = TILINGS.get((side, stochastic), _ANY)
-    high = any(chosen.chunk < form.block[0] <= _ANY.chunk for form in forms)
-    return _ANY if high else chosen
 
 
 def cast(
@@ -160,19 +111,14 @@ def cast(
     for made in casts:
         if made.saturated is not None:
             made.saturated.zero_()
-    first = 0
-    while first < len(forms):
-        pair, swizzled = forms[first : first + 2], "swizzled" in outputs[first : first + 2]
-        chunk = tiling(pair, up is not None, swizzled).chunk
-        both = len({form.block[0] for form in pair if form.block[0] > chunk}) < 2
-        chosen = slice(first, first + 1 + both)
-        rounded = dtype not in (None, x.dtype)
-        _launch(x, up, forms[chosen], outputs[chosen], casts[chosen], amax, rounded=rounded)
-        if count and _twins(forms[chosen], outputs[chosen]):
-            one, twin = (made.saturated for made in casts[chosen])
+    rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms, outputs))
+    for launch in launches(kinds, up is not None, _converts_fp8(x.device)):
+        written = casts[launch.forms]
+        _launch(launch, x, up, forms[launch.forms], written, amax, rounded)
+        if count and launch.twins:
+            one, twin = (made.saturated for made in written)
             assert one is not None and twin is not None
             twin.copy_(one)
-        first = chosen.stop
     return casts
 
 
@@ -187,89 +133,41 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _launch(
+    launch: Launch,
     x: Tensor,
     up: Tensor | None,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
     casts: Sequence[Cast],
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """One launch, which writes ``casts``: x [R, C] with contiguous rows, rounded to bfloat16 or not, or silu(x) * up,
-    in one form, or two whose blocks higher than a chunk are equally high.
-    """
-    from megatron_snip.quant.kernels import triton_kernels
-    from megatron_snip.quant.kernels.triton_steps import How
+    """Write ``casts``: of x [R, C] with contiguous rows, rounded to bfloat16 or not, or of silu(x) * up."""
+    from megatron_snip.quant.kernels import triton_kernels, triton_steps
 
-    fp8 = _converts_fp8(x.device)
-    specs: list[Any] = []
-    arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), *x.shape, amax]
-    twins = _twins(forms, outputs)
-    for form, output, made in zip(forms, outputs, casts, strict=True):
-        phase = -1 if form.key is None else form.key.col0 & 7
-        specs.append(_spec(form.constants(output), phase, fp8, twins))
+    rows, cols = x.shape
+    arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), rows, cols, amax]
+    for form, made in zip(forms, casts, strict=True):
         strides = (0, 0) if made.scales is None else made.scales.stride()
-        arguments += [*made, *strides, *_random(form.key, x.device)]
+        arguments += (*made, *strides, *_random(form.key, x.device))
     if len(forms) == 1:
-        specs.append(None)
-        arguments += [None, None, None, None, 0, 0, *_random(None, x.device)]
-    if twins:
-        specs[1] = None
-    swizzled = "swizzled" in outputs
-    chunk, warps = tiling(forms, up is not None, swizzled)
-    rows = max(chunk, *(form.block[0] for form in forms))
-    covered = TILE_ROWS if swizzled else rows  # beyond the edge lie scales of 0
-    even = x.shape[0] % covered == 0 and x.shape[1] % _COLS == 0
-    grid = (-(-x.shape[0] // covered) * (covered // rows) * -(-x.shape[1] // _COLS),)
+        arguments += (None, None, None, None, 0, 0, *_random(None, x.device))
+    even = rows % launch.covered == 0 and cols % COLS == 0
+    grid = (-(-rows // launch.covered) * (launch.covered // launch.rows) * -(-cols // COLS),)
+    how, (chunk, warps) = triton_steps.How(even, rounded), launch.tiling
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
-            *arguments, *specs, rows, _COLS, chunk, How(even, rounded), num_warps=warps, **OPTIONS
+            *arguments, *launch.specs, launch.rows, COLS, chunk, how, num_warps=warps, **OPTIONS
         )
-
-
-def _twins(forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
-    """Whether these are two operands of the same codes and scales, one along each dim."""
-    if len(forms) < 2 or forms[0].key is not None or forms[1].key is not None:
-        return False
-    one, other = (form.constants(output) for form, output in zip(forms, outputs, strict=True))
-    square = one.block_rows == one.block_cols
-    return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
 
 
 def _converts_fp8(device: torch.device) -> bool:
     """Whether the device has instructions that convert float32 to FP8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    return device.type == "cuda" and _capability(device) >= _FP8_CAPABILITY
 
 
 @cache
-def _spec(constants: Constants, phase: int, fp8: bool, twins: bool) -> FormSpec:
-    """What a kernel is compiled for; phase and twins as FormSpec has them, fp8: whether the device converts."""
-    from megatron_snip.quant.kernels.triton_steps import FormSpec
-
-    element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
-    hardware = _FP8.get(stored, "") if fp8 and output != "values" else ""
-    return FormSpec(
-        block_rows=constants.block_rows,
-        block_cols=constants.block_cols,
-        scale=SCALES[constants.scale],
-        mantissa=element.mantissa_bits,
-        emin=element.emin,
-        emax=element.emax,
-        largest=element.max,
-        saturation=element.saturation,
-        sixth=float(np.float32(1.0) / np.float32(element.max)),
-        output=output,
-        transposed=output in OPERANDS and constants.dim == 0,
-        twins=twins,
-        packed=constants.packed,
-        each=constants.each,
-        code_mantissa=stored.mantissa_bits,
-        code_emin=stored.emin,
-        sign_code=stored.sign_code,
-        hardware=hardware,
-        direct=hardware != "" and stored == element and phase < 0,
-        phase=phase,
-    )
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)  # many of torch's calls, for what stays
 
 
 def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
@@ -279,14 +177,18 @@ def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
     """
     if key is None:
         return [0, 0, 0, None, None, None]
-    words = [(word + 2**31) % 2**32 - 2**31 for word in (*key.words, key.col0 >> 3)]
     iteration, row0 = (None, None) if key.clock is None else key.clock
-    return [
-        *words,
-        _on_device(key.iteration, device) if iteration is None else iteration,
-        _on_device(key.row0, device) if row0 is None else row0,
-        None if key.rows is None else _rows_on_device(key.rows, device),
-    ]
+    if iteration is None or row0 is None:
+        stream = _stream(device)
+        iteration = _on_device(key.iteration, device, stream) if iteration is None else iteration
+        row0 = _on_device(key.row0, device, stream) if row0 is None else row0
+    rows = None if key.rows is None else _rows_on_device(key.rows, device)
+    return [*_signed(*key.words, key.col0 >> 3), iteration, row0, rows]
+
+
+@lru_cache(maxsize=8192)  # six operands of each of a large model's linears
+def _signed(*words: int) -> list[int]:
+    return [(word + 2**31) % 2**32 - 2**31 for word in words]
 
 
 def _stream(device: torch.device) -> int | None:
@@ -301,9 +203,8 @@ def _stream(device: torch.device) -> int | None:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def _on_device(number: int, device: torch.device) -> Tensor:
+def _on_device(number: int, device: torch.device, stream: int | None) -> Tensor:
     """A number as int64 [1], written once for all casts of an iteration or microbatch."""
-    stream = _stream(device)
     return torch.full((1,), number, device=device) if stream is None else _written(number, device, stream)
 
 
@@ -332,7 +233,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     block_rows, block_cols = quantized.block
-    rows, cols = max(_ANY.chunk, block_rows), _COLS
+    rows, cols = max(ANY.chunk, block_rows), COLS
     grid = (-(-codes.shape[0] // rows) * -(-codes.shape[1] // cols),)
     with torch.cuda.device_of(codes):
         triton_kernels.dequantize_kernel[grid](

@@ -13,7 +13,7 @@ import torch
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.formats.element import element_named
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from megatron_snip.quant.cast import finite_amax
+from megatron_snip.quant.cast import Form, finite_amax
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import random_bits
 from tests.unit.quant.elements import gfloat_format
@@ -299,3 +299,11 @@ def test_the_result_carries_no_gradient_and_leaves_the_operand_alone(casts):
     before = x.detach().clone()
     assert not casts[0](x, "fp8", role="input", dim=1).requires_grad
     assert torch.equal(x, before)
+
+
+def test_a_form_is_given_a_key_as_if_it_had_been_made_with_it():
+    for name, dim in itertools.product(("fp4", "nvfp4_rht"), (0, 1)):
+        bare, made = (Form(get_format(name), "grad_output", dim, key) for key in (None, KEY))
+        keyed = bare.with_key(KEY)
+        assert vars(keyed) == vars(made) and (keyed, hash(keyed)) == (made, hash(made))
+        assert bare.key is None and keyed != bare

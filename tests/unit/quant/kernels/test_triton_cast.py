@@ -15,7 +15,7 @@ import torch
 from megatron_snip.formats import Format, get_format
 from megatron_snip.quant import Clock, RoundingKey
 from megatron_snip.quant.cast import Form
-from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.kernels import triton_cast, triton_launches
 
 ROOT = Path(__file__).resolve().parents[4]
 with_triton = pytest.mark.skipif(not triton_cast.installed(), reason="triton is not installed; pip install triton")
@@ -36,7 +36,7 @@ def on_a_gpu(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton_cast, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton_cast, "installed", lambda: True)
     monkeypatch.setattr(triton_cast, "Tensor", SimpleNamespace)
     return monkeypatch
@@ -56,7 +56,7 @@ def test_takes_what_it_can_run(hopper):
     assert not triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["operand"])
     assert triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["codes"])
     assert not triton_cast.takes(on_a_gpu(torch.ones(0, 64)), [form()], ["codes"])
-    hopper.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    hopper.setattr(triton_cast, "_capability", lambda device: (7, 5))
     assert not triton_cast.takes(x, [form()], ["codes"])
 
 
@@ -93,15 +93,19 @@ def test_the_package_works_without_triton():
 
 
 def test_the_tiling_follows_blocks_and_rounding():
-    key, tilings = RoundingKey(1, 2, 3), triton_cast.TILINGS
+    key, tilings = RoundingKey(1, 2, 3), triton_launches.TILINGS
+
+    def tiling(forms, output="codes"):
+        return triton_launches.tiling([triton_launches.Kind.of(form, output) for form in forms])
+
     fp4, mxfp4 = ([Form(get_format(name), "input", dim, key) for dim in (1, 0)] for name in ("fp4", "mxfp4"))
-    assert triton_cast.tiling(fp4) == tilings[128, True] != tilings[128, False]
-    assert triton_cast.tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128, False]
-    assert triton_cast.tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16, False]
+    assert tiling(fp4) == tilings[128, True] != tilings[128, False]
+    assert tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128, False]
+    assert tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16, False]
     mxfp8 = [Form(get_format("mxfp8"), "input", 0)]
-    assert triton_cast.tiling(mxfp8, swizzled=True) == triton_cast._SWIZZLED != tilings[32, False]
-    assert tilings[128, True].chunk < 32 <= triton_cast.tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
-    assert triton_cast.tiling([form(tile=64)]) == triton_cast._ANY
+    assert tiling(mxfp8, "swizzled") == triton_launches.SWIZZLED != tilings[32, False]
+    assert tilings[128, True].chunk < 32 <= tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
+    assert tiling([form(tile=64)]) == triton_launches.ANY
 
 
 def test_words_of_a_key_are_its_bits():

@@ -35,7 +35,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
-from megatron_snip.quant.kernels import triton_cast, triton_kernels
+from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from tests.gpu import core
 
 KEY = RoundingKey(1, 2, 3)
@@ -221,9 +221,9 @@ def test_each_entry_of_the_table_is_a_launch_here():
     def entry(launch):
         return max(max(form.block) for form in launch.forms), any(form.key is not None for form in launch.forms)
 
-    assert {entry(launch) for launch in LAUNCHES.values()} == set(triton_cast.TILINGS)
+    assert {entry(launch) for launch in LAUNCHES.values()} == set(triton_launches.TILINGS)
     launched = {launch.tiling for launch in LAUNCHES.values()}
-    assert launched == {*triton_cast.TILINGS.values(), triton_cast._WHOLE}
+    assert launched == {*triton_launches.TILINGS.values(), triton_launches.WHOLE}
 
 
 @triton.jit

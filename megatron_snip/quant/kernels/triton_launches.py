@@ -1,0 +1,166 @@
+"""What a cast launches but for its tensors and keys: which forms together, what for each kernel is compiled, and in
+which tiling.  All of it follows from the forms' constants, and is worked out once for each set of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron_snip.formats import SCALES
+from megatron_snip.formats.element import E4M3, E5M2
+from megatron_snip.quant.cast import OPERANDS, OUTPUTS, Constants, Form, Output
+from megatron_snip.quant.swizzled import TILE_ROWS
+
+if TYPE_CHECKING:
+    from megatron_snip.quant.kernels.triton_steps import FormSpec
+
+MAX_BLOCK = 128
+
+#: A program's columns: a whole block of MAX_BLOCK.
+COLS = 128
+
+
+class Tiling(NamedTuple):
+    """How many rows of x a program has in registers at once, and by how many warps."""
+
+    chunk: int
+    warps: int
+
+
+#: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
+#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, that with the
+#: fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+TILINGS = {
+    (128, False): Tiling(32, 4),
+    (128, True): Tiling(16, 4),
+    (32, False): Tiling(32, 8),
+    (32, True): Tiling(32, 8),
+    (16, False): Tiling(16, 4),
+    (16, True): Tiling(16, 4),
+}
+ANY = Tiling(32, 4)  # for other blocks
+# For swizzled operands in blocks of 32, nearest.
+SWIZZLED = Tiling(32, 4)
+# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
+WHOLE = Tiling(128, 16)
+
+_FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
+
+
+class Kind(NamedTuple):
+    """A form and its output but for the key.  phase: that of the random bits, as FormSpec has it; -1 for nearest."""
+
+    constants: Constants
+    phase: int
+
+    @classmethod
+    def of(cls, form: Form, output: Output) -> Kind:
+        """What a cast into a form is."""
+        return cls(form.constants(output), -1 if form.key is None else form.key.col0 & 7)
+
+
+class Launch(NamedTuple):
+    """One launch.
+
+    forms: those of the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast
+    is stored twice.  rows: a program's.  covered: a tensor of a multiple of so many rows has no ragged edge, beyond
+    which lie scales of 0.
+    """
+
+    forms: slice
+    specs: tuple[FormSpec, FormSpec | None]
+    twins: bool
+    rows: int
+    covered: int
+    tiling: Tiling
+
+
+@lru_cache(maxsize=1024)
+def launches(kinds: tuple[Kind, ...], product: bool, fp8: bool) -> list[Launch]:
+    """The launches of a cast into forms of these kinds: two forms each, if blocks higher than a chunk are equally high.
+
+    product: whether SwiGLU's product is cast.  fp8: whether the device has instructions that convert to FP8.
+    """
+    made: list[Launch] = []
+    first = 0
+    while first < len(kinds):
+        pair = kinds[first : first + 2]
+        chunk = tiling(pair, product).chunk
+        both = len({kind.constants.block_rows for kind in pair if kind.constants.block_rows > chunk}) < 2
+        chosen = slice(first, first + 1 + both)
+        made.append(_launch(chosen, kinds[chosen], product, fp8))
+        first = chosen.stop
+    return made
+
+
+def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
+    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
+
+    product: whether SwiGLU's product is cast.
+    """
+    blocks = [(kind.constants.block_rows, kind.constants.block_cols) for kind in kinds]
+    side, stochastic = max(map(max, blocks)), any(kind.phase >= 0 for kind in kinds)
+    if product and side == MAX_BLOCK and not stochastic:
+        return WHOLE
+    if _swizzled(kinds) and side == 32 and not stochastic:
+        return SWIZZLED
+    chosen = TILINGS.get((side, stochastic), ANY)
+    high = any(chosen.chunk < rows <= ANY.chunk for rows, _ in blocks)
+    return ANY if high else chosen
+
+
+def _launch(forms: slice, kinds: Sequence[Kind], product: bool, fp8: bool) -> Launch:
+    twins, chosen = _twins(kinds), tiling(kinds, product)
+    specs = [_spec(kind, fp8, twins) for kind in kinds]
+    rows = max(chosen.chunk, *(kind.constants.block_rows for kind in kinds))
+    two = len(kinds) == 2 and not twins
+    covered = TILE_ROWS if _swizzled(kinds) else rows
+    return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen)
+
+
+def _swizzled(kinds: Sequence[Kind]) -> bool:
+    return any(OUTPUTS[kind.constants.output] == "swizzled" for kind in kinds)
+
+
+def _twins(kinds: Sequence[Kind]) -> bool:
+    """Whether these are two operands of the same codes and scales, one along each dim."""
+    if len(kinds) < 2 or any(kind.phase >= 0 for kind in kinds):
+        return False
+    one, other = (kind.constants for kind in kinds)
+    square = one.block_rows == one.block_cols
+    return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
+
+
+def _spec(kind: Kind, fp8: bool, twins: bool) -> FormSpec:
+    """What a kernel is compiled for."""
+    from megatron_snip.quant.kernels.triton_steps import FormSpec
+
+    constants, phase = kind
+    element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
+    hardware = _FP8.get(stored, "") if fp8 and output != "values" else ""
+    return FormSpec(
+        block_rows=constants.block_rows,
+        block_cols=constants.block_cols,
+        scale=SCALES[constants.scale],
+        mantissa=element.mantissa_bits,
+        emin=element.emin,
+        emax=element.emax,
+        largest=element.max,
+        saturation=element.saturation,
+        sixth=float(np.float32(1.0) / np.float32(element.max)),
+        output=output,
+        transposed=output in OPERANDS and constants.dim == 0,
+        twins=twins,
+        packed=constants.packed,
+        each=constants.each,
+        code_mantissa=stored.mantissa_bits,
+        code_emin=stored.emin,
+        sign_code=stored.sign_code,
+        hardware=hardware,
+        direct=hardware != "" and stored == element and phase < 0,
+        phase=phase,
+    )
