@@ -181,7 +181,7 @@ def _tilings(contact: Contact) -> Table:
             used = [str(getattr(kernel, field, "-")) for field in ("n_regs", "n_spills")]
             table.rows.append((name, words + marks, *used, f"{seconds[words] * 1e3:.3f}", f"{share:.2f}"))
         contact.keep(table)
-    table.notes.append(f"[{shape[0]}, {shape[1]}]; * is what TILINGS in triton_cast.py says")
+    table.notes.append(f"[{shape[0]}, {shape[1]}]; * is what TILINGS in triton_launches.py says")
     return table
 
 

@@ -113,7 +113,7 @@ def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> No
     Called before CUDA starts.  stacks: folder that NCCL's flight recorder writes to when a collective times out.
     UserError where the user's own settings are not deterministic and the run is to be.
     """
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it loads the compiler, which takes a second
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it loads a compiler
         torch.use_deterministic_algorithms(deterministic)
     if device != "cuda":
         return
