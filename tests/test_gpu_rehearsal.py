@@ -138,6 +138,7 @@ def _death(number: int) -> list[str]:
     os._exit(3)
 
 
+@pytest.mark.slow  # most of it waits
 def test_cases_in_parallel_have_a_thread_each_and_end_in_time(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     begin = time.monotonic()
