@@ -179,8 +179,9 @@ def test_options_named_in_prose_exist(path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:
-    """The real quickstart, all steps and four processes, cut short; then once more, to go on."""
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_quickstart_runs_and_goes_on(twice: bool, tmp_path: Path) -> None:
+    """The real quickstart, all steps and four processes, cut short; or in two starts, of which the second goes on."""
     data, run = tmp_path / "data", tmp_path / "run"
     env = environment(tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000")
     options = "--train-iters 3 --snip-start 2 --snip-interval 2 --snip-apply-lag 1 --eval-interval 3 --eval-iters 1"
@@ -191,10 +192,11 @@ def test_quickstart_runs_and_goes_on(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    quickstart("--exit-interval", "2")
+    output = quickstart(*(["--exit-interval", "2"] if twice else []))
     made = {path: os.stat(path).st_mtime_ns for path in data.rglob("*") if path.is_file()}
     assert {path.name for path in made} >= {"train.jsonl", "tokenizer.model", "train_text_document.bin"}
-    output = quickstart("--no-preflight")
+    if twice:
+        output = quickstart("--no-preflight")
     assert str(run / "report.html") in output
     assert (run / "report.html").is_file()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -38,7 +38,7 @@ def test_its_plan_is_the_trainers(options, bound):
     assert len(tokens) == 1 + 2 * len(stats.names) and not farther(tokens, bound)
 
 
-@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapped", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_data_parallel_processes_plan_together(wrapped):
     (alone,) = run_ranks(over_processes, 1, "")
     ranks = run_ranks(over_processes, 2, wrapped)

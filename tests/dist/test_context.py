@@ -33,7 +33,7 @@ CASES = {
     "cp4": (4, {"seq_length": 1024, "context_parallel_size": 4}),
     "tp2 x cp2, qwen3": (4, {**MODELS["qwen3"], **LAYOUTS["tp2 without sequence parallel"]}),
 }
-FIRST = ("tp2 x cp2", "cp2 x dp2, optim_grads_params")
+FIRST = ("cp2 x dp2, optim_grads_params",)  # tensor parallelism meets cp in the statistics below
 FEW = [pytest.param(case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES]
 
 six_losses = functools.partial(losses, iterations=6)

@@ -21,9 +21,9 @@ SMALL = {"num_layers": 2, "bf16": True, "precision": "snip"}
 
 
 def test_collectives_are_those_of_a_run() -> None:
-    """Four microbatches a process, all of which the dry run makes; `test_every_example` has more than it makes."""
+    """Two microbatches a process, both of which the dry run makes; `test_every_example` has more than it makes."""
     layout = "tp2 x pp2 x dp2"
-    options = {**SMALL, **LAYOUTS[layout], "hidden_size": 128, "snip_weight": 1.0, "global_batch_size": 8}
+    options = {**SMALL, **LAYOUTS[layout], "hidden_size": 128, "snip_weight": 1.0, "global_batch_size": 4}
     real = run_ranks(real_collectives, world_of(layout), options, seconds=240.0)
     for one in measure_all(options_of(options), world_of(layout), [0, 4]):
         iteration, _, probe = one.stretches

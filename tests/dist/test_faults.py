@@ -154,6 +154,7 @@ def test_two_nodes_restart_together_whoever_failed(undisturbed, tmp_path):
     assert timeless(run) == undisturbed
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_agent(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ONE_NODE) as agent:

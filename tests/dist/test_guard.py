@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp2 x dp2": ({"pipeline_model_parallel_size": 2}, 4),
 }  # fmt: skip
 BOTH = pytest.mark.parametrize("layout", ["one", "tp2 x pp2"])
+ONE = pytest.mark.parametrize("layout", ["one", pytest.param("tp2 x pp2", marks=pytest.mark.slow)])
 #: Plans come to hold at 3, 8 and 13.
 OPTIONS = {
     "precision": "snip", "snip_start": 2, "snip_interval": 5, "snip_target": 0.75, "train_iters": 13, "lr": 5e-3,
@@ -73,7 +74,7 @@ def hold(run_dir: Path) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.dist
-@BOTH
+@ONE
 def test_without_trouble_it_is_not_seen(layout, tmp_path):
     plain, rows = run(layout, tmp_path / "plain", snip_guard=False, rerun_mode="disabled", train_iters=9)
     ranks, guarded = run(layout, tmp_path / "run", train_iters=9)
@@ -100,7 +101,7 @@ def test_a_bad_plan_gives_way_to_the_one_before(layout, tmp_path):
 
 
 @pytest.mark.dist
-@BOTH
+@ONE
 def test_then_to_the_base_option(layout, tmp_path):
     """The solve under way, whose plan was due at 13, goes on: the step was before its probe."""
     _, rows = run(layout, tmp_path / "run", FROM_SECOND)

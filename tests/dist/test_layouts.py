@@ -79,7 +79,7 @@ def chaos(alone_quantised, plan_options):
     return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))
 
 
-@on()
+@on(different=("tp2 without sequence parallel", "tp2 x pp2 x dp2"))
 def test_unquantised_losses_agree(model, layout, alone):
     got = run(layout, model, trained)[-1]
     assert alone["losses"][-1] < alone["losses"][0] - 0.05, "the run must learn for the comparison to mean much"
@@ -110,8 +110,8 @@ def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone
             assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
-# in CI the interleaved schedule meets plans in test_pipeline_is_bit_for_bit_at_first
-@on(different=("tp2 without sequence parallel", "tp2 x pp2 x dp2"))
+# in CI the schedules meet plans in test_pipeline_is_bit_for_bit_at_first
+@on(different=("tp2 without sequence parallel",))
 def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_options):
     got = run(layout, plan_options, trained)[-1]
     difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()
@@ -144,7 +144,7 @@ def farther(distances: dict[str, float], bound: float) -> dict[str, float]:
     return {name: d for name, d in distances.items() if not d < bound}
 
 
-@on(("qwen3", "tp2 without sequence parallel"))
+@on(("qwen3", "tp2 without sequence parallel"), different=("tp2 x pp2 interleaved", "tp2 x pp2 x dp2"))
 def test_one_checkpoint_gives_one_plan(model, layout, checkpoint, plan_alone):
     over_all_stages = {**model, "snip_stage_constraint": "none"}  # as one stage is planned
     results = run(layout, over_all_stages, plan_from, checkpoint, CHECKPOINT_ITERATIONS)

@@ -19,7 +19,11 @@ CP2 = {"context_parallel_size": 2, "seq_length": 512, "num_layers": 2, "eval_int
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(4, LAYOUTS["tp2 x pp2 interleaved"]), (2, CP2)], ids=["tp2 x pp2 interleaved", "cp2"]
+    ("world", "layout"),
+    [
+        pytest.param(4, LAYOUTS["tp2 x pp2 interleaved"], id="tp2 x pp2 interleaved", marks=pytest.mark.slow),
+        pytest.param(2, CP2, id="cp2"),
+    ],
 )
 def test_a_preflight_is_not_seen(world, layout, tmp_path):
     seen = []

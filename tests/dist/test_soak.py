@@ -30,6 +30,7 @@ def test_faults_of_every_kind(tmp_path, monkeypatch, faults, each, iterations):
     assert (tmp_path / "soak/report.md").read_text().startswith("| fault | times |")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
     """A shard of another iteration, which a loader without checks takes for this one."""
