@@ -13,6 +13,7 @@ from megatron_snip.model.build import Build
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import local, make_parameter
 from megatron_snip.quant import LinearCall, LinearPrecision, wide_linear
+from megatron_snip.quant.matmul import float32_is_faster
 
 
 class OutputLayer(nn.Module):
@@ -33,6 +34,9 @@ class OutputLayer(nn.Module):
 def logits_of(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
     """x [..., H] by weight [V/tp, H]: [..., V/tp]; wide: each sum of x [T, H] rounded to float32 once."""
     if not wide:
-        return F.linear(x, weight.to(x.dtype))
+        weight = weight.to(x.dtype)
+        if float32_is_faster(x):
+            return F.linear(x.float(), weight.float()).to(x.dtype)
+        return F.linear(x, weight)
     call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
     return wide_linear(x, weight, call, torch.float32)

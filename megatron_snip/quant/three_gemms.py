@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_snip.formats import Format
 from megatron_snip.quant.cast import OPERANDS, Output
+from megatron_snip.quant.matmul import matmul
 from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, cast_operands
 
 
@@ -78,7 +79,7 @@ def plain_product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b, in dtype ``out``."""
     a, b = (a.T if gemm == "wgrad" else a), (b.T if gemm == "fprop" else b)
     if out == a.dtype or a.device.type == "cpu":  # CPUs multiply bf16 into bf16 alone
-        y = torch.mm(a, b)
+        y = matmul(a, b)
         return y if y.dtype == out else y.to(out)
     return torch.mm(a, b, out_dtype=out)
 

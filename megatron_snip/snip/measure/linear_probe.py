@@ -24,6 +24,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearShape, Operands
 from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.matmul import matmul
 from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.snip.measure.updates import Updates, square
 
@@ -164,17 +165,17 @@ class LinearProbe:
         """Add one microbatch."""
         x, w, g = operands.x, operands.w, operands.grad_output
         assert str(operands.call.precision) == "bf16", "products of the pass itself are the exact ones"
-        dx = g @ w if operands.grad_input is None else operands.grad_input
+        dx = matmul(g, w) if operands.grad_input is None else operands.grad_input
         self._add_norms(x, w, g)
         judged_behind = self.shape.kind in ("q", "k", "v")
-        output = x @ w.T if judged_behind and self.formats else None
+        output = matmul(x, w.T) if judged_behind and self.formats else None
         found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
         if self.updates:  # only now: casts of W are as large, and gone
             rows = slice(self._rows.start, None, self._step)
             if self._step == 1 and operands.grad_weight is not None:
                 exact = operands.grad_weight()  # the pass's own
             else:
-                exact = g[:, rows].T @ x
+                exact = matmul(g[:, rows].T, x)
             for fmt in self.formats:
                 self._add_backward_errors(fmt, operands, exact)
         self._seen = True
@@ -195,11 +196,11 @@ class LinearProbe:
         """fprop's error token by token [T]; given the ``output`` [T,N], the error of that [T,N]."""
         qw, w = self._cast(operands, "fprop", "weight", fmt)
         qx, x = self._cast(operands, "fprop", "input", fmt)
-        error = (qx @ qw.T).sub_(output) if output is not None else None
+        error = matmul(qx, qw.T).sub_(output) if output is not None else None
         # in the weight cast's own place: a weight's copies are what a probe's memory is made of
         e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
         if error is None:  # products are rounded to the compute dtype, which does not show in a long sum of them
-            error = _row_sums((operands.grad_output @ e_w).mul_(qx))
+            error = _row_sums(matmul(operands.grad_output, e_w).mul_(qx))
             e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
             error.add_(_row_sums(e_x.mul_(dx)))
         else:
@@ -223,7 +224,7 @@ class LinearProbe:
         del qg
         qg, g = self._cast(operands, "wgrad", "grad_output", fmt)
         qx, x = self._cast(operands, "wgrad", "input", fmt)
-        self.weight_error[fmt].add_(qg[:, self._rows.start :: self._step].T @ qx).sub_(exact)
+        self.weight_error[fmt].add_(matmul(qg[:, self._rows.start :: self._step].T, qx)).sub_(exact)
         self._add_error(f"{fmt}/wgrad/grad_output", qg, g)
         self._add_error(f"{fmt}/wgrad/input", qx, x)
 

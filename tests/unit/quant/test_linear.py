@@ -23,6 +23,7 @@ from megatron_snip.quant import (
     RoundingKey,
     fake_quantize,
     linear_implementations,
+    matmul,
     name_stream,
     quantized_linear,
     register_linear,
@@ -57,8 +58,15 @@ def run(precision: LinearPrecision, dtype: torch.dtype = torch.float32, **how: o
     return {"fprop": y.detach(), "dgrad": grad_x, "wgrad": grad_w}
 
 
+@pytest.fixture
+def torchs_products(monkeypatch):
+    """BF16 is multiplied as it is, whether the CPU has instructions for it or not."""
+    monkeypatch.setattr(matmul, "_lacks_bf16", lambda: False)
+
+
 @DTYPES
 @pytest.mark.parametrize("sizes", [(T, K, N), (1, 5, 3), (256, 128, 128)])
+@pytest.mark.usefixtures("torchs_products")
 def test_bf16_is_exactly_torchs_linear(dtype, sizes):
     x, w, g = tensors(dtype, sizes)
     y, plain = quantized_linear(x, w, BF16, key=None), x @ w.T
@@ -69,6 +77,7 @@ def test_bf16_is_exactly_torchs_linear(dtype, sizes):
 
 @DTYPES
 @pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
+@pytest.mark.usefixtures("torchs_products")
 def test_every_gemm_multiplies_its_quantised_operands(fmt, dtype):
     x, w, g = (t.detach() for t in tensors(dtype))
 
