@@ -1,6 +1,6 @@
 """Products in BF16 on any CPU.
 
-A CPU without instructions for BF16 multiplies float32 three to five times as fast, conversions included.  Either way
+A CPU without instructions for BF16 multiplies float32 3.0 to 4.5 times as fast, conversions included.  Either way
 sums are float32 and rounded once; only their order differs.
 """
 

@@ -47,7 +47,7 @@ from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel import context
 from megatron_snip.parallel.data import local_of
-from megatron_snip.quant import scaled_mm
+from megatron_snip.quant import matmul, scaled_mm
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import batches_of
@@ -169,6 +169,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
         for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
             stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
+        stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
         stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))
