@@ -24,6 +24,6 @@ def float32_is_faster(x: Tensor) -> bool:
 
 @cache
 def _lacks_bf16() -> bool:
-    """Whether this is an x86 CPU without instructions for BF16; PyTorch before get_capabilities does not tell."""
+    """Whether this is an x86 CPU without instructions for BF16; a PyTorch that does not tell has them."""
     found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return found.get("architecture") == "x86_64" and not (found["avx512_bf16"] or found["amx_bf16"])
+    return found.get("architecture") == "x86_64" and not (found.get("avx512_bf16", True) or found.get("amx_bf16", True))

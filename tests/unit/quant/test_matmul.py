@@ -49,6 +49,7 @@ def test_the_cpu_is_asked(monkeypatch):
         (False, {"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}),
         (False, {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}),
         (False, {"architecture": "aarch64"}),
+        (False, {"architecture": "x86_64", "avx512_f": True}),  # does not tell
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
         assert matmul._lacks_bf16.__wrapped__() == lacks
