@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +151,28 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
     return nn.Parameter(DTensor.from_local(local, device_mesh, [placement], run_check=False))
 
 
+class _Local(torch.autograd.Function):
+    """What `DTensor.to_local` does, without working out the gradient's strides and placements in each backward: they
+    are the parameter's.  That takes the host longer than a linear's GEMMs do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return DTensor(grad.contiguous(), copy(ctx.spec), requires_grad=False)
+
+
 def local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this process computes with, a plain tensor of the shard's shape [...]."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return parameter.to_local()  # the compiler knows this one
+    return _Local.apply(parameter)
 
 
 class _ParallelLinear(nn.Module):
@@ -182,9 +202,10 @@ class _ParallelLinear(nn.Module):
             cut |= {"input", "grad_output"}
         self._reduce_amax = dict.fromkeys(sorted(cut), self.whole_amax)
         self._stream = name_stream(name)
-        shard = weight.shape[self.split_dim] // region.axis.size
-        offsets = [0, 0]
-        offsets[self.split_dim] = region.axis.rank * shard
+        shard, offsets = list(weight.shape), [0, 0]
+        shard[self.split_dim] //= region.axis.size
+        offsets[self.split_dim] = region.axis.rank * shard[self.split_dim]
+        self._outputs, self._inputs = shard  # of this process
         self._output_col0, self._input_col0 = offsets
         self.handle = handle_of(self)
 
@@ -229,8 +250,7 @@ class _ParallelLinear(nn.Module):
 
     def _backends(self, call: LinearCall, x: Tensor, tokens: int) -> Backends:
         """Who multiplies in a call, for an input x [..., K_local] of so many tokens."""
-        w = local(self.weight)
-        return backends_of(self.impl, call.precision, x.device, Sizes(tokens, w.shape[1], w.shape[0]))
+        return backends_of(self.impl, call.precision, x.device, Sizes(tokens, self._inputs, self._outputs))
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""

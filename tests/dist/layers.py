@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -288,6 +289,28 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
             ends = [group.may_cast_parts([(call.form("fprop", "input"), "swizzled")], rows) for rows in (160, 256)]
             found.append(((precision, "tiles"), ends == [False, True]))
     return found
+
+
+def run_local_parts() -> list[tuple[Any, Any]]:
+    """What `local` gives of a parameter and what its gradient comes to, beside `DTensor.to_local`'s."""
+
+    def of(dim: int | None, local_part: Callable[[Tensor], Tensor], *, transposed: bool) -> list[Any]:
+        parameter = make_parameter(draw(4, 6, seed=1), dim, mesh.tp, mesh.device_mesh)
+        plain = local_part(parameter)
+        for seed in (2, 3):  # the second is added to the first
+            g = draw(*(plain.shape[::-1] if transposed else plain.shape), seed=seed)
+            local_part(parameter).backward(g.T if transposed else g)
+        grad = parameter.grad
+        own = grad._local_tensor
+        assert plain.data_ptr() == parameter._local_tensor.data_ptr()
+        return [plain.tolist(), own.tolist(), own.stride(), grad.placements, grad.shape, grad.stride(), grad.dtype]
+
+    mesh = start_mesh()
+    cases = product((0, 1, None), (False, True))
+    return [
+        (of(dim, local, transposed=turned), of(dim, lambda parameter: parameter.to_local(), transposed=turned))
+        for dim, turned in cases
+    ]
 
 
 def run_vocabulary(sequence_parallel: bool) -> dict[str, Tensor]:

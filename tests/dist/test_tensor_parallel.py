@@ -15,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.harness import run_ranks
-from tests.dist.layers import KINDS, PRECISIONS, B, K, S, V, draw, run_all, run_partial_gradients, run_vocabulary
+from tests.dist.layers import (
+    KINDS,
+    PRECISIONS,
+    B,
+    K,
+    S,
+    V,
+    draw,
+    run_all,
+    run_local_parts,
+    run_partial_gradients,
+    run_vocabulary,
+)
 
 TP = 2
 
@@ -122,3 +134,9 @@ def test_gradients_are_summed_over_tp_as_tags_say(sequence_parallel):
     for rank in range(TP):
         assert torch.equal(ranks[rank]["up_proj.weight"], draw(2, 2, seed=20 + rank)), "a split weight is left alone"
         assert torch.equal(ranks[rank]["none.weight"], draw(6, seed=30 + rank))
+
+
+def test_local_parts_and_their_gradients_are_those_of_to_local():
+    for rank in run_ranks(run_local_parts, TP):
+        for ours, torchs in rank:
+            assert ours == torchs
