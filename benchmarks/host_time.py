@@ -6,6 +6,9 @@
 Sixteen linears of 16 x 16 in a row, one backward for all, thread time by their number: arithmetic is next to nothing,
 and the engine's start is shared as in a model.  Weights' casts are kept.  Calls are Python's, by cProfile.
 
+Also a block of a small model, per microbatch, under tensor and sequence parallelism and under FSDP, each of two
+processes of which only one is there: collectives are called and do nothing.
+
 With Triton, also casts of a gradient into tensor cores' two operands up to the launch, in whose place nothing is done.
 """
 
@@ -27,16 +30,28 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_snip import quant
+from megatron_snip import quant, runtime
+from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.train.setup import build, check
 
 LINEARS, SIDE, PRECISIONS = 16, 16, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
+BLOCKS, MICROBATCHES = 4, 4
+MODEL: dict[str, Any] = {
+    "num_layers": BLOCKS, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,
+    "vocab_size": 128, "micro_batch_size": 1, "mock_data": True, "train_iters": 9, "bf16": True,
+}  # fmt: skip
+PARALLEL: dict[str, dict[str, Any]] = {
+    "tp 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "global_batch_size": MICROBATCHES},
+    "fsdp 2": {"data_parallel_sharding_strategy": "optim_grads_params", "global_batch_size": 2 * MICROBATCHES},
+}
 
 
 def passes() -> dict[str, Callable[[], object]]:
@@ -56,7 +71,7 @@ def passes() -> dict[str, Callable[[], object]]:
     made = {"torch's own": torchs} | {name: _ours(name, x, g, weights) for name in PRECISIONS}
     if triton_cast.installed():
         made |= {f"a cast to launch, {name}": _launched(name) for name in PRECISIONS if name != "bf16"}
-    return made
+    return made | {f"a block, {name}, {of}": _blocks(of, PARALLEL[name]) for of in ("bf16", "fp8") for name in PARALLEL}
 
 
 def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
@@ -74,6 +89,20 @@ def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tenso
         for linear in linears:
             y = linear(y, context)
         return torch.autograd.grad(y, leaves, g)
+
+    return run
+
+
+def _blocks(precision: str, parallel: dict[str, Any]) -> Callable[[], object]:
+    """An iteration's forward and backward on one of two processes."""
+    words = {**MODEL, **parallel, "precision": precision}
+    config, plan = check(Config().replace(**words), 2)
+    parts = build(config, runtime.Runtime(0, 2, 0, torch.device("cpu"), "fake"), plan)
+    batch = parts.train_loader.batch(0)
+    parts.train_loader.close()
+
+    def run() -> object:
+        return parts.stepper.gradients(batch, 1), parts.optimizer.zero_grad()
 
     return run
 
@@ -107,21 +136,25 @@ def _no_launches() -> Iterator[None]:
 
 @_no_launches()
 def measure(repeats: int = 25) -> dict[str, tuple[float, float]]:
-    """Microseconds and Python calls of one linear; the passes take turns."""
+    """Microseconds and Python calls of one linear, cast or block; the passes take turns."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     runs = passes()
+    number = {name: BLOCKS * MICROBATCHES if name.startswith("a block") else LINEARS for name in runs}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(5 + repeats):
         for name, run in runs.items():
             begin = time.thread_time()  # backward too, which on a CPU runs in this thread
             run()
             if turn >= 5:
-                taken[name].append((time.thread_time() - begin) / LINEARS * 1e6)
+                taken[name].append((time.thread_time() - begin) / number[name] * 1e6)
     calls = {}
     for name, run in runs.items():
         profile = cProfile.Profile()
         profile.runcall(run)
-        calls[name] = sum(entry.callcount for entry in profile.getstats()) / LINEARS  # type: ignore[attr-defined]
+        calls[name] = sum(entry.callcount for entry in profile.getstats()) / number[name]  # type: ignore[attr-defined]
     return {name: (statistics.median(taken[name]), calls[name]) for name in runs}
 
 

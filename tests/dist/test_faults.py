@@ -93,6 +93,10 @@ def program(run: Path, options: list[str], agent: list[str] | None, name: str = 
                     os.kill(pid, signal.SIGKILL)
 
 
+def _last_saved(run: Path) -> str:
+    return (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip()
+
+
 def told(run: Path, name: str = "log") -> list[str]:
     return [line for line in (run.parent / name).read_text().splitlines() if line.startswith("error")]
 
@@ -111,7 +115,7 @@ def leaves_at_ctrl_c(process: subprocess.Popen, agent: list[str] | None, run: Pa
     status = process.wait(300)
     assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
     left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
-    assert (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(left_at)
+    assert _last_saved(run) == str(left_at)
     assert "Ctrl-C: the run saves and leaves" in (run.parent / "log").read_text()
 
 
@@ -166,27 +170,42 @@ def test_processes_end_with_their_agent(tmp_path):
         wait_for(lambda: not any(map(alive, ranks.values())), "the end of all processes", 5.0)
 
 
-def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
-    """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1."""
-    run, limit = tmp_path / "run", 24.0
-    with program(run, [*FOREVER, "--distributed-timeout-minutes", str(limit / 60)], ONE_NODE) as agent:
+def test_a_stopped_process_is_named_in_time_and_a_killed_one_at_once(tmp_path):
+    """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1.
+
+    The run starts again, is killed there, and ends.
+    """
+    run, limit, log = tmp_path / "run", 24.0, tmp_path / "log"
+    agent_options = [*ONE_NODE, "--max-restarts=1"]
+    with program(run, [*FOREVER, "--distributed-timeout-minutes", str(limit / 60)], agent_options) as agent:
         wait_for(lambda: rows(run) >= 12, "iteration 12")
         stopped = children(agent.pid)[1]
         os.kill(stopped, signal.SIGSTOP)
         begin = time.monotonic()
-        assert agent.wait(4 * limit) == 1
+        wait_for(lambda: children(agent.pid).get(1, stopped) != stopped, "a restart", 4 * limit)
         took = time.monotonic() - begin
+        (line,) = told(run)
+        for rank in (0, 1):
+            assert "loop.py" in (run / f"stacks/rank_{rank:04d}.txt").read_text()
+        saved, before = _last_saved(run), rows(run)
+        wait_for(lambda: rows(run) > before, "an iteration more")
+        killed = children(agent.pid)[1]
+        os.kill(killed, signal.SIGKILL)
+        assert agent.wait(300) == 1
     assert limit * 0.9 < took < limit * 1.25 + 5.0
-    (line,) = told(run)
     assert f"rank 1 (process {stopped} on {socket.gethostname()}) " in line, line
     assert "is stopped" in line or "no sign of life" in line, line
-    saved = (run / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip()
     assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
-    for rank in (0, 1):
-        assert "loop.py" in (run / f"stacks/rank_{rank:04d}.txt").read_text()
-    assert f"traceback : {line.partition(': ')[2]}" in (tmp_path / "log").read_text(), "torchrun's summary has it too"
+    line = told(run)[-1]
+    assert len(told(run)) == 2, told(run)
+    assert f"rank 1 (process {killed} on {socket.gethostname()}) has ended; its last checkpoint is" in line
+    text = log.read_text()
+    assert f"traceback : {line.partition(': ')[2]}" in text, "torchrun's summary has it too"
+    assert "gloo" not in text and len(text.splitlines()) < 90, "what is left is torchrun's own"
+    assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told_in_one_line(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ["--standalone", "--nproc_per_node=4"]) as agent:
