@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--microxcaling", metavar="DIR", help="checkout of microsoft/microxcaling")
     parser.addoption("--figures", metavar="FILE", help="where tests/validation writes what it measured, as JSON")
     parser.addoption("--transformer-engine", metavar="DIR", help="checkout of NVIDIA/TransformerEngine")
+
+
+def pytest_sessionstart() -> None:
+    """No garbage is looked for while tests are collected: that makes millions of objects, which all stay."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
