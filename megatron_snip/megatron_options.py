@@ -28,7 +28,9 @@ override-opt-param-scheduler
 override-opt_param-scheduler no-check-for-nan-in-loss-and-grad log-params-norm log-num-zeros-in-grad log-progress
 log-straggler log-timers-to-tensorboard log-memory-to-tensorboard log-batch-size-to-tensorboard
 log-validation-ppl-to-tensorboard log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard no-one-logger
-enable-one-logger no-barrier-with-level-1-timing
+enable-one-logger no-barrier-with-level-1-timing no-overlap-p2p-communication overlap-p2p-communication-warmup-flush
+ddp-average-in-collective no-gradient-reduce-div-fusion use-nccl-ub disable-symmetric-registration enable-experimental
+dataloader-fast-cache-load dataloader-defer-npy-index-mmap
 """
 #: Options whose value must be one of these for the run to be the same here (or any), and what to give otherwise.
 _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -42,12 +44,18 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
     **dict.fromkeys(
+        ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
+        (("fp32",), "gradients, master weights and Adam's state are float32 here; give fp32"),
+    ),
+    **dict.fromkeys(
         (
             "attention-backend", "cp-comm-type",
             "transformer-impl", "cross-entropy-fusion-impl", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
             "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",
+            "ddp-bucket-size", "ddp-num-buckets", "dist-ckpt-workers", "tp-comm-overlap-cfg", "one-logger-project",
+            "one-logger-run-name",
         ),
         ((_ANY,), ""),
     ),
@@ -60,7 +68,7 @@ _RATES = "all weights have one learning rate here; leave it out"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("fp8-format", "fp8-recipe", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-param-gather", "fp8-margin",
-         "no-fp8-wgrad", "fp8-interval"), _FP8,
+         "no-fp8-wgrad", "fp8-interval", "keep-fp8-transpose-cache"), _FP8,
     ),
     **dict.fromkeys(("fp4-format", "fp4-recipe", "fp4-param-gather"), _FP4),
     **dict.fromkeys(
@@ -69,6 +77,13 @@ _REFUSED: Mapping[str, str] = {
     "te-precision-config-file": "give --precision plan --precision-plan FILE",
     **dict.fromkeys(("decoupled-lr", "decoupled-min-lr"), _RATES),
     "fp16": "give --bf16",
+    **dict.fromkeys(
+        ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis",
+         "fp16-lm-cross-entropy"),
+        "BF16 needs no loss scale; leave it out",
+    ),
+    "use-precision-aware-optimizer": "Adam's state is float32 here; leave it out",
+    "no-save-optim": "checkpoints have the optimiser's state; --no-load-optim leaves it when you load one",
     "recompute-activations": "give --recompute-granularity selective",
     "grad-reduce-in-bf16": "gradients are reduced in float32 here; leave it out",
     "apply-layernorm-1p": "norms have plain weights that start at 1; leave it out",
@@ -85,6 +100,12 @@ _REFUSED: Mapping[str, str] = {
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
     "pipeline-model-parallel-layout": "give --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
     **dict.fromkeys(("cpu-offloading", "optimizer-cpu-offload"), "everything stays on the device here; leave it out"),
+    **dict.fromkeys(
+        ("data-args-path", "per-split-data-args-path"), "give what the file has to --data-path, or to --train-data-path"
+    ),
+    "test-data-path": "there is no test set here; leave it out, and use tools/evaluate.py",
+    "window-size": "attention sees all earlier tokens here; leave it out",
+    "yaml-cfg": "give --config FILE, a TOML file of options",
     "wandb-entity": "set the environment variable WANDB_ENTITY",
 }  # fmt: skip
 

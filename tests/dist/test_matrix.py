@@ -103,6 +103,7 @@ def under_a_plan(length: int, folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # eight processes of twenty iterations, and five runs of one to compare with
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if world_of(case) > 2 and not case["tied"]])
 def test_losses_under_a_plan_agree_up_to_the_order_of_sums(name, folder):
     """Of several axes, by the bound of test_layouts.py; a tied embedding is not quantised, and says nothing here."""

@@ -83,6 +83,8 @@ def test_with_these_changes_it_runs(caplog):
         ("--normalization", "--normalization: models here have RMSNorm"),
         ("--ckpt-format", "--ckpt-format: give it one value"),
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: gradients, master weights and Adam's state are float32 here"),
+        ("--no-save-optim", "--no-save-optim: checkpoints have the optimiser's state; --no-load-optim leaves it"),
         ("--attention-dropout -1", "--attention-dropout -1: there is no dropout"),
     ],
 )
