@@ -6,7 +6,7 @@
 
 Under sequence parallelism backward keeps this process's rows alone, in wgrad's form.  Rows are cast before they are
 gathered where all linears want one form and that gives the bits of casting the whole: nothing rounds stochastically,
-and blocks, and tiles of swizzled scales, end where rows do.
+and blocks, and tiles of swizzled scales, end where rows do.  One process alone has nothing to gather or to sum.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
 Shapes: T tokens of B sequences, t of them of this process, K input and N output channels.
 """
@@ -222,6 +222,8 @@ def start_sum(x: Tensor, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
 
     The call that is returned waits for the sum [T, C], or with ``scatter`` this process's [t, C] of it.
     """
+    if axis.size == 1:
+        return lambda: x
     if not scatter:
         work, out = dist.all_reduce(x, group=axis.group, async_op=True), x
     else:

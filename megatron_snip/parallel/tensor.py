@@ -318,7 +318,7 @@ def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context:
     region = first.region
     if isinstance(context, Tensor):
         return _as_one_operator(linears, region.enter(x), context)
-    if region.axis.size > 1 and not context.wide and gemm_by_gemm(first.impl):
+    if not context.wide and gemm_by_gemm(first.impl):
         ys = linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, context))
         return [y.unflatten(0, (len(x), -1)) for y in ys]
     x, casts = region.enter(x.double() if context.wide else x), Casts()
@@ -328,7 +328,8 @@ def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context:
 def _group(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext) -> Group:
     """What the linears of x [B, S/tp or S, K] are now."""
     first = linears[0]
-    region, gathers = first.region, first.region.sequence_parallel
+    region = first.region
+    gathers = region.sequence_parallel and region.axis.size > 1
     calls = [linear.linear_call(context, None) for linear in linears]
     tokens = x.shape[0] * x.shape[1] * (region.axis.size if gathers else 1)
     backends = [linear._backends(call, x, tokens) for linear, call in zip(linears, calls, strict=True)]

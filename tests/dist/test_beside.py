@@ -8,8 +8,9 @@ from tests.dist.harness import run_ranks
 from tests.dist.layers import B, K, S, run_copies, run_gathered_operands, run_groups, run_observed, run_order, run_sent
 
 
-def test_bits_are_those_of_one_after_another():
-    for cases in zip(*run_ranks(run_groups, 2, seconds=300.0)):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bits_are_those_of_one_after_another(tp):
+    for cases in zip(*run_ranks(run_groups, tp, seconds=300.0)):
         for case, same in cases:
             assert same, case
 
@@ -20,8 +21,9 @@ def test_operands_for_tensor_cores_are_gathered_as_the_whole_would_lie():
             assert same, case
 
 
-def test_an_observer_sees_the_same():
-    assert all(all(rank) for rank in run_ranks(run_observed, 2))
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_observer_sees_the_same(tp):
+    assert all(all(rank) for rank in run_ranks(run_observed, tp))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -11,6 +11,7 @@ from megatron_snip.parallel.tensor import (
     Region,
     RowParallelLinear,
     VocabParallelEmbedding,
+    linears_of_one_input,
     local,
     make_parameter,
 )
@@ -53,6 +54,14 @@ def test_a_linear_is_the_quantised_one_of_its_name(kind, precision, region, lone
     got = torch.autograd.grad(y, (x, layer.weight), g)
     wanted = torch.autograd.grad(expected, (flat, twin), g.flatten(0, 1))
     assert torch.equal(got[0].flatten(0, 1), wanted[0]) and torch.equal(got[1], wanted[1])
+
+
+def test_linears_of_one_input_are_one_step_of_autograd(region, lone_mesh):
+    """As under tensor parallelism, whose tests compare its bits with those of one linear after another."""
+    x = torch.ones(1, 4, 32, requires_grad=True)
+    layers = [ColumnParallelLinear(name, torch.ones(64, 32), region, lone_mesh.device_mesh) for name in ("a", "b")]
+    steps = [y.grad_fn.next_functions[0][0] for y in linears_of_one_input(layers, x, CONTEXT)]
+    assert steps[0] is steps[1] and "Linears" in steps[0].name()
 
 
 def test_a_linear_tells_its_shape_and_precision(region, lone_mesh):
