@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from torch import Tensor
 
 from examples.study.planted import linears_of
+from megatron_snip.model import attention, llama
+from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, fake_quantize
 from megatron_snip.quant.swiglu import swiglu
 from megatron_snip.train.setup import Parts
@@ -67,21 +70,30 @@ def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[
 @contextmanager
 def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
     """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
-    plain = type(linear)._local_linear
 
-    def forward(x: Tensor, context: Any, casts: Any = None) -> Tensor:
-        y = plain(linear, x, context)
+    def shift(x: Tensor, y: Tensor) -> Tensor:
         flat, w = x.flatten(0, 1), linear.weight
         qx = fake_quantize(flat, fmt, role="input", dim=1)
         qw = fake_quantize(w.detach(), fmt, role="weight", dim=1)
         return y + sign * (qx @ qw.T - flat @ w.T).view_as(y)
 
-    linear._local_linear = forward
-    linear._of_swiglu = lambda gate, up, context: forward(swiglu(gate, up), context)  # of down_proj, which makes it
+    def of_group(linears: Sequence[Any], x: Tensor, context: Any) -> list[Tensor]:
+        ys = linears_of_one_input(linears, x, context)
+        return [shift(x, y) if one is linear else y for one, y in zip(linears, ys, strict=True)]
+
+    def of_module(module: Any, given: tuple[Any, ...], y: Tensor) -> Tensor:
+        x, _, *up = given
+        return shift(swiglu(x, *up) if up else x, y)  # down_proj is given gate and up
+
+    hook = linear.register_forward_hook(of_module)
     try:
-        yield
+        with (
+            mock.patch.object(attention, "linears_of_one_input", of_group),
+            mock.patch.object(llama, "linears_of_one_input", of_group),
+        ):
+            yield
     finally:
-        del linear._local_linear, linear._of_swiglu
+        hook.remove()
 
 
 @contextmanager

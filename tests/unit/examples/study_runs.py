@@ -6,7 +6,8 @@ from pathlib import Path
 
 from examples.study import quality, run, tabulate
 from examples.study.plans import FP4, FP8, probe
-from examples.study.planted import make_parts
+from examples.study.planted import linears_of, make_parts
+from examples.study.truth import batches, loss_of, shifted
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 TOY = """
@@ -64,3 +65,17 @@ def quality_of_arms(folder: Path) -> dict:
         ]
         for arm, weight in (("dL", 0.0), ("dL+own", 1.0))
     }
+
+
+def shifted_losses(folder: Path) -> dict[str, tuple[float, float, float]]:
+    """By linear, the loss without a shift, with one, and after it."""
+    shape = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 1}
+    _, parts = make_parts(folder, micro_batch_size=2, global_batch_size=2, **shape)
+    over, found = batches(parts, 0, 1, 2), {}
+    for name, linear in linears_of(parts).items():
+        before = loss_of(parts, over)
+        with shifted(linear, "fp4", 1.0):
+            inside = loss_of(parts, over)
+        found[name] = before, inside, loss_of(parts, over)
+    parts.train_loader.close()
+    return found

@@ -12,7 +12,7 @@ from examples.study import collect, quality, run
 from examples.study.plans import FP4, FP8, key_of
 from examples.study.setting import read_setting
 from tests.dist.harness import run_ranks
-from tests.unit.examples.study_runs import quality_of_arms, runs
+from tests.unit.examples.study_runs import quality_of_arms, runs, shifted_losses
 
 SETTINGS = sorted((Path(run.__file__).parent / "settings").glob("*.toml"))
 
@@ -46,6 +46,13 @@ def test_tables_tell_what_was_measured(done):
     assert further[middle["plans"]["uniform"]["bf16"]]["loss"]["count"] == 2
     assert further[middle["plans"]["uniform"]["all fp4"]]["loss"]["count"] == 1
     assert {path.name for path in folder.glob("*.png")} == {"study-switch.png", "study-after.png"}
+
+
+def test_every_linear_can_be_shifted(tmp_path):
+    (found,) = run_ranks(shifted_losses, 1, tmp_path)
+    assert len(found) == 7
+    for name, (before, inside, after) in found.items():
+        assert before == after and inside != before, name
 
 
 def test_terms_add_up_to_the_objective(tmp_path):
