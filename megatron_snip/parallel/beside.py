@@ -138,6 +138,8 @@ def _cast(part: Tensor, group: Group, kept_as: Sequence[Wanted]) -> tuple[Mappin
         now = [(form, _sent_as(output) if group.gathers else output) for form, output in dict.fromkeys(wanted)]
     later = group.calls[0].forward_only  # backward comes after another forward, which casts for it
     cast = [*now, *(key for key in kept_as if key[0] is not None and not later)]
+    if len(cast) > 2:  # a kernel writes two forms that follow each other: those of one format, as one linear alone
+        cast.sort(key=_format_name)
     made = dict(zip(cast, cast_operands(part, cast, group.reduce_part), strict=True))
     kept = []
     for form, output in kept_as:
@@ -146,6 +148,11 @@ def _cast(part: Tensor, group: Group, kept_as: Sequence[Wanted]) -> tuple[Mappin
         else:
             kept.append(Operand.unset(form, output, part) if later else made[form, output])
     return {key: made[key] for key in now}, kept
+
+
+def _format_name(wanted: Wanted) -> str:
+    form, _ = wanted
+    return "" if form is None else form.fmt.name
 
 
 def _sent_as(output: Output) -> Output:

@@ -15,7 +15,7 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, name_stream, quantized_linear
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, name_stream, operands, quantized_linear
 
 CONTEXT = StepContext(key=RoundingKey(seed=7, iteration=5, stream=0, row0=256))
 NAME = "layers.3.mlp.up_proj"
@@ -62,6 +62,20 @@ def test_linears_of_one_input_are_one_step_of_autograd(region, lone_mesh):
     layers = [ColumnParallelLinear(name, torch.ones(64, 32), region, lone_mesh.device_mesh) for name in ("a", "b")]
     steps = [y.grad_fn.next_functions[0][0] for y in linears_of_one_input(layers, x, CONTEXT)]
     assert steps[0] is steps[1] and "Linears" in steps[0].name()
+
+
+def test_their_input_is_cast_once_two_forms_of_a_format_after_each_other(region, lone_mesh, monkeypatch):
+    """For a kernel writes two forms in one launch."""
+    seen, cast = [], operands.cast
+    monkeypatch.setattr(
+        operands, "cast", lambda x, forms, *rest, **how: seen.append(forms) or cast(x, forms, *rest, **how)
+    )
+    layers = [ColumnParallelLinear(str(i), torch.ones(128, 128), region, lone_mesh.device_mesh) for i in range(3)]
+    for layer, precision in zip(layers, ("fp4", "fp8", "fp4"), strict=True):
+        layer.precision = LinearPrecision.uniform(precision)
+    linears_of_one_input(layers, torch.ones(1, 128, 128), CONTEXT)
+    (inputs,) = [forms for forms in seen if forms[0].role == "input"]
+    assert [(form.fmt.name, form.dim) for form in inputs] == [("fp4", 1), ("fp4", 0), ("fp8", 1), ("fp8", 0)]
 
 
 def test_a_linear_tells_its_shape_and_precision(region, lone_mesh):
