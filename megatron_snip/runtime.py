@@ -107,6 +107,15 @@ def resolve_backend(backend: str, device: str = "auto") -> tuple[str, str]:
     return backend, device
 
 
+def device_of(backend: str, device: str) -> torch.device:
+    """The kind of device that --distributed-backend and --device ask for; UserError for a GPU where there is none."""
+    kind = resolve_backend(backend, device)[1]
+    if kind == "cuda" and not torch.cuda.is_available():
+        option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
+        raise UserError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
+    return torch.device(kind)
+
+
 def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> None:
     """Set what torch's allocator, cuBLAS and NCCL read when they start; what the user has set stays.
 
@@ -170,9 +179,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:
     """The GPU of a process of this node; over gloo several may share one."""
-    if not torch.cuda.is_available():
-        option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
-        raise UserError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
+    device_of(backend, device)
     gpus = torch.cuda.device_count()
     if local_rank >= gpus and backend == "nccl":
         raise UserError(

@@ -119,6 +119,8 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
         warnings.simplefilter("ignore")  # fake tensors have no address, a fake group no time-out
         if is_for_gpus(config):
             stack.enter_context(_as_on_a_gpu())
+            if not torch.cuda.is_available():  # nobody asks what the GPU is
+                config = config.replace(distributed_backend="auto", device="auto")
         config, plan = check(config, world_size)
         here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
         _join_fake_group(rank, world_size)

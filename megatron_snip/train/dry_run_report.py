@@ -15,7 +15,7 @@ _GIB = 2**30
 
 def is_for_gpus(config: Config) -> bool:
     """Whether devices are taken to be GPUs."""
-    return config.parallel.distributed_backend != "gloo"
+    return config.parallel.distributed_backend != "gloo" or config.parallel.device == "cuda"
 
 
 def _layout(config: Config, world_size: int) -> dict[str, int]:

@@ -109,7 +109,7 @@ def _check_linears(config: Config, plan: Plan | None) -> None:
 
 
 def _device(config: Config) -> torch.device:
-    return torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
+    return runtime.device_of(config.parallel.distributed_backend, config.parallel.device)
 
 
 def _precisions(config: Config, plan: Plan | None) -> list[LinearPrecision]:

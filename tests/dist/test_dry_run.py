@@ -56,6 +56,13 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
             assert other.stretches[0].kept < one.stretches[0].kept == theirs.kept()
 
 
+def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
+    tiny = options_of({**SMALL, "hidden_size": 128, "seq_length": 128, "distributed_backend": "auto"})
+    asked = [tiny, tiny.replace(distributed_backend="nccl"), tiny.replace(device="cuda")]
+    auto, nccl, cuda = ([dataclasses.asdict(one) for one in measure_all(config, 1, [0])] for config in asked)
+    assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
+
+
 def test_a_process_that_holds_the_embedding_alone() -> None:
     ends = {"num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}
     (first,) = measure_all(options_of({**SMALL, **ends}), 2, [0])

@@ -47,6 +47,13 @@ def tokenizer(folder, size: int) -> dict[str, str]:
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "snip"])
+def test_a_gpu_that_is_not_there(config, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = config.replace(precision=precision, distributed_backend="nccl", device="auto")
+    assert refused(asked) == "--distributed-backend nccl needs a GPU and none is here; use gloo"
+
+
 def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
     said = refused(config.replace(vocab_size=39, **tokenizer(tmp_path, 40)))
     assert said == "the tokenizer has 40 tokens, --vocab-size is 39; raise it or drop it"
