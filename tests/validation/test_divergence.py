@@ -26,7 +26,8 @@ QUICK = "narrow"
 #: Where plans are made of the wider model: of several seeds and ages.
 WIDE = tuple(name for name in CHECKPOINTS if name not in (QUICK, "early"))
 
-#: Where the oracle's plan has 0.36 and 0.29 times random's loss increase (docs/evidence.md).
+#: Where the oracle's plan itself had more than a quarter of random's loss increase, as it has on some machines: models
+#: differ from machine to machine by what the order of sums does to 150 or 300 iterations (docs/evidence.md).
 BEYOND_REACH = (("mid", 0.8), ("late", 0.8))
 
 
@@ -138,11 +139,11 @@ def test_plans_end_to_end(measured, figures, checkpoint, target):
 
 @at(QUICK, *WIDE)
 @pytest.mark.parametrize("target", TARGETS)
-def test_plans_cost_a_quarter_of_random_ones(request, measured, figures, checkpoint, target):
-    """[at most 0.25 times random's loss increase; not met where even the oracle's plan has more]"""
-    if (checkpoint, target) in BEYOND_REACH:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the oracle's plan has more than a quarter, too"))
+def test_plans_cost_a_quarter_of_random_ones(measured, figures, checkpoint, target):
+    """[at most 0.25 times random's loss increase; in two cases only where the oracle's plan has no more]"""
     means = increases(measured, figures, checkpoint, target)
+    if (checkpoint, target) in BEYOND_REACH and means["oracle"] > 0.25 * means["random"]:
+        pytest.xfail("the oracle's plan has more than a quarter, too")
     assert means["snip"] <= 0.25 * means["random"]
 
 
