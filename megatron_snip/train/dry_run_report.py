@@ -97,6 +97,8 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
         f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
         f"a plan: {linears} linears x {options} options",
     ]
+    if config.training.compile:
+        lines.append("blocks are counted as without --compile, under which launches and memory differ")
     for one in measured:
         lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, {one.parameters / 1e9:.3f}e9 parameters", ""]
         lines += _aligned(_rows(one))

@@ -63,6 +63,14 @@ def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
     assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp4"])
+def test_blocks_to_be_compiled_are_counted_as_they_are(precision: str) -> None:
+    tiny = options_of({"num_layers": 2, "seq_length": 128, "precision": precision})
+    plain, compiled = (measure_all(config, 1, [0]) for config in (tiny, tiny.replace(compile=True)))
+    assert [dataclasses.asdict(one) for one in compiled] == [dataclasses.asdict(one) for one in plain]
+    assert compiled[0].stretches[0].kept > 0
+
+
 def test_a_process_that_holds_the_embedding_alone() -> None:
     ends = {"num_layers": 1, "pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}
     (first,) = measure_all(options_of({**SMALL, **ends}), 2, [0])

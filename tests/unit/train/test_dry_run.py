@@ -12,6 +12,7 @@ import torch
 from megatron_snip.config import Config
 from megatron_snip.train import dry_run
 from megatron_snip.train.dry_run_counts import KINDS, Measured, Stretch, Tracker
+from megatron_snip.train.dry_run_report import as_text
 
 OPTIONS = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
@@ -104,6 +105,8 @@ def test_text_and_json_and_no_other_file(peaks, tmp_path, monkeypatch, capsys) -
     assert stretch["peak"]["total"] == 2**30 and stretch["flops"] == 10**12 and stretch["launches"]["cast"] == 2
     assert stretch["collectives"] == [{"axis": "tp", "collective": "all-gather", "count": 5, "bytes": 2**30}]
     assert found["layout"]["dp"] == 2 and found["plan"] == {"linears": 28, "options": 2}
+    told = [as_text(Config().replace(**OPTIONS, compile=on), 4, [made_up(0, 1)]) for on in (False, True)]
+    assert ["as without --compile" in text for text in told] == [False, True]
 
 
 def test_what_would_make_it_fit_is_named(peaks) -> None:
