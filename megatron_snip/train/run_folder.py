@@ -83,10 +83,12 @@ def find_start(config: Config, below: int | None = None) -> Start:
 
     below: look among checkpoints before this iteration alone, as that one turned out to be damaged.
     """
-    c, run_dir = config.checkpoint, Path(config.logging.run_dir)
-    for option, folder in (("--run-dir", run_dir), ("--save", config.save_dir)):
-        if environment_rank() == 0:  # other nodes need not see them
-            check_folder(option, folder)
+    c, log, run_dir = config.checkpoint, config.logging, Path(config.logging.run_dir)
+    wandb = log.wandb_save_dir if log.wandb_project else None
+    folders = {"--run-dir": run_dir, "--save": config.save_dir, "--tensorboard-dir": log.tensorboard_dir}
+    for option, folder in {**folders, "--wandb-save-dir": wandb}.items():
+        if folder is not None and environment_rank() == 0:  # other nodes need not see them
+            check_folder(option, Path(folder))
     if c.load and is_hf_folder(Path(c.load)):
         return _start_from_hf(config, Path(c.load), resuming=False)
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
