@@ -38,6 +38,7 @@ class Trainer(RunState):
     def run(self) -> None:
         """Train to the last iteration, or until something asks to leave."""
         t, parts = self.config.training, self.parts
+        self._tell_what_will_not_come()
         if self.iteration == 0 and t.preflight:
             preflight(self.config, parts)
             self.logged = time.perf_counter()
@@ -83,6 +84,33 @@ class Trainer(RunState):
                 break
         if (reason := self._unwritten()) is not None:
             raise UserError(reason)
+
+    def _tell_what_will_not_come(self) -> None:
+        """A line for each thing that the options ask for and that lies beyond this run's iterations or its data."""
+        t, log, snip, planner = self.config.training, self.config.logging, self.config.snip, self.parts.coordinator
+        first, last = self.iteration + 1, t.train_iters
+        if first > last:
+            LOGGER.warning(
+                f"nothing is left to train: iteration {self.iteration} is done, and --train-iters is {last}; raise it"
+            )
+            return
+        later = max(0, -(-(first - snip.snip_start) // snip.snip_interval))
+        probe, lag = snip.snip_start + later * snip.snip_interval, snip.snip_apply_lag
+        if planner is not None and not (planner.plan or planner.pending) and probe + lag > last:
+            LOGGER.warning(
+                f"no plan will take effect: a probe is due at iteration {probe}, its plan {lag} later, and the last "
+                f"iteration is {last}; all linears stay in {snip.snip_warmup_precision}, unless you lower --snip-start"
+            )
+        if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
+            LOGGER.warning(
+                f"--eval-interval is {log.eval_interval}, and there is no validation data; "
+                "give --valid-data-path, or --split a second number above 0"
+            )
+        if log.profile and not first <= log.profile_step_start <= last:
+            LOGGER.warning(
+                f"no profile will be written: --profile-step-start is {log.profile_step_start}, "
+                f"and this run makes iterations {first} to {last}"
+            )
 
     def close(self, *, report: bool) -> None:
         """Let go of files, threads and the solver; write the report if asked."""

@@ -14,7 +14,7 @@ from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.train import loop, same_data
+from megatron_snip.train import loop, same_data, setup
 from megatron_snip.train.step import Stepper
 
 SNIP = {
@@ -114,6 +114,34 @@ def test_a_preflight_runs_every_option_and_a_probe(train_here, tmp_path, monkeyp
     ran.clear()
     train_here(**SNIP, preflight=False, run_dir=str(tmp_path / "without"))
     assert not ran
+
+
+def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("megatron_snip"), "propagate", True)
+
+    def told(**options) -> list[str]:
+        caplog.clear()
+        train_here(**{**SNIP, "train_iters": 2, "preflight": False, "snip_start": 1, **options})
+        starts = ("no plan", "--eval-interval", "no profile", "nothing is left")
+        return [line for line in caplog.messages if line.startswith(starts)]
+
+    saves, real = str(tmp_path / "run/checkpoints"), setup.build_datasets
+    assert not told(run_dir=str(tmp_path / "in time"), eval_interval=1, profile=True, profile_step_start=2)
+    monkeypatch.setattr(setup, "build_datasets", lambda *args: (real(*args)[0], None))
+    assert [line.partition("; ")[0] for line in told(snip_start=2, eval_interval=1, profile=True)] == [
+        "no plan will take effect: a probe is due at iteration 2, its plan 1 later, and the last iteration is 2",
+        "--eval-interval is 1, and there is no validation data",
+        "no profile will be written: --profile-step-start is 10, and this run makes iterations 1 to 2",
+    ]
+    resumed = told(load=saves, train_iters=3, snip_start=2, profile=True, profile_step_start=2)
+    assert [line.partition("; ")[0] for line in resumed] == [
+        "no plan will take effect: a probe is due at iteration 4, its plan 1 later, and the last iteration is 3",
+        "no profile will be written: --profile-step-start is 2, and this run makes iterations 3 to 3",
+    ]
+    assert told(load=saves, train_iters=2) == [
+        "nothing is left to train: iteration 3 is done, and --train-iters is 2; raise it"
+    ]
+    assert read_state(tmp_path / "run/checkpoints", 3)["iteration"] == 3
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):
