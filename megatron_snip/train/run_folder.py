@@ -234,9 +234,10 @@ def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
 def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
     """A run from iteration 0 needs folders without a run, unless `--load` says that it may begin again."""
     run_dir, save = Path(config.logging.run_dir), config.save_dir
+    without = " without --finetune" if config.checkpoint.finetune else ""
     if held := iterations(save):
         raise UserError(
-            f"{save} already holds checkpoints up to iteration {held[0]}; --load {save} continues them, "
+            f"{save} already holds checkpoints up to iteration {held[0]}; --load {save}{without} continues them, "
             "or give another --run-dir and --save"
         )
     other = _save_dir_of(run_dir)
@@ -247,7 +248,7 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
         )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
         raise UserError(
-            f"--run-dir {run_dir} already holds a run; --load {save} continues it, or give another --run-dir"
+            f"--run-dir {run_dir} already holds a run; --load {save}{without} continues it, or give another --run-dir"
         )
 
 

@@ -157,6 +157,12 @@ def test_finetune_takes_weights_into_a_new_run(tmp_path):
     start = find_start(options(tmp_path / "new", load=str(one / "checkpoints"), finetune=True))
     assert (start.iteration, start.state, start.load_iteration) == (0, None, 7)
     assert start.load == one / "checkpoints" and start.run_id != "abc"
+    said = refused(options(one, load=str(one / "checkpoints"), finetune=True), tmp_path)
+    assert f"; --load {one / 'checkpoints'} without --finetune continues them, or give another --run-dir" in said
+    shutil.rmtree(one / "checkpoints")
+    checkpoint(tmp_path / "weights", 7, "abc")
+    said = refused(options(one, load=str(tmp_path / "weights"), finetune=True), tmp_path)
+    assert f"; --load {one / 'checkpoints'} without --finetune continues it, or give another --run-dir" in said
 
 
 def test_weights_alone_need_a_checkpoint(tmp_path):
