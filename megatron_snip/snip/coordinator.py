@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UserError
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
@@ -48,7 +49,10 @@ def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     UserError for an unknown objective, an option that cannot be read, or a target beyond the options.
     """
     get_objective(snip.snip_objective)
-    LinearPrecision.parse(snip.snip_warmup_precision)
+    try:
+        LinearPrecision.parse(snip.snip_warmup_precision)
+    except ValueError as error:
+        raise UserError(f"--snip-warmup-precision {snip.snip_warmup_precision}: {error}") from None
     return check_choices(snip, shapes)
 
 
