@@ -36,14 +36,17 @@ from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, path_word
 from megatron_snip.interop.huggingface import (
+    check_weights,
     hf_config,
     is_hf_folder,
     load_hf,
     model_options,
-    shapes_of,
 )
-from megatron_snip.mesh import build_mesh
+from megatron_snip.mesh import Mesh, build_mesh
+from megatron_snip.model.build import Build
+from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import ModelSpec, spec_of
+from megatron_snip.parallel.tensor import Region
 from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.run_folder import find_checkpoint, saved_options
 
@@ -108,6 +111,14 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
     return "\n".join([*lines, f"{len(rows)} tensors, {total / 1e9:.2f} GB"])
 
 
+def weights_of(config: Config, mesh: Mesh) -> dict[str, Tensor]:
+    """Every weight of the whole model by our name, without memory."""
+    m = config.model
+    build = Build(m, mesh, Region(mesh.tp, False), 0, torch.float32, torch.device("cpu"))
+    tied = not m.untie_embeddings_and_output_weights
+    return dict(LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied).named_parameters())
+
+
 def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
     if not is_hf_folder(hf):
@@ -118,24 +129,29 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     if any((hf / name).is_file() for name in TOKENIZER):  # copied below
         options |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(save.resolve())}
     config = Config().replace(**options)
-    tied = not config.model.untie_embeddings_and_output_weights
     spec = spec_of(config.model)
-    found = {spec.our_name(name): shape for name, shape in shapes_of(hf).items() if "rotary" not in name}
-    shapes = {f"{OURS}{n}": s for n, s in found.items() if n and not (tied and n == "lm_head.weight")}
+    runtime.start("gloo", 10.0, device="cpu")
+    mesh = build_mesh("cpu", pp=1, dp=1, tp=1)
+    weights = weights_of(config, mesh)
+    check_weights(hf, weights, spec)
+    shapes = {f"{OURS}{name}": tuple(weight.shape) for name, weight in weights.items()}
     rows = [(spec.hf_name(name.removeprefix(OURS)), shape, name) for name, shape in shapes.items()]
     total = 4 * sum(map(math.prod, shapes.values()))
     if dry_run:
         print(told(rows, total))
+        runtime.stop()
         return
     if save.exists() and any(save.iterdir()):
         raise UserError(f"--save {save} is not empty; give a new folder")
-    runtime.start("gloo", 10.0, device="cpu")
-    saver = Saver(save, CheckpointConfig(), build_mesh("cpu", pp=1, dp=1, tp=1), secrets.token_hex(8), 0)
+    not_finite: list[str] = []
+    saver = Saver(save, CheckpointConfig(), mesh, secrets.token_hex(8), 0)
     with tqdm(total=2 * total, unit="B", unit_scale=True, desc="import") as bar:  # looked at, then written
 
         def read(name: str) -> Tensor:
             tensor = torch.empty(shapes[name])
             load_hf(hf, {name.removeprefix(OURS): tensor}, spec)
+            if not tensor.isfinite().all():
+                not_finite.append(spec.hf_name(name.removeprefix(OURS)))
             bar.update(tensor.nbytes)
             return tensor
 
@@ -147,6 +163,8 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
         saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
     saver.close()
     runtime.stop()
+    if not_finite:
+        raise UserError(f"{hf}: {not_finite[0]} is not finite, so nothing can load {save}; give another model")
     copy_files(hf, [*TOKENIZER, GENERATION], save)
     write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
     print(

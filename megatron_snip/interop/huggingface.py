@@ -99,6 +99,9 @@ def model_options(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {key} is {found[key]!r}, and this package has {wanted!r} alone; {way_out}")
     if missing := [theirs for theirs in _SAME.values() if type(found.get(theirs)) is not int or found[theirs] < 1]:
         raise UserError(f"{path}: {missing[0]} is {found.get(missing[0])!r}, not a number above 0; {way_out}")
+    if quantised := found.get("quantization_config"):
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UserError(f"{path}: the weights are quantised ({kind}); give the model's folder in BF16, FP16 or float32")
     options: dict[str, Any] = {"model_name": spec.name, **{ours: found[theirs] for ours, theirs in _SAME.items()}}
     options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
     options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
@@ -140,32 +143,33 @@ def check_model(folder: Path, m: ModelConfig) -> None:
             raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
 
 
+def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """UserError unless a Hugging Face folder has every weight, each by our name, in this shape."""
+    saved = _tensors(folder)
+    for name, tensor in weights.items():
+        theirs = spec.hf_name(name)
+        size = getattr(saved.get(theirs), "size", None)
+        if size is None:
+            raise UserError(f"{folder}: its .safetensors have no {theirs}; download the missing files")
+        if tuple(size) != tuple(tensor.shape):
+            raise UserError(
+                f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
+                "options to its config.json"
+            )
+
+
 def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Read weights in place, each by our name, sharded or whole; every process calls it and reads its own part alone.
 
     UserError, before anything is read, for a missing tensor or one of another shape.
     """
-    reader = _reader(folder)
-    saved = _tensors(folder)
+    check_weights(folder, weights, spec)
     theirs = {spec.hf_name(name): tensor for name, tensor in weights.items()}
-    for name, tensor in theirs.items():
-        size = getattr(saved.get(name), "size", None)
-        if size is None or tuple(size) != tuple(tensor.shape):
-            shape = None if size is None else list(size)
-            raise UserError(
-                f"{folder}: {name} has shape {shape}, the model's is {list(tensor.shape)}; match the model "
-                "options to its config.json"
-            )
     try:
-        dcp_load(theirs, storage_reader=reader)
+        dcp_load(theirs, storage_reader=_reader(folder))
     except CheckpointException as error:  # a BaseException, the same on every process
         rank, (first, _) = min(error.failures.items())
         raise UserError(f"{folder}: rank {rank} could not read it ({first}); check its files") from error
-
-
-def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a Hugging Face folder by its name there."""
-    return {name: tuple(tensor.size) for name, tensor in _tensors(folder).items()}
 
 
 def _tensors(folder: Path) -> dict[str, Any]:

@@ -83,13 +83,6 @@ class ModelSpec:
         first, dot, rest = name.partition(".")
         return f"{self.names[first]}{dot}{rest}"
 
-    def our_name(self, name: str) -> str | None:
-        """Our name of Hugging Face's parameter; None if we have none."""
-        for ours, theirs in self.names.items():
-            if name.startswith(f"{theirs}."):
-                return ours + name.removeprefix(theirs)
-        return None
-
 
 #: --model-name -> model; `model/__init__.py` imports the files that fill it.
 MODELS: dict[str, ModelSpec] = {}

@@ -161,6 +161,29 @@ def test_what_cannot_be_read_is_one_line(change, message, tmp_path):
     assert message in said and not (tmp_path / "in").exists()
 
 
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_a_model_with_a_part_missing_is_not_imported(dry_run, tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    sorted((tmp_path / "hf").glob("*.safetensors"))[-1].unlink()
+    words = ("import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in"), *dry_run)
+    assert "its .safetensors have no model." in run_ranks(convert, 1, *words)[0] and not (tmp_path / "in").exists()
+
+
+def test_a_model_that_nothing_can_load_is_told(tmp_path):
+    """A checkpoint of it would not be one to continue from; tensors that the model does not have stay behind."""
+    model = theirs(tmp_path / "hf", **CASES["small"])
+    weights = {**model.state_dict(), "model.layers.2.mlp.up_proj.weight": torch.zeros(256, 128)}
+    model.save_pretrained(tmp_path / "more", state_dict=weights)
+    words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
+    assert run_ranks(convert, 1, *words) == [""]
+    assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    words = ("import", "--hf", str(tmp_path / "nan"), "--save", str(tmp_path / "nan_in"))
+    assert "model.norm.weight is not finite, so nothing can load" in run_ranks(convert, 1, *words)[0]
+
+
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     _, options = imported(tmp_path, **CASES["small"])
     for more, message in (

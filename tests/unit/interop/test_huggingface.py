@@ -105,8 +105,6 @@ def test_names_are_theirs(case, lone_mesh):
     spec, stage = spec_of(m), make_stage(m, lone_mesh, tied=False)
     names = {spec.hf_name(name): tensor for name, tensor in stage.state_dict().items()}
     their_model(m, tied=False).load_state_dict(names, strict=True)
-    assert [spec.our_name(name) for name in names] == list(stage.state_dict())
-    assert spec.our_name("model.embed_positions.weight") is spec.our_name("model.normal.weight") is None
 
 
 def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
@@ -114,9 +112,7 @@ def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
     weights = {LLAMA.hf_name(name): tensor.detach() for name, tensor in stage.named_parameters()}
     del weights["model.layers.1.mlp.up_proj.weight"]
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"model.layers.1.mlp.up_proj.weight has shape None, the model's is \[160, 64\]"
-    ):
+    with pytest.raises(UserError, match=r"have no model.layers.1.mlp.up_proj.weight; download the missing files"):
         load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
 
 
@@ -164,6 +160,10 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
         check_model(tmp_path, dataclasses.replace(m, model_name="llama"))
     (tmp_path / "config.json").write_text(json.dumps({**found, "use_sliding_window": True}))
     with pytest.raises(UserError, match="use_sliding_window is True, and this package has False alone"):
+        model_options(tmp_path)
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in Qwen3-0.6B-FP8
+    (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": quantised}))
+    with pytest.raises(UserError, match=r"the weights are quantised \(fp8\); give the model's folder in BF16"):
         model_options(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["Qwen2ForCausalLM"]}))
     with pytest.raises(UserError, match="only LlamaForCausalLM, Qwen3ForCausalLM can be read"):
