@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
@@ -77,7 +78,8 @@ def attach(
     the output layer.  options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.
     impl: as --linear-impl.  Call it on every process alike, where the model lies on its device and torch.distributed is
     started: after FSDP2's ``fully_shard``, before or after DDP.  A copy of the model has its linears as they were.
-    UserError if no linear is left, or an option is unknown or cannot run here.
+    If it was attached before, what that returned is detached.
+    UserError if no linear is left, one has a forward of its own, or an option is unknown or cannot run here.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     taken = _taken(model, linears)
@@ -98,6 +100,12 @@ def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear],
         if unmatched:
             raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
         taken = {name: m for name, m in found.items() if any(fnmatchcase(name, pattern) for pattern in linears)}
+    for name, linear in taken.items():
+        again = isinstance(linear.forward, AttachedLinear)
+        if not again and getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
+            raise UserError(
+                f"attach: {name} ({type(linear).__name__}) has a forward of its own; leave it out of linears"
+            )
     if not taken:
         raise UserError(f"attach: no nn.Linear was taken; the model's are {_some(found)}")
     return taken
@@ -183,6 +191,8 @@ class Snip:
         """Forward and backward of one batch; the gradient is of the mean over all processes."""
         self._forget_rows()
         loss, size = loss_of(), self._mesh.dp.size
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise UserError(f"probe: the loss is a {type(loss).__name__} without a gradient; return the model's loss")
         if loss.numel() != 1:
             raise UserError(f"probe: the loss has shape {list(loss.shape)}; return one number, the mean over tokens")
         seen = self._most_rows()
@@ -200,6 +210,9 @@ class Snip:
     def _check_wrapped(self) -> None:
         if not self.sharded and _fsdp(self.model):
             raise UserError("the model was sharded by FSDP2 after attach; call attach after fully_shard")
+        for name, linear in self.linears.items():
+            if vars(linear.module).get("forward") is not linear:
+                raise UserError(f"{name} is not attached any more; call attach again")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
         """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.
@@ -237,11 +250,11 @@ class Snip:
             target=snip.snip_target, measure=measure_of(choices.free), gemm_times="nominal",
         )  # fmt: skip
 
-    def apply(self, plan: Plan | str) -> None:
+    def apply(self, plan: Plan | str | Path) -> None:
         """Run every linear as a plan, or a plan's file, says; UserError if it is of other linears or cannot run."""
         self._check_wrapped()
-        source = plan if isinstance(plan, str) else "plan"
-        plan = Plan.load(plan) if isinstance(plan, str) else plan
+        source = "plan" if isinstance(plan, Plan) else str(plan)
+        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check_names(self.linears, source)
         for name, linear in self.linears.items():
             check_linear(self.impl, plan.linears[name], linear.module.weight.device)
@@ -263,7 +276,8 @@ class Snip:
     def detach(self) -> None:
         """Give the model's linears back as they were; weights stay."""
         for linear in self.linears.values():
-            linear.module.__dict__.pop("forward", None)
+            if vars(linear.module).get("forward") is linear:
+                del linear.module.forward
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:

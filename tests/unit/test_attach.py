@@ -224,7 +224,8 @@ def test_plans_travel_by_file(mixed, tmp_path):
     snip = attach(mixed)
     snip.probe(lambda: loss_of(mixed))
     snip.solve(0.5).save(tmp_path / "plan.json")
-    snip.apply(str(tmp_path / "plan.json"))
+    for path in (str(tmp_path / "plan.json"), tmp_path / "plan.json"):
+        snip.apply(path)
     assert snip.plan.achieved == 0.5
     assert snip.solve(0.5, granularity="gemm", fix="blocks.0=fp8").linears["blocks.0"] == LinearPrecision.uniform("fp8")
 
@@ -238,6 +239,8 @@ def test_plans_travel_by_file(mixed, tmp_path):
         (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
         (lambda m: attach(m).probe(), "probe: no loss; give what runs the model"),
         (lambda m: attach(m).probe(lambda: m(IDS)), "the loss has shape [2, 128, 50]; return one number"),
+        (lambda m: attach(m).probe(lambda: loss_of(m).item()), "the loss is a float without a gradient; return"),
+        (lambda m: attach(m).probe(lambda: loss_of(m).detach()), "the loss is a Tensor without a gradient; return"),
         (lambda m: attach(m).solve(0.75), "this objective needs statistics; probe first"),
         (lambda m: attach(m).solve(0.75, targets=1), "unknown option 'targets'"),
         (lambda m: attach(m).solve(1.5, objective="random"), "--snip-target 1.5 is more than the options"),
@@ -249,6 +252,35 @@ def test_mistakes(mistake, said, mixed):
     with pytest.raises(ValueError) as info:
         mistake(mixed)
     assert said in str(info.value)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_linear_that_computes_something_else_is_not_taken(mixed):
+    """As torchao's Float8Linear, or one that accelerate has hooked: what it does would be lost without a word."""
+    mixed.blocks[1] = Doubled(64, 64)
+    with pytest.raises(ValueError, match=r"blocks.1 \(Doubled\) has a forward of its own; leave it out of linears"):
+        attach(mixed)
+    plain = mixed.blocks[0].forward
+    mixed.blocks[0].forward = lambda x: 2 * plain(x)
+    with pytest.raises(ValueError, match=r"blocks.0 \(Linear\) has a forward of its own"):
+        attach(mixed, ["blocks.0"])
+    del mixed.blocks[0].forward
+    assert list(attach(copy.deepcopy(mixed), ["blocks.0"]).linears) == ["blocks.0"]
+
+
+def test_the_last_attach_counts(mixed):
+    """What was returned before, or is detached, would apply plans to nothing."""
+    first = attach(mixed)
+    second = attach(mixed)
+    first.detach()
+    assert vars(mixed.blocks[0])["forward"] is second.linears["blocks.0"]
+    for late in (lambda: first.apply(Plan.uniform(first.linears, "fp4")), lambda: first.probe(lambda: loss_of(mixed))):
+        with pytest.raises(ValueError, match="blocks.0 is not attached any more; call attach again"):
+            late()
 
 
 def test_half_precision_is_refused(mixed):
