@@ -219,14 +219,23 @@ def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics
     return found, parts.mesh.rank == 0
 
 
+def check_shares(config: Config, shares: Sequence[float]) -> None:
+    """UserError for a share that no plan can have, before hours of probing."""
+    shapes = snip_shapes(config)
+    for share in shares:
+        try:
+            check_choices(config.replace(snip_target=share).snip, shapes)
+        except UserError as error:
+            raise UserError(str(error).replace("--snip-target", "--shares", 1)) from None
+
+
 def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:
     """A plan for each share of the FLOPs, by the name of its file."""
-    shapes = snip_shapes(config, stats.shapes)
-    planner = Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
-    found = {}
+    found, shapes = {}, snip_shapes(config, stats.shapes)
     for share in shares:
-        each = Planner(config.replace(snip_target=share), stats, shapes, planner.choices, planner.times)
-        found[f"plan_{round(100 * share)}"] = each.solve("snip")
+        each = config.replace(snip_target=share)
+        planner = Planner(each, stats, shapes, check_choices(each.snip, shapes), read_times(each.snip))
+        found[f"plan_{round(100 * share)}"] = planner.solve("snip")
     return found
 
 
@@ -297,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = Path(own.output)
     check_output("--output", output / "report.html")
     config, start = options_of(own, rest)
+    check_shares(config, shares)
     each, writes = measure(config, start, own.batches)
     if writes:
         stats = Statistics.mean(each)

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_snip import runtime
@@ -50,6 +51,12 @@ def analyse(*words: str) -> tuple[str, str]:
         except ValueError as error:
             return "", str(error)
     return said.getvalue(), ""
+
+
+def analyse_unprobed(*words: str) -> tuple[str, str]:
+    """The same where it does not come to the probe."""
+    analyse_tool.measure = lambda *args: pytest.fail("it has probed")
+    return analyse(*words)
 
 
 def logits_of(options: dict[str, Any], load: Path, iteration: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
-from tests.dist.converting import analyse
+from tests.dist.converting import analyse, analyse_unprobed
 from tests.dist.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
 from tests.unit.train.recorded import shown
@@ -106,6 +106,22 @@ def test_json_lines_are_read_too(model, analysed, tmp_path):
     assert run_ranks(analyse, 1, *words)[0][1] == ""
     one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "lines"))
     assert other.loss == pytest.approx(one.loss, rel=0.1)
+
+
+def test_formats_without_fp4_are_compared(model, tmp_path):
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL]
+    assert run_ranks(analyse, 1, *words, "--formats", "fp8,mxfp8", "--shares", "0")[0][1] == ""
+    assert Plan.load(tmp_path / "out/plan_0.json").achieved == 0
+
+
+def test_a_share_out_of_reach_is_told_before_the_probe(model, tmp_path):
+    """Hours of it would be lost."""
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL]
+    for more, message in (
+        (["--formats", "fp8", "--shares", "0.25"], "--shares 0.25 is more than the options fp8 can save (0.000)"),
+        (["--snip-fix", "layers.0.*=bf16"], "--shares with --snip-fix 'layers.0.*=bf16': target 0.9 is out of reach"),
+    ):
+        assert run_ranks(analyse_unprobed, 1, *words, *more)[0][1].startswith(message)
 
 
 @pytest.mark.parametrize(
