@@ -93,9 +93,10 @@ def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> d
     result = {}
     for key in job.keys:
         if not isinstance(text := record.get(key), str):
-            if text is None:
+            if key not in record:
                 raise UserError(f'it has no key "{key}"; name the key of its text with --json-keys')
-            raise UserError(f'it has a {type(text).__name__} for the key "{key}", not a string')
+            kind = "null" if text is None else f"a {type(text).__name__}"
+            raise UserError(f'it has {kind} for the key "{key}", not a string')
         if key == job.keys[0] and job.sample_fraction < 1 and not _is_chosen(job, text):
             return {}
         ids = tokenizer.encode(text)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
     parser.add_argument("--compare", action="store_true", help="one report of the first run beside the others")
     parser.add_argument("--output", type=path_word, metavar="FILE", help="the report's file")
-    own = parser.parse_args(arguments)
+    own = parser.parse_intermixed_args(arguments)
     try:
         print(report(own.runs, own.compare, own.output))
     except (UserError, OSError) as error:

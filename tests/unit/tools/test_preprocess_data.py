@@ -125,6 +125,7 @@ BAD_LINES = {
     "no object": (b"[1]", "it is a list, not an object"),
     "no key": (b'{"body": "1"}', 'it has no key "text"; name the key of its text with --json-keys'),
     "no string": (b'{"text": [1]}', 'it has a list for the key "text", not a string'),
+    "null": (b'{"text": null}', 'it has null for the key "text", not a string'),
     "no utf-8": (b'{"text": "\xff\xfe"}', "unusable"),
     "half a pair": (b'{"text": "1 \\ud800"}', "half of a surrogate pair"),
     "a key twice": (b'{"text": "1", "text": "2"}', "key 'text' is there twice"),
@@ -194,7 +195,10 @@ def test_other_kinds_of_input_give_the_same_dataset(tmp_path, workers):
 def test_a_bad_row_is_named(tmp_path, capsys):
     pq.write_table(pa.table({"text": ["1 2", None]}), tmp_path / "a.parquet")
     assert main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "o"), *NULL]) == 1
-    assert f'{tmp_path / "a.parquet"} row 1 is unusable: it has no key "text"' in capsys.readouterr().err
+    assert (
+        f'{tmp_path / "a.parquet"} row 1 is unusable: it has null for the key "text", not a string'
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("option", preprocess_data.REFUSED)

@@ -26,6 +26,7 @@ def test_one_report_of_several_runs(runs, tmp_path, capsys):
     assert main([*runs, "--compare"]) == 0
     assert capsys.readouterr().out.endswith(f"{runs[0]}/compare.html\n")
     assert len(shown(tmp_path / "one/compare.html")["Loss"]) == 2 and not (tmp_path / "one/report.html").exists()
+    assert main([runs[0], "--compare", runs[1]]) == 0, "the option between the runs"
     assert main([*runs, "--compare", "--output", str(tmp_path / "new/both.html")]) == 0
     assert "Plans" in shown(tmp_path / "new/both.html")
 
