@@ -259,7 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         split = {field.name for field in dataclasses.fields(ParallelConfig)} & vars(options).keys()
         parallel = ParallelConfig(**{name: getattr(options, name) for name in split})
-        files, notes = TARGETS[options.to](Plan.load(options.plan), parallel)
+        plan = Plan.load(options.plan)
+        if others := [name for name in plan.linears if linear_place(name) is None]:
+            raise UserError(
+                f"{options.plan}: {others[0]!r} is no linear of a Llama's or Qwen3's blocks; give a plan of one"
+            )
+        files, notes = TARGETS[options.to](plan, parallel)
         for name, text in files.items():
             path = Path(options.output) / name
             check_output("--output", path)

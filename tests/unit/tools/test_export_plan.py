@@ -159,6 +159,16 @@ def test_errors_are_one_line(target, save, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_of_another_model_is_one_line(target, capsys, tmp_path):
+    """As `megatron_snip.attach` makes of any model."""
+    Plan.uniform(["layers.0.attention.wq"], "fp8").save(tmp_path / "plan.json")
+    assert main([str(tmp_path / "plan.json"), "--to", target, "--output", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "plan.json: 'layers.0.attention.wq' is no linear of a Llama's or Qwen3's blocks; give" in said
+    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 def test_stages_divide_the_blocks(save, capsys):
     path = save("mxfp8")
     assert main([str(path), "--to", "megatron", "--output", "x", "--pipeline-model-parallel-size", "5"]) == 1
