@@ -116,12 +116,17 @@ def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
 
 
-def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
-    """The prefix of an indexed dataset with the tokens of --data, made in a folder where it is text."""
+def indexed(data: Path) -> str | None:
+    """The prefix of an indexed dataset that --data names, by it or by one of its files; None for text."""
     if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
         return str(data.with_suffix("")) if data.suffix else str(data)
-    if Path(f"{data}.idx").is_file():
-        return str(data)
+    return str(data) if Path(f"{data}.idx").is_file() else None
+
+
+def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
+    """The prefix of an indexed dataset with the tokens of --data, made in a folder where it is text."""
+    if (there := indexed(data)) is not None:
+        return there
     folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / "data"
     if data.suffix == ".jsonl":
@@ -172,9 +177,10 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     p = given.parallel
     runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     kind, model = given.data.tokenizer_type, given.data.tokenizer_model
-    if is_hf_folder(Path(own.model)) and model is None:
+    holds_tokenizer = any((Path(own.model) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if is_hf_folder(Path(own.model)) and model is None and holds_tokenizer:
         kind, model = "HuggingFaceTokenizer", own.model
-    if model is None and not Path(f"{own.data}.idx").is_file():
+    if model is None and indexed(Path(own.data)) is None:
         raise UserError(f"--data {own.data} is text, and {own.model} names no tokenizer; give --tokenizer-model")
     prefix = on_rank_0(lambda: tokenised(Path(own.data), kind, str(model), Path(own.output)))
     if runtime.environment_rank() == 0:

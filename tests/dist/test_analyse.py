@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
@@ -106,6 +107,21 @@ def test_json_lines_are_read_too(model, analysed, tmp_path):
     assert run_ranks(analyse, 1, *words)[0][1] == ""
     one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "lines"))
     assert other.loss == pytest.approx(one.loss, rel=0.1)
+
+
+def test_a_model_without_a_tokenizer_takes_tokens(tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    (tmp_path / "text.txt").write_text("text")
+    with IndexedDatasetBuilder(tmp_path / "tokens", "u2") as builder:
+        builder.add_document([7] * 1024)
+    words = [str(tmp_path / "hf"), "--output", str(tmp_path / "out"), *SMALL, "--data"]
+    for data, message in (
+        ("tokens", ""),
+        ("tokens.bin", ""),
+        ("text.txt", "names no tokenizer; give --tokenizer-model"),
+    ):
+        error = run_ranks(analyse, 1, *words, str(tmp_path / data))[0][1]
+        assert message in error and bool(error) == bool(message), data
 
 
 def test_formats_without_fp4_are_compared(model, tmp_path):
