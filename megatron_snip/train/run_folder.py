@@ -67,6 +67,8 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
         found, passed_over = newest(folder, below)
         for why in passed_over:
             LOGGER.warning(f"passed over {why}")
+        if found is None and iterations(folder / "checkpoints"):  # of a run folder
+            raise UserError(f"{folder} holds no checkpoint itself, but {folder}/checkpoints does; give that folder")
         return folder, found
     if folder_of(folder, step).is_dir():
         try:

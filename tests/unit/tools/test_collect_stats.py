@@ -101,8 +101,10 @@ def test_bad_options(words, said, collect, tmp_path):
 
 
 def test_bad_places(collect, finished_run, tmp_path):
-    with pytest.raises(ValueError, match=f"--load {finished_run}: no checkpoint is there; give a folder of"):
+    with pytest.raises(ValueError, match=f"but {finished_run}/checkpoints does; give that folder"):
         collect(load=finished_run)
+    with pytest.raises(ValueError, match=f"--load {tmp_path}: no checkpoint is there; give a folder of"):
+        collect(load=tmp_path)
     with pytest.raises(ValueError, match="--load names no checkpoint"):
         main(["--output", str(tmp_path / "x")])
     with pytest.raises(ValueError, match="is a folder; give a file"):

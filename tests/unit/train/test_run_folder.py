@@ -82,6 +82,13 @@ def hf_folder(folder: Path) -> Path:
     return folder
 
 
+def test_a_run_folder_in_place_of_its_checkpoints(tmp_path):
+    used(tmp_path / "old", "a", 20)
+    said = f"{tmp_path}/old holds no checkpoint itself, but {tmp_path}/old/checkpoints does; give that folder"
+    for option in ("load", "pretrained_checkpoint"):
+        assert refused(options(tmp_path / "new", **{option: str(tmp_path / "old")}), tmp_path) == said
+
+
 def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monkeypatch):
     """So one command line starts the run and continues it."""
     run, saves, other = tmp_path / "run", tmp_path / "run/checkpoints", used(tmp_path / "other", "abc", 7)
