@@ -206,6 +206,28 @@ def test_a_stopped_process_is_named_in_time_and_a_killed_one_at_once(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
+    """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1."""
+    run, limit = tmp_path / "run", 24.0
+    with program(run, [*FOREVER, "--distributed-timeout-minutes", str(limit / 60)], ONE_NODE) as agent:
+        wait_for(lambda: rows(run) >= 12, "iteration 12")
+        stopped = children(agent.pid)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert agent.wait(4 * limit) == 1
+        took = time.monotonic() - begin
+    assert limit * 0.9 < took < limit * 1.25 + 5.0
+    (line,) = told(run)
+    assert f"rank 1 (process {stopped} on {socket.gethostname()}) " in line, line
+    assert "is stopped" in line or "no sign of life" in line, line
+    saved = _last_saved(run)
+    assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
+    for rank in (0, 1):
+        assert "loop.py" in (run / f"stacks/rank_{rank:04d}.txt").read_text()
+    assert f"traceback : {line.partition(': ')[2]}" in (tmp_path / "log").read_text(), "torchrun's summary has it too"
+
+
+@pytest.mark.slow
 def test_a_killed_process_is_told_in_one_line(tmp_path):
     run = tmp_path / "run"
     with program(run, FOREVER, ["--standalone", "--nproc_per_node=4"]) as agent:
