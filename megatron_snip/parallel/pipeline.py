@@ -158,5 +158,6 @@ class Pipeline:
         return own_tokens(x, self.mesh.cp)
 
     def _share(self, losses: Sequence[Tensor]) -> float:
-        self.losses = [float(loss.detach()) for loss in losses]
+        # read at once: the host waits for the device one time, and not for every microbatch
+        self.losses = torch.stack([loss.detach() for loss in losses]).flatten().cpu().numpy().tolist() if losses else []
         return sum(self.losses)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward
@@ -14,9 +19,11 @@ __all__ = ["Schedule1F1B", "ScheduleInterleaved1F1B", "Stage"]
 
 
 class Stage(PipelineStage):
-    """torch's stage, but data parallel collectives follow the sharding strategy.
+    """torch's stage, but data parallel collectives follow the sharding strategy, and buffers live as long as they must.
 
-    torch's own reduces all gradients after the last backward; here they are reduced beside it.
+    torch's own reduces all gradients after the last backward; here they are reduced beside it.  torch's own keeps what
+    it receives into, an activation and a gradient for each microbatch of the batch, for the whole run; here one comes
+    to be when its receive is posted, and goes when its microbatch is through.
     """
 
     def __init__(self, sharding: str, *args: Any, **options: Any) -> None:
@@ -32,7 +39,40 @@ class Stage(PipelineStage):
         """
         assert kwargs is not None
         kwargs = {**kwargs, "sample_index": kwargs["sample_index"].tolist()}
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
+        result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
+        _free(self.args_recv_info[fwd_chunk_id])  # autograd keeps what backward needs
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *rest: Any, **more: Any) -> None:
+        """One microbatch's backward; overrides torch's."""
+        super().backward_one_chunk(bwd_chunk_id, loss, *rest, **more)
+        if not self.has_backward:  # torch calls it in evaluation too
+            return
+        _free(self.grad_recv_info[bwd_chunk_id])
+        if loss is not None:
+            loss.detach_()  # it is kept to the end of the batch, and its graph holds the stage's input
+
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **options)
+
+    def _prepare_backward_infra(self, *args: Any, **options: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **options)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Inside, torch makes its buffers for the whole batch, without memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
+        for info in recv_infos:
+            _move(info, self.device)
+        return super()._get_recv_ops(recv_infos)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """One microbatch's backward; overrides torch's."""
@@ -41,3 +81,14 @@ class Stage(PipelineStage):
         before_backward(self.submod, self._sharding, last=last_backward)
         values = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*values), None
+
+
+def _free(recv_infos: Sequence[Any]) -> None:
+    for info in recv_infos:
+        _move(info, torch.device("meta"))
+
+
+def _move(info: Any, device: torch.device) -> None:
+    """Put another tensor in the place of the buffer, if there is one: the ends of a pipeline have none on one side."""
+    if isinstance(buffer := getattr(info, "buffer", None), Tensor):
+        info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)

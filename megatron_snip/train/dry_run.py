@@ -11,7 +11,7 @@ gloo: `scaled_mm`, the fused norm, and blocks of 512 bytes.  Not counted: what a
 (cuBLAS's workspace), NCCL's buffers, and what a caching allocator cannot fill.
 
 Of many microbatches a few are run, enough for the pipeline to be full; a further one adds to the counts what lies
-between the last two of them, and nothing to the peak.
+between the last two of them, and nothing to the peak.  An interleaved pipeline repeats itself after each of its rounds.
 
 Blocks are run as without --compile, since a compiler does not take fake tensors: a compiled block launches less, and
 keeps other tensors.
@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_snip import runtime
@@ -129,13 +130,13 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
         _join_fake_group(rank, world_size)
         stack.callback(dist.destroy_process_group)
         tracker = Tracker(GPU_GRANULE if is_for_gpus(config) else 1)
-        few, share = _few_microbatches(config, config.data_parallel_size(world_size))
+        few, left_out, forwards = _few_microbatches(config, config.data_parallel_size(world_size))
         mesh = mesh_of(config, here)
         tracker.name_axes(mesh)
-        stack.enter_context(_on_fake_tensors())
+        stack.enter_context(_on_fake_tensors(tracker))
         stack.enter_context(tracker)
         parts = build(few.replace(compile=False), here, plan, draw=False, mesh=mesh)
-        return _Stretches(config, few, share, parts, tracker).measured()
+        return _Stretches(config, few, (left_out, forwards), parts, tracker).measured()
 
 
 def _join_fake_group(rank: int, world_size: int) -> None:
@@ -145,19 +146,25 @@ def _join_fake_group(rank: int, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _on_fake_tensors() -> Iterator[None]:
+def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
     """Inside, tensors are fake but for a mesh's tables of ranks, and arrays read from them are zeros."""
-    plain = DeviceMesh.__init__
+    name = "_propagate_tensor_meta_non_cached"
 
-    def init(*args: object, **options: object) -> None:
-        with _disable_current_modes():
-            plain(*args, **options)  # type: ignore[arg-type]
+    def apart(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object, **options: object) -> Any:
+            with _disable_current_modes():
+                return plain(*args, **options)
+
+        return run
 
     def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        tracker.counts["read",] += 1
         return np.zeros(tuple(tensor.shape))
 
     with (
-        mock.patch.object(DeviceMesh, "__init__", init),
+        mock.patch.object(DeviceMesh, "__init__", apart(DeviceMesh.__init__)),
+        # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
+        mock.patch.object(ShardingPropagator, name, apart(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights need no second life: torch cannot put another tensor in the place of a fake one
         mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
@@ -222,22 +229,28 @@ def _fused_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -
     return y
 
 
-def _few_microbatches(config: Config, dp: int) -> tuple[Config, int]:
-    """The options with a batch that fills the pipeline and has two microbatches more, and how many are left out."""
+def _few_microbatches(config: Config, dp: int) -> tuple[Config, int, int]:
+    """The options with a batch that fills the pipeline and goes on a while, how often what lies between its last
+    forwards is left out, and how many forwards that is.
+    """
     p, t, wanted = config.parallel, config.training, config.num_microbatches(dp)
-    if is_interleaved(config.model.num_layers, p):  # whose microbatches come in rounds
-        return config.replace(rampup_batch_size=()), 0
-    few = min(wanted, p.pipeline_model_parallel_size + 2)
-    return config.replace(global_batch_size=few * t.micro_batch_size * dp, rampup_batch_size=()), wanted - few
+    pp, each, times, forwards = p.pipeline_model_parallel_size, 1, p.pipeline_model_parallel_size + 2, 1
+    if is_interleaved(config.model.num_layers, p):  # whose microbatches come in rounds, and twice fill the pipeline
+        each, times = wanted // max(1, wanted // pp), 3
+        forwards = each * len(stage_blocks(config.model.num_layers, p)) // pp
+    few = min(wanted // each, times)
+    batch = few * each * t.micro_batch_size * dp
+    return config.replace(global_batch_size=batch, rampup_batch_size=()), wanted // each - few, forwards
 
 
 class _Stretches:
     """Runs the parts of one process through what a run comes to.
 
-    config has the whole batch, few the part of it that is run, without left_out microbatches.
+    config has the whole batch, few the part of it that is run.  left_out: how often something more would have been run,
+    and how many forwards that is.
     """
 
-    def __init__(self, config: Config, few: Config, left_out: int, parts: Parts, tracker: Tracker) -> None:
+    def __init__(self, config: Config, few: Config, left_out: tuple[int, int], parts: Parts, tracker: Tracker) -> None:
         self.config, self.left_out, self.parts, self.tracker = config, left_out, parts, tracker
         optimizer, mesh = parts.optimizer, parts.mesh
         weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
@@ -291,11 +304,12 @@ class _Stretches:
         self.tracker.begin()
         run()
         counts, laps = self.tracker.counts, self.tracker.laps
-        if self.left_out:
+        times, forwards = self.left_out
+        if times:
             further = Counter(laps[-1])
-            further.subtract(laps[-2])
+            further.subtract(laps[-1 - forwards])
             for what, count in further.items():
-                counts[what] += self.left_out * batches * count
+                counts[what] += times * batches * count
         counts = Counter({what: n for what, n in counts.items() if n})
         return Stretch(name, self.tracker.memory.peak(), counts, self.kept)
 

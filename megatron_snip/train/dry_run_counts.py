@@ -123,7 +123,7 @@ class Memory:
         """Storages of these tensors that are not known yet come to be."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.live:
+            if storage._cdata not in self.live and tensor.device.type != "meta":
                 self._add(storage, kind)
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:

@@ -122,7 +122,7 @@ def _rows(one: Measured) -> list[list[str]]:
     rows.append(row("kernel launches", lambda s: str(sum(_launches(s).values()))))
     rows.append(row("of them casts", lambda s: str(_launches(s).get("cast", 0))))
     rows.append(row("of them GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
-    rows.append(row("numbers that the host reads", lambda s: str(s.counts["read",])))
+    rows.append(row("reads by the host", lambda s: str(s.counts["read",])))
     shapes = sorted({what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm"}, key=str)
     for what in shapes:
         name = f"GEMM {what[1]} x {what[2]} x {what[3]}, {what[4]}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_snip.config import Config
-from megatron_snip.train.dry_run_counts import Tracker
+from megatron_snip.train import dry_run
+from megatron_snip.train.dry_run_counts import Stretch, Tracker
 from megatron_snip.train.setup import Parts
 from tests.dist.runs import TINY, make
 
@@ -23,22 +28,50 @@ def options_of(options: dict[str, Any]) -> Config:
 
 
 def real_collectives(options: dict[str, Any]) -> list[Counter[Any]]:
-    """What torch was asked to send in an iteration, and in a probe."""
+    """What torch was asked to send in an iteration, and in a probe, neither of which leaves tensors in circles."""
     parts, runs = _runs(options)
     tracker = Tracker()
     tracker.name_axes(parts.mesh)
     found = []
     for run in runs:
         tracker.begin()
-        with tracker:
+        with _all_freed(), tracker:
             run()
         found.append(collectives(tracker.counts))
     return found
 
 
+@contextmanager
+def _all_freed() -> Iterator[None]:
+    """AssertionError if tensors from inside stay until Python looks for garbage, which --manual-gc puts off."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.disable()
+    try:
+        yield
+        gc.collect()
+        held = [tuple(left.shape) for left in gc.garbage if isinstance(left, Tensor)]
+        assert not held, f"{len(held)} tensors are in circles, such as {held[:3]}"
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
 def collectives(counts: Counter[Any]) -> Counter[Any]:
     """Those of what was counted."""
     return Counter({what: n for what, n in counts.items() if what[0] in ("count", "bytes")})
+
+
+def few_and_whole(options: dict[str, Any], world_size: int, rank: int) -> tuple[Stretch, Stretch, int]:
+    """A dry run's iteration of few microbatches and of all, and how many the first leaves out."""
+    config = options_of(options)
+    (few,) = dry_run.measure(config, world_size, rank).stretches
+    dp = config.data_parallel_size(world_size)
+    left_out = config.num_microbatches(dp) - dry_run._few_microbatches(config, dp)[0].num_microbatches(dp)
+    with mock.patch.object(dry_run, "_few_microbatches", lambda config, dp: (config, 0, 1)):
+        (whole,) = dry_run.measure(config, world_size, rank).stretches
+    return few, whole, left_out
 
 
 def real_rises(options: dict[str, Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from benchmarks.megatron_counts import Megatron, over, sent_by
 from megatron_snip.arguments import parse
 from megatron_snip.model.flops import iteration_flops, parameters
 from megatron_snip.train.dry_run import end_ranks, measure_all
-from tests.dist.dry_runs import collectives, options_of, real_collectives, real_rises
-from tests.dist.harness import run_ranks
+from tests.dist.dry_runs import collectives, few_and_whole, options_of, real_collectives, real_rises
+from tests.dist.harness import CONTEXT, run_ranks
 from tests.dist.runs import LAYOUTS, world_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -21,7 +22,7 @@ SMALL = {"num_layers": 2, "bf16": True, "precision": "snip"}
 
 
 def test_collectives_are_those_of_a_run() -> None:
-    """Two microbatches a process, both of which the dry run makes; `test_every_example` has more than it makes."""
+    """Two microbatches a process, both of which the dry run makes.  Neither leaves a tensor to the garbage collector."""
     layout = "tp2 x pp2 x dp2"
     options = {**SMALL, **LAYOUTS[layout], "hidden_size": 128, "snip_weight": 1.0, "global_batch_size": 4}
     real = run_ranks(real_collectives, world_of(layout), options, seconds=240.0)
@@ -29,6 +30,21 @@ def test_collectives_are_those_of_a_run() -> None:
         iteration, _, probe = one.stretches
         assert [collectives(iteration.counts), collectives(probe.counts)] == real[one.rank]
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
+
+
+@pytest.mark.parametrize("chunk", [None, 1], ids=["plain", "interleaved"])
+def test_microbatches_that_are_left_out_change_nothing(chunk: int | None) -> None:
+    """Nor do they take memory: a pipeline holds what is under way, and of the whole batch its tokens alone."""
+    options = {
+        "num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": chunk,
+        "seq_length": 128, "hidden_size": 128, "micro_batch_size": 1, "global_batch_size": 10, "precision": "fp8",
+        "bf16": True,
+    }  # fmt: skip
+    with ProcessPoolExecutor(2, CONTEXT) as pool:
+        for few, whole, left_out in pool.map(few_and_whole, [options] * 2, [2] * 2, [0, 1]):
+            assert few.counts == whole.counts and few.kept == whole.kept > 0
+            tokens_and_labels, losses = 128 * 2 * 8, 64
+            assert few.total <= whole.total <= few.total + left_out * (tokens_and_labels + losses) and left_out > 0
 
 
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])

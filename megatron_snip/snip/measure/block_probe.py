@@ -11,7 +11,9 @@ T tokens of this process, A query and G key/value heads of this process, D chann
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -91,7 +93,7 @@ class BlockProbe:
     def see(self, name: str, operands: Operands) -> None:
         """One linear's backward over one microbatch; with a block's last, its token sums are squared and added."""
         assert operands.call.key is not None, "the key tells the microbatch"
-        row0, counted = operands.call.key.row0, _Counted(operands, self.tp)
+        row0, counted = operands.call.key.row0, _Counted(operands)
         shown = self._shown.setdefault(row0, {})
         shown[name] = None
         if not self.failure.happened:
@@ -213,22 +215,21 @@ class _Observer:
 class _Counted:
     """Operands whose collectives over tp are counted, so that those a failure left out can be made up for."""
 
-    def __init__(self, operands: Operands, tp: Axis) -> None:
-        self.made = 0
-        reduce = {role: self._counted(whole) for role, whole in operands.call.reduce_amax.items()}
+    def __init__(self, operands: Operands) -> None:
+        self._made = made = Counter[str]()
+
+        # it knows the counts and not their owner: in a circle, operands would stay until Python looks for garbage
+        def counted(whole: Callable[[Tensor], Tensor], amax: Tensor) -> Tensor:
+            made["collectives"] += 1
+            return whole(amax)
+
+        reduce = {role: partial(counted, whole) for role, whole in operands.call.reduce_amax.items()}
         self.operands = dataclasses.replace(operands, call=operands.call._replace(reduce_amax=reduce))
         self._plain, self._device = operands.call.reduce_amax, operands.x.device
 
-    def _counted(self, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def reduce(amax: Tensor) -> Tensor:
-            self.made += 1
-            return whole(amax)
-
-        return reduce
-
     def make_up(self, probe: LinearProbe) -> None:
         """Take part in the collectives that the others make for this linear; 0 is the largest of nothing."""
-        missing = probe.collectives(self._plain.keys()) - self.made
+        missing = probe.collectives(self._plain.keys()) - self._made["collectives"]
         for whole in list(self._plain.values())[:1]:
             for _ in range(missing):
                 whole(torch.zeros((), device=self._device))
