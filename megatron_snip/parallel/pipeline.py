@@ -144,8 +144,9 @@ class Pipeline:
         schedule = self._schedule(training, len(batch.tokens))
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
-        # torch cuts tensors into microbatches, and gives every stage anything else as it is
-        options: dict[str, Any] = {"sample_index": batch.sample_index.flatten(), "context": context}
+        # torch cuts tensors into microbatches, and gives every stage anything else as it is; FSDP would take a tensor
+        # of these to the device, and reading it there would wait for all that runs
+        options: dict[str, Any] = {"sample_index": batch.sample_index.numpy(), "context": context}
         if self._has_last:
             options |= {"labels": labels, "target": labels}
         losses: list[Tensor] = []

@@ -33,12 +33,9 @@ class Stage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
     ) -> Any:
-        """One microbatch's forward, given the numbers of its samples; overrides torch's, which cuts tensors alone.
-
-        FSDP takes a tensor to the device, and reading it there would wait for all that runs.
-        """
+        """One microbatch's forward, given the numbers of its samples; overrides torch's, which cuts tensors alone."""
         assert kwargs is not None
-        kwargs = {**kwargs, "sample_index": kwargs["sample_index"].tolist()}
+        kwargs = {**kwargs, "sample_index": kwargs["sample_index"][fwd_chunk_id].tolist()}
         result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
         _free(self.args_recv_info[fwd_chunk_id])  # autograd keeps what backward needs
         return result

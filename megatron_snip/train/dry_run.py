@@ -157,9 +157,9 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
 
         return run
 
-    def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], Any]:
         tracker.counts["read",] += 1
-        return np.zeros(tuple(tensor.shape))
+        return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
 
     with (
         mock.patch.object(DeviceMesh, "__init__", apart(DeviceMesh.__init__)),

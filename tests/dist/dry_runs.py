@@ -27,17 +27,20 @@ def options_of(options: dict[str, Any]) -> Config:
     return Config().replace(**{**TINY, "distributed_backend": "gloo", **options})
 
 
-def real_collectives(options: dict[str, Any]) -> list[Counter[Any]]:
-    """What torch was asked to send in an iteration, and in a probe, neither of which leaves tensors in circles."""
-    parts, runs = _runs(options)
-    tracker = Tracker()
-    tracker.name_axes(parts.mesh)
-    found = []
-    for run in runs:
-        tracker.begin()
-        with _all_freed(), tracker:
-            run()
-        found.append(collectives(tracker.counts))
+def real_counts(options: dict[str, Any]) -> list[tuple[Counter[Any], int]]:
+    """What torch was asked to send in an iteration and in a probe, and the most bytes that a process held at once.
+
+    Neither leaves tensors in circles.
+    """
+    tracker, found = Tracker(), []
+    with tracker:
+        parts, runs = _runs(options)
+        tracker.name_axes(parts.mesh)
+        for run in runs:
+            tracker.begin()
+            with _all_freed():
+                run()
+            found.append((collectives(tracker.counts), sum(tracker.memory.peak().values())))
     return found
 
 

@@ -12,7 +12,7 @@ from benchmarks.megatron_counts import Megatron, over, sent_by
 from megatron_snip.arguments import parse
 from megatron_snip.model.flops import iteration_flops, parameters
 from megatron_snip.train.dry_run import end_ranks, measure_all
-from tests.dist.dry_runs import collectives, few_and_whole, options_of, real_collectives, real_rises
+from tests.dist.dry_runs import collectives, few_and_whole, options_of, real_counts, real_rises
 from tests.dist.harness import CONTEXT, run_ranks
 from tests.dist.runs import LAYOUTS, world_of
 
@@ -21,14 +21,15 @@ WORLD_SIZES = {"llama_1b": 8, "llama_3b": 8, "llama_7b": 8, "llama_70b": 512}
 SMALL = {"num_layers": 2, "bf16": True, "precision": "snip"}
 
 
-def test_collectives_are_those_of_a_run() -> None:
+def test_collectives_and_peaks_are_those_of_a_run() -> None:
     """Two microbatches a process, both of which the dry run makes.  Neither leaves a tensor to the garbage collector."""
     layout = "tp2 x pp2 x dp2"
     options = {**SMALL, **LAYOUTS[layout], "hidden_size": 128, "snip_weight": 1.0, "global_batch_size": 4}
-    real = run_ranks(real_collectives, world_of(layout), options, seconds=240.0)
+    real = run_ranks(real_counts, world_of(layout), options, seconds=240.0)
     for one in measure_all(options_of(options), world_of(layout), [0, 4]):
         iteration, _, probe = one.stretches
-        assert [collectives(iteration.counts), collectives(probe.counts)] == real[one.rank]
+        assert [collectives(iteration.counts), collectives(probe.counts)] == [sent for sent, _ in real[one.rank]]
+        assert [iteration.total, probe.total] == pytest.approx([peak for _, peak in real[one.rank]], rel=0.01)
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
 
 
@@ -107,12 +108,12 @@ def test_collectives_of_a_tied_model_in_unequal_stages() -> None:
         **SMALL, "num_layers": 6, "pipeline_model_parallel_size": 3, "untie_embeddings_and_output_weights": False,
         "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1,
     }  # fmt: skip
-    real = run_ranks(real_collectives, 3, options, seconds=240.0)
+    real = run_ranks(real_counts, 3, options, seconds=240.0)
     config = options_of(options)
     ranks = end_ranks(config, 3)
     assert ranks == [0, 1, 2], "the middle has the most blocks"
     for one in measure_all(config, 3, ranks):
-        assert [collectives(one.stretches[i].counts) for i in (0, 2)] == real[one.rank]
+        assert [collectives(one.stretches[i].counts) for i in (0, 2)] == [sent for sent, _ in real[one.rank]]
 
 
 @pytest.mark.parametrize(
