@@ -14,6 +14,9 @@ from torch import Tensor
 from megatron_snip.mesh import Axis
 
 _PART = 1024  # of the vocabulary, at a time
+#: Elements whose gradient is computed at a time: a few of them fit a CPU's cache, and on a GPU they are 256 MiB.
+_CHUNK = {"cpu": 1 << 20}
+_LARGE_CHUNK = 1 << 26
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -43,10 +46,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, column, elsewhere = ctx.saved_tensors
-        scale = grads[0].unsqueeze(-1)
-        grad = softmax * scale
-        grad.scatter_add_(-1, column.unsqueeze(-1), -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-        return grad.to(ctx.dtype), None, None, None
+        scale, grad = grads[0].unsqueeze(-1), torch.empty_like(softmax, dtype=ctx.dtype)
+        at_label = -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        size = max(1, _CHUNK.get(softmax.device.type, _LARGE_CHUNK) // softmax.shape[-1])
+        for first in range(0, len(softmax), size):  # the whole in float32 would be twice the logits
+            rows = slice(first, first + size)
+            part = softmax[rows] * scale[rows]
+            grad[rows] = part.scatter_add_(-1, column[rows].unsqueeze(-1), at_label[rows])
+        return grad, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:

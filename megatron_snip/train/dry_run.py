@@ -49,7 +49,7 @@ from megatron_snip.model import rotary
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
-from megatron_snip.parallel import context
+from megatron_snip.parallel import context, loss
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import matmul, scaled_mm
 from megatron_snip.quant.kernels import triton_cast
@@ -184,7 +184,8 @@ def _as_on_a_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
-        stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))
+        for chunks in (updates._CHUNK, loss._CHUNK):
+            stack.enter_context(mock.patch.dict(chunks, clear=True))
         yield
 
 

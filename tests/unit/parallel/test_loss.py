@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_snip.parallel import loss
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 
 T, V = 40, 96
@@ -38,3 +39,13 @@ def test_the_callers_logits_stay_as_they_are(lone_mesh):
     before = logits.detach().clone()
     vocab_parallel_cross_entropy(logits, labels, lone_mesh.tp).sum().backward()
     assert torch.equal(logits.detach(), before)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_the_gradient_is_the_same_however_many_rows_are_done_at_a_time(rows, lone_mesh, monkeypatch):
+    logits, labels, g = draw(torch.bfloat16, 3.0)
+    grads = []
+    for size in (T * V, rows * V + 5):
+        monkeypatch.setitem(loss._CHUNK, "cpu", size)
+        grads += torch.autograd.grad(vocab_parallel_cross_entropy(logits, labels, lone_mesh.tp), logits, g)
+    assert torch.equal(*grads) and grads[0].count_nonzero() > T
