@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_snip.mesh import Axis
 
 _PART = 1024  # of the vocabulary, at a time
-#: Elements whose gradient is computed at a time: a few of them fit a CPU's cache, and on a GPU they are 256 MiB.
+#: Elements whose gradient is computed at a time: a few of them fit a CPU's cache, and on a GPU they are 512 MiB.
 _CHUNK = {"cpu": 1 << 20}
-_LARGE_CHUNK = 1 << 26
+_LARGE_CHUNK = 1 << 27
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -49,9 +49,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale, grad = grads[0].unsqueeze(-1), torch.empty_like(softmax, dtype=ctx.dtype)
         at_label = -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         size = max(1, _CHUNK.get(softmax.device.type, _LARGE_CHUNK) // softmax.shape[-1])
-        for first in range(0, len(softmax), size):  # the whole in float32 would be twice the logits
+        space = torch.empty_like(softmax[:size])  # the whole in float32 would be twice the logits
+        for first in range(0, len(softmax), size):
             rows = slice(first, first + size)
-            part = softmax[rows] * scale[rows]
+            part = torch.mul(softmax[rows], scale[rows], out=space[: len(softmax) - first])
             grad[rows] = part.scatter_add_(-1, column[rows].unsqueeze(-1), at_label[rows])
         return grad, None, None, None
 
