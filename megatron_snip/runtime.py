@@ -198,7 +198,7 @@ def _check_launch() -> None:
             if os.environ.get(name, "1") != "1":
                 raise UserError(
                     f"{name} is {os.environ[name]}, and RANK is not set: each process would train a run of its own; "
-                    f"{start}, as examples/slurm/pretrain.sbatch does, or set {', '.join(wanted)} and LOCAL_RANK in each"
+                    f"{start}, as examples/slurm/pretrain.sbatch does, or set {', '.join(wanted)}, LOCAL_RANK"
                 )
         return
     if missing := [name for name in wanted if not os.environ.get(name)]:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_snip.arguments import parse
+from megatron_snip.checkpoint.lock import living_holder
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config, ModelConfig, option_groups
@@ -258,6 +259,19 @@ def _save_dir_of(run_dir: Path) -> Path | None:
     """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
     found = _run_of(run_dir)
     return None if found is None else Path(found[1] or run_dir / "checkpoints")
+
+
+def refuse_live_run_folder(config: Config) -> None:
+    """UserError if another process trains in the run folder and saves elsewhere; rank 0 calls it before it writes."""
+    run_dir = Path(config.logging.run_dir)
+    other = _save_dir_of(run_dir)
+    if other is None or other.resolve() == config.save_dir.resolve():
+        return  # the lock of --save tells
+    if holder := living_holder(other):
+        raise UserError(
+            f"--run-dir {run_dir} belongs to {holder}, which is still going and saves to {other}; "
+            "wait for its end, or give another --run-dir"
+        )
 
 
 def advice(config: Config) -> str:

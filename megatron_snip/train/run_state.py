@@ -16,7 +16,14 @@ from megatron_snip.train.guard import Guard
 from megatron_snip.train.instruments import Instruments
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks
 from megatron_snip.train.rerun import Rerun
-from megatron_snip.train.run_folder import Start, changed_options, earlier_start, open_run_folder, read_tensors
+from megatron_snip.train.run_folder import (
+    Start,
+    changed_options,
+    earlier_start,
+    open_run_folder,
+    read_tensors,
+    refuse_live_run_folder,
+)
 from megatron_snip.train.same_data import consumed_validation, settle_data
 from megatron_snip.train.setup import Parts, agree_on
 from megatron_snip.train.watch import LossWatch
@@ -51,6 +58,8 @@ class RunState:
         parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
         start = self.start
         self.writer = None
+        if parts.mesh.rank == 0:
+            refuse_live_run_folder(config)
         self.saver = Saver(config.save_dir, config.checkpoint, parts.mesh, start.run_id, start.iteration)
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:

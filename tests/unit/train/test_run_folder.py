@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_snip.checkpoint import lock
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
@@ -337,3 +339,18 @@ def test_a_resume_keeps_the_run_and_tells_changed_options(train_here, tmp_path, 
     assert run_id_of(run) == run_id == read_state(run / "checkpoints", 3)["run_id"]
     told = [record.getMessage().split("option, ")[1] for record in caplog.records if "changed" in record.getMessage()]
     assert told == ["train_iters: 2 -> 3", "lr: 0.01 -> 0.02"]
+
+
+def test_a_run_folder_that_another_process_trains_in_is_refused(train_here, tmp_path):
+    """With another --save the lock there does not tell, and both would write metrics.jsonl."""
+    run, saves = tmp_path / "run", tmp_path / "run/checkpoints"
+    train_here(train_iters=2)
+    theirs = lock.FolderLock(saves, "a")
+    alive = {"pid": os.getppid(), "born": lock._born(os.getppid())}
+    (saves / lock.LOCK).write_text(json.dumps({**json.loads((saves / lock.LOCK).read_text()), **alive}))
+    before = contents(run)
+    with pytest.raises(ValueError, match=rf"--run-dir {run} belongs to run a, process {alive['pid']} on .*, which is"):
+        train_here(train_iters=3, load=str(saves), save=str(tmp_path / "other"))
+    assert contents(run) == before
+    theirs.release()
+    assert len(train_here(train_iters=3, load=str(saves), save=str(tmp_path / "other"))) == 3
