@@ -142,7 +142,7 @@ class TrainingConfig:
     spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
     spike_nats: float = 0.5  # ... and by more than so many nats.
     exit_interval: Optional[int] = None  # Save and end when the iteration is a multiple of this.
-    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes.
+    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes, the start included.
     exit_signal_handler: bool = True  # Save and end cleanly on SIGTERM or Ctrl-C.
 
     @property

@@ -85,6 +85,11 @@ def environment_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
+def environment_requeues() -> int:
+    """How often SLURM has put this job back into the queue; 0 outside SLURM."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
 def end_with_agent() -> None:
     """Let the system end this process as soon as torchrun's agent, its parent, is gone, on Linux.
 

@@ -278,12 +278,12 @@ def train(config: Config, ending: Ending | None = None) -> None:
 
     ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
     """
-    p, stacks = config.parallel, Path(config.logging.run_dir) / "stacks"
+    began, p, stacks = time.perf_counter(), config.parallel, Path(config.logging.run_dir) / "stacks"
     kind = runtime.resolve_backend(p.distributed_backend, p.device)[1]
     # first: `check` asks what the GPU can do, and CUDA's allocator reads its settings then
     runtime.prepare_environment(kind, deterministic=config.training.deterministic_mode, stacks=stacks)
     config, plan = check(config, runtime.environment_world_size())
-    check_restarts(config, runtime.environment_restarts())
+    check_restarts(config, runtime.environment_restarts(), runtime.environment_requeues())
     config = with_defaults(config)
     start = find_start(config)
     if ending is not None:
@@ -291,6 +291,7 @@ def train(config: Config, ending: Ending | None = None) -> None:
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan, False), start)
+    trainer.began = began  # --exit-duration-in-mins counts the start too, as a job's time limit does
     if ending is not None:
         ending.open()
     try:

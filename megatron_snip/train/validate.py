@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_snip.checkpoint.manifest import TRACKER
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
@@ -126,9 +127,20 @@ def validate(config: Config, world_size: int) -> None:
     _validate_dry_run(config)
 
 
-def check_restarts(config: Config, restarts: int) -> None:
-    """UserError if torchrun may start the run again, but these options would not let it continue."""
+def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
+    """UserError if torchrun may start the run again, but these options would not let it continue.
+
+    requeues: how often SLURM has already done so.
+    """
     c = config.checkpoint
+    if restarts < 1 and requeues < 1:
+        return
+    if c.ckpt_step is not None and not c.finetune:
+        again = f"--max-restarts is {restarts}" if restarts else f"SLURM_RESTART_COUNT is {requeues}"
+        raise UserError(
+            f"--ckpt-step {c.ckpt_step} goes back at each start, and {again}; to go back once, drop it and write "
+            f"{c.ckpt_step} into {Path(str(c.load)) / TRACKER}"
+        )
     if restarts < 1:
         return
     if c.finetune:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 
 import numpy as np
 import pytest
@@ -293,6 +294,12 @@ def test_leaving_saves_and_a_restart_goes_on(train_here, tmp_path):
     assert len(train_here(train_iters=6, exit_duration_in_mins=0.0, load=saves)) == 5
     assert curve(train_here(train_iters=6, load=saves)) == curve(whole)
     assert curve(train_here(train_iters=6, load=saves)) == curve(whole), "nothing is left to do"
+
+
+def test_the_start_counts_as_a_jobs_time(train_here, monkeypatch):
+    build_parts = loop.build
+    monkeypatch.setattr(loop, "build", lambda *args: (time.sleep(0.7), build_parts(*args))[1])
+    assert len(train_here(train_iters=3, exit_duration_in_mins=0.01)) == 1
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(train_here, tmp_path, monkeypatch, caplog):
