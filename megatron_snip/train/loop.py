@@ -96,11 +96,18 @@ class Trainer(RunState):
             return
         later = max(0, -(-(first - snip.snip_start) // snip.snip_interval))
         probe, lag = snip.snip_start + later * snip.snip_interval, snip.snip_apply_lag
-        if planner is not None and not (planner.plan or planner.pending) and probe + lag > last:
-            LOGGER.warning(
-                f"no plan will take effect: a probe is due at iteration {probe}, its plan {lag} later, and the last "
-                f"iteration is {last}; all linears stay in {snip.snip_warmup_precision}, unless you lower --snip-start"
-            )
+        if planner is not None and not (planner.plan or planner.pending):
+            warmup, due = snip.snip_warmup_precision, f"a probe is due at iteration {probe}, its plan {lag} later"
+            if probe + lag > last:
+                LOGGER.warning(
+                    f"no plan will take effect: {due}, and the last iteration is {last}; all linears stay in {warmup}, "
+                    "unless you lower --snip-start"
+                )
+            elif probe > first > snip.snip_start:  # --precision snip is new to a run that is past --snip-start
+                LOGGER.warning(
+                    f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
+                    f"--snip-start {first}"
+                )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
             LOGGER.warning(
                 f"--eval-interval is {log.eval_interval}, and there is no validation data; "

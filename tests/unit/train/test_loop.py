@@ -143,6 +143,13 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
         "nothing is left to train: iteration 3 is done, and --train-iters is 2; raise it"
     ]
     assert read_state(tmp_path / "run/checkpoints", 3)["iteration"] == 3
+    late = {"load": saves, "train_iters": 20, "snip_interval": 10, "snip_start": 2, "exit_interval": 4}
+    assert told(**late) == [
+        "no plan is in force: a probe is due at iteration 12, its plan 1 later; all linears are in bf16 until then, "
+        "unless you give --snip-start 4"
+    ]
+    assert not told(**{**late, "snip_start": 5, "exit_interval": 6}), "its plan is in force from iteration 6 on"
+    assert not told(**{**late, "exit_interval": 8})
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):
