@@ -159,6 +159,11 @@ def test_two_runs_are_not_mixed(tmp_path):
     shutil.rmtree(two)
     checkpoint(two / "checkpoints", 3, "abc")
     assert find_start(there).iteration == 7, "older checkpoints of this very run"
+    checkpoint(two / "checkpoints", 9, "abc")
+    said = (
+        f"--save {two}/checkpoints holds iteration 9 of this run, and --load {one}/checkpoints would go back to itera"
+    )
+    assert refused(there, tmp_path).startswith(said), "as the command of a requeued job would each time"
 
 
 def test_finetune_takes_weights_into_a_new_run(tmp_path):
