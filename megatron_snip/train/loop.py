@@ -30,6 +30,8 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
+#: Options that make another plan; one that a resume finds in force was made with those of before.
+_OF_A_PLAN = ("snip_target", "snip_options", "snip_fix", "snip_granularity", "snip_objective", "snip_stage_constraint")
 
 
 class Trainer(RunState):
@@ -108,6 +110,12 @@ class Trainer(RunState):
                     f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
                     f"--snip-start {first}"
                 )
+        changed = [line for line in self.changed if line.startswith(_OF_A_PLAN)]
+        if planner is not None and (planner.plan or planner.pending) and changed and probe > first:
+            LOGGER.warning(
+                f"a plan of before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "
+                f"give --snip-start {first} to plan at once"
+            )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
             LOGGER.warning(
                 f"--eval-interval is {log.eval_interval}, and there is no validation data; "

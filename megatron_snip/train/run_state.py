@@ -37,6 +37,7 @@ class RunState:
     def __init__(self, config: Config, parts: Parts, start: Start) -> None:
         self.config, self.parts, self.start = config, parts, start
         self.iteration = start.iteration
+        self.changed: list[str] = []  # options that are not the checkpoint's
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
         self.data_problem = ""  # a file that went bad, the same on every process
@@ -125,7 +126,8 @@ class RunState:
         state = start.state
         if state is None:
             return
-        for change in changed_options(self.config, state):
+        self.changed = changed_options(self.config, state)
+        for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
         self._take_state({**state, **anew})

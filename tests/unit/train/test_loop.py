@@ -123,7 +123,7 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     def told(**options) -> list[str]:
         caplog.clear()
         train_here(**{**SNIP, "train_iters": 2, "preflight": False, "snip_start": 1, **options})
-        starts = ("no plan", "--eval-interval", "no profile", "nothing is left")
+        starts = ("no plan", "a plan", "--eval-interval", "no profile", "nothing is left")
         return [line for line in caplog.messages if line.startswith(starts)]
 
     saves, real = str(tmp_path / "run/checkpoints"), setup.build_datasets
@@ -150,6 +150,10 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     ]
     assert not told(**{**late, "snip_start": 5, "exit_interval": 6}), "its plan is in force from iteration 6 on"
     assert not told(**{**late, "exit_interval": 8})
+    assert told(**{**late, "snip_fix": "layers.0.*=fp8", "exit_interval": 9}) == [
+        "a plan of before the change (snip_fix:  -> layers.0.*=fp8) holds until iteration 13; "
+        "give --snip-start 9 to plan at once"
+    ]
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):
