@@ -363,5 +363,6 @@ def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
     known = list(option_groups())
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown option {name} in {where}; did you mean {near}?")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all options"
+            raise UserError(f"unknown option {name} in {where}; {hint}")
