@@ -109,6 +109,7 @@ def test_processes_that_were_not_told_their_place_are_refused(variables, told, m
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(runtime, "_join", lambda *_: pytest.fail("it went on"))
     with pytest.raises(UserError, match=told):
         runtime.start("gloo", 1.0)
@@ -120,6 +121,7 @@ def test_a_lone_process_of_a_job_runs(variables, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(runtime, "_join", lambda *_: None)
     assert runtime.start("gloo", 1.0).world_size == 1
 
