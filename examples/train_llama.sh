@@ -17,6 +17,21 @@
 # Relative paths are relative to the folder the command is given in.
 set -euo pipefail
 
+for argument in "${@:1:4}"; do # an option here would be taken for a path, and its value for the next one
+    case "$argument" in
+        --*)
+            echo "$argument stands among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG DATA_ARG;" \
+                "give all four before options, for example checkpoints/my runs/my MOCK MOCK $argument" >&2
+            exit 2
+            ;;
+    esac
+done
+if [ "${NODE_RANK:-0}" != 0 ] && { [ -z "${MASTER_ADDR:-}" ] || [ "$NODE_RANK" -ge "$NUM_NODES" ]; }; then
+    echo "NODE_RANK is $NODE_RANK, NUM_NODES $NUM_NODES and MASTER_ADDR ${MASTER_ADDR:-not set}; give ranks from 0 on," \
+        "below NUM_NODES, and the host name of node 0 to MASTER_ADDR" >&2
+    exit 2
+fi
+
 CHECKPOINT_PATH="${1:-checkpoints/$name}"
 LOGS_PATH="${2:-runs/$name}"
 TOKENIZER_ARG="${3:-MOCK}"

@@ -142,7 +142,7 @@ class TrainingConfig:
     spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
     spike_nats: float = 0.5  # ... and by more than so many nats.
     exit_interval: Optional[int] = None  # Save and end when the iteration is a multiple of this.
-    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes.
+    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes, the start included.
     exit_signal_handler: bool = True  # Save and end cleanly on SIGTERM or Ctrl-C.
 
     @property
@@ -363,5 +363,6 @@ def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
     known = list(option_groups())
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown option {name} in {where}; did you mean {near}?")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all options"
+            raise UserError(f"unknown option {name} in {where}; {hint}")

@@ -106,6 +106,23 @@ _REFUSED: Mapping[str, str] = {
     "test-data-path": "there is no test set here; leave it out, and use tools/evaluate.py",
     "window-size": "attention sees all earlier tokens here; leave it out",
     "yaml-cfg": "give --config FILE, a TOML file of options",
+    "save-retain-interval": "give --keep-last 1 --keep-every in its place",
+    **dict.fromkeys(
+        ("non-persistent-save-interval", "non-persistent-ckpt-type", "non-persistent-global-ckpt-dir",
+         "non-persistent-local-ckpt-dir", "non-persistent-local-ckpt-algo"),
+        "each save goes to --save; give --save-interval, and --keep-last to delete old ones",
+    ),
+    **dict.fromkeys(
+        ("use-checkpoint-opt_param-scheduler", "use-checkpoint-opt-param-scheduler"),
+        "the schedule follows the options; give those of before, which a resume that changes one names",
+    ),
+    "skip-train": "tools/evaluate.py measures a checkpoint",
+    "iterations-to-skip": "no iteration is left out here; --snip-guard goes back when the loss breaks",
+    "load-main-params-from-ckpt": "master weights are float32 and always loaded; leave it out",
+    "distributed-timeout-seconds-after-init": "give --distributed-timeout-minutes, which holds from the start",
+    "inprocess-restart": "give torchrun --max-restarts",
+    **dict.fromkeys(("adlr-autoresume", "adlr-autoresume-interval"), "give --exit-duration-in-mins, or send SIGTERM"),
+    **dict.fromkeys(("rank", "local-rank"), "torchrun tells each process by its environment; leave it out"),
     "wandb-entity": "set the environment variable WANDB_ENTITY",
 }  # fmt: skip
 

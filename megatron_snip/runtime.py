@@ -85,6 +85,11 @@ def environment_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
+def environment_requeues() -> int:
+    """How often SLURM has put this job back into the queue; 0 outside SLURM."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
 def end_with_agent() -> None:
     """Let the system end this process as soon as torchrun's agent, its parent, is gone, on Linux.
 
@@ -172,6 +177,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         place = torch.device("cpu")
         keep_freed_memory()
     if not dist.is_initialized():
+        _check_launch()
         # NCCL's communicators are then made here and the mesh's split from them, not at first use in mid-step
         _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
     return Runtime(rank, world_size, local_rank, place, backend)
@@ -187,6 +193,27 @@ def _gpu_of(local_rank: int, backend: str, device: str) -> int:
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
         )
     return local_rank % gpus
+
+
+def _check_launch() -> None:
+    """UserError if a launcher started several processes and did not tell each its place in one run."""
+    wanted, start = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "start one torchrun a node"
+    if "RANK" not in os.environ:
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):  # srun's, mpirun's, torchrun's
+            if os.environ.get(name, "1") != "1":
+                raise UserError(
+                    f"{name} is {os.environ[name]}, and RANK is not set: each process would train a run of its own; "
+                    f"{start}, as examples/slurm/pretrain.sbatch does, or set {', '.join(wanted)}, LOCAL_RANK"
+                )
+        return
+    if missing := [name for name in wanted if not os.environ.get(name)]:
+        raise UserError(f"RANK is set without {', '.join(missing)}; {start}, or set all of {', '.join(wanted)}")
+    rank, world_size = environment_rank(), environment_world_size()
+    if not 0 <= rank < world_size or not os.environ["MASTER_PORT"].isdigit():
+        told = ", ".join(f"{name} is {os.environ[name]}" for name in wanted)
+        raise UserError(f"{told}; {start}, or give ranks from 0 to WORLD_SIZE - 1 and a port's number")
+    if "LOCAL_RANK" not in os.environ and os.environ.get("SLURM_LOCALID", "0") != "0":
+        raise UserError("RANK is set without LOCAL_RANK; set that to SLURM_LOCALID in each task of srun")
 
 
 def _join(

@@ -169,6 +169,28 @@ def test_launch_script_takes_arguments_and_environment(script: Path, stubs: Path
     assert config.training.lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        (["--lr", "1e-3"], {}, "--lr stands among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG"),
+        (["a", "b", "--lr=1e-3"], {}, "for example checkpoints/my runs/my MOCK MOCK --lr=1e-3"),
+        ([], {"NODE_RANK": "1", "NUM_NODES": "2"}, "NODE_RANK is 1, NUM_NODES 2 and MASTER_ADDR not set; give"),
+        (
+            [],
+            {"NODE_RANK": "2", "NUM_NODES": "2", "MASTER_ADDR": "n0"},
+            "NODE_RANK is 2, NUM_NODES 2 and MASTER_ADDR n0;",
+        ),
+    ],
+)
+def test_launch_script_refuses_what_would_be_misread_or_wait(
+    words: list[str], variables: dict[str, str], told: str, stubs: Path, tmp_path: Path
+) -> None:
+    env = environment(stubs, **variables)
+    script = EXAMPLES / "llama_1b/train_llama_1b.sh"
+    done = subprocess.run(["bash", str(script), *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and told in done.stderr
+
+
 def quickstart(stubs: Path, folder: Path, *words: str) -> Config:
     """What the quickstart would launch, with its text, tokenizer and tokens made already."""
     for name in ("text", "tokenizer", "tokens"):

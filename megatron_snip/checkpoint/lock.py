@@ -2,8 +2,8 @@
 
 `<save>/lock.json` says which process of which host holds the folder.  Its holder touches it every few seconds.  On the
 holder's own host the lock is stale as soon as the process is gone; from elsewhere, when it has not been touched for
-half a minute.  Whoever finds it stale writes its own over it.  A holder that was stopped for so long finds another's
-lock when it goes on, and writes no checkpoint any more.
+half a minute.  So is one that came along in a copy of its folder.  Whoever finds it stale writes its own
+over it.  A holder that was stopped for so long finds another's lock when it goes on, and writes no checkpoint any more.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.path, self._token = folder / LOCK, secrets.token_hex(8)
         self._mine = {
             "token": self._token, "run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(),
-            "place": _place(), "born": _born(os.getpid()),
+            "place": _place(), "born": _born(os.getpid()), "folder": folder.stat().st_ino,
         }  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            self._refuse_if_alive()
+            if other := living_holder(folder):
+                raise UserError(
+                    f"{folder} belongs to {other}, which is still going; wait for its end, or give another --save"
+                )
             write_atomic(self.path, json.dumps(self._mine))
             time.sleep(0.2)  # another that found the same stale lock writes its own by now: the last one holds
             if self.held():
@@ -82,33 +85,41 @@ class FolderLock:
             return False
         return True
 
-    def _refuse_if_alive(self) -> None:
-        other = _read(self.path)
-        same_place = other.get("place") == self._mine["place"]
-        alive = _is_alive(other) if same_place else self._beats(other)
-        if alive:
-            raise UserError(
-                f"{self.path.parent} belongs to run {other.get('run_id')}, process {other.get('pid')} on "
-                f"{other.get('host')}, which is still going; wait for its end, or give another --save"
-            )
-
-    def _beats(self, other: dict[str, Any]) -> bool:
-        """Whether the holder, on another host, touches its lock: seen by this clock alone, as hosts' clocks differ."""
-        end, first = time.monotonic() + STALE_SECONDS, _touched(self.path)
-        while time.monotonic() < end:
-            time.sleep(min(1.0, BEAT_SECONDS))
-            if _read(self.path) != other:
-                return bool(_read(self.path))  # it was let go of, or another was faster
-            if _touched(self.path) != first:
-                return True
-        return False
-
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):  # a file system that is away for a while
                 if not self.held():
                     return  # `check` tells
                 os.utime(self.path)
+
+
+def living_holder(folder: Path) -> str:
+    """Run, process and host that hold a folder of checkpoints, "" if none does.  Of another host it takes a while."""
+    path = folder / LOCK
+    if not path.exists():
+        return ""
+    other = _read(path)
+    copied = other.get("folder", folder.stat().st_ino) != folder.stat().st_ino
+    if other.get("place") == _place():
+        alive = _is_alive(other) and (not copied or _beats(path, other))
+    else:
+        alive = _beats(path, other)
+    return f"run {other.get('run_id')}, process {other.get('pid')} on {other.get('host')}" if alive else ""
+
+
+def _beats(path: Path, other: dict[str, Any]) -> bool:
+    """Whether a lock's holder touches it, and not one that this is a copy of.
+
+    It is seen by this clock alone, as hosts' clocks differ.
+    """
+    end, first = time.monotonic() + STALE_SECONDS, _touched(path)
+    while time.monotonic() < end:
+        time.sleep(min(1.0, BEAT_SECONDS))
+        if _read(path) != other:
+            return bool(_read(path))  # it was let go of, or another was faster
+        if _touched(path) != first:
+            return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:

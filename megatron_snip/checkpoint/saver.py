@@ -59,6 +59,7 @@ class Saver:
         self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
         self.failed = 0  # saves in a row
         self.count, self.waited = 0, 0.0  # saves, and seconds that training stood still for them
+        self._aside = save  # where the last save wrote
         self._running: AsyncSaveResponse | None = None
         self._stager: DefaultStager | None = None
         self._group = mesh.new_cpu_group() if config.async_save else None
@@ -88,6 +89,7 @@ class Saver:
         self.wait()
         begin, text = time.perf_counter(), json.dumps({"version": VERSION, **state})
         aside = self.save_dir / f"{folder_of(self.save_dir, iteration).name}.writing-{self.run_id}"
+        self._aside = aside
         if self.mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -161,6 +163,8 @@ class Saver:
             raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
+        if self._lock is not None and self._lock.held():  # what it wrote would keep a full disk full
+            shutil.rmtree(self._aside, ignore_errors=True)
         self.failed += 1
         what = "the save in the background" if iteration is None else f"the save of iteration {iteration}"
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"

@@ -51,6 +51,15 @@ def epochs_needed(tokens_per_epoch: int, num_samples: int, seq_length: int) -> i
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
+def shuffled_together(per_epoch: int, num_samples: int, seq_length: int) -> list[int]:
+    """Numbers of epochs whose documents and samples are shuffled as one; they and the seed decide the order."""
+    epochs = epochs_needed(per_epoch, num_samples, seq_length)
+    without_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    in_one_epoch = (per_epoch - 1) // seq_length
+    apart = epochs > 1 and num_samples - without_last < int(LAST_EPOCH_SHARE * in_one_epoch)
+    return [epochs - 1, 1] if apart else [epochs]
+
+
 def gpt_index(
     sequence_lengths: Array, sequences: Range, num_samples: int, seq_length: int, seed: int
 ) -> dict[str, Array]:
@@ -64,21 +73,16 @@ def gpt_index(
     lengths = np.asarray(sequence_lengths[sequences[0] : sequences[1]])
     per_epoch = int(lengths.sum(dtype=np.int64))
     assert per_epoch > seq_length and num_samples > 0, "fewer tokens than one sample; callers refuse that"
-    epochs = epochs_needed(per_epoch, num_samples, seq_length)
-    without_last = ((epochs - 1) * per_epoch - 1) // seq_length
-    in_one_epoch = (per_epoch - 1) // seq_length
-    apart = epochs > 1 and num_samples - without_last < int(LAST_EPOCH_SHARE * in_one_epoch)
-
+    rounds = shuffled_together(per_epoch, num_samples, seq_length)
     random = np.random.RandomState(seed)
     documents = np.arange(sequences[0], sequences[1], dtype=np.int32)
-    rounds = [epochs - 1, 1] if apart else [epochs]
     parts = [np.tile(documents, count) for count in rounds]
     for part in parts:
         random.shuffle(part)
-    document_index = np.concatenate(parts) if apart else parts[0]
+    document_index = np.concatenate(parts) if len(parts) > 1 else parts[0]
     starts = _sample_starts(lengths, document_index - np.int32(sequences[0]), seq_length)
     total = len(starts) - 1
-    shuffle_index = _shuffled(without_last if apart else total, total, random)
+    shuffle_index = _shuffled((rounds[0] * per_epoch - 1) // seq_length if len(parts) > 1 else total, total, random)
     return {"document_index": document_index, "sample_index": starts, "shuffle_index": shuffle_index}
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_snip.data.blending import blending_index
 from megatron_snip.data.index_cache import array_hash, cached
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetError, outside
-from megatron_snip.data.sample_index import SPLITS, gpt_index, split_ranges
+from megatron_snip.data.sample_index import SPLITS, gpt_index, shuffled_together, split_ranges
 from megatron_snip.errors import UserError
 
 TRAINING, VALIDATION = 0, 1
@@ -38,6 +38,10 @@ class Dataset(Protocol):
     @property
     def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
         """The files that samples come from, each with its weight; none where tokens are made up."""
+
+    @property
+    def rounds(self) -> Sequence[list[int]]:
+        """Of each of the corpora, numbers of epochs that are shuffled together: another number is another order."""
 
     def __len__(self) -> int: ...
 
@@ -99,6 +103,7 @@ class GPTDataset:
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
         self.corpora = [(1.0, indexed)]
+        self.rounds = [shuffled_together(tokens, num_samples, seq_length)]
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
@@ -157,6 +162,7 @@ class BlendedDataset:
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
         self.corpora = [(w, corpus) for w, one in zip(self.weights, datasets) for _, corpus in one.corpora]
+        self.rounds = [each for one in datasets for each in one.rounds]
         taken = np.bincount(self.dataset_index, minlength=len(datasets))
         for number, dataset in enumerate(datasets):
             if taken[number] > len(dataset):
@@ -195,6 +201,7 @@ class MockDataset:
             raise UserError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
         self.corpora: list[tuple[float, IndexedDataset]] = []
+        self.rounds: list[list[int]] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -229,6 +236,11 @@ class Repeated:
     def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
         """Those of the dataset."""
         return self.dataset.corpora
+
+    @property
+    def rounds(self) -> Sequence[list[int]]:
+        """Those of the dataset."""
+        return self.dataset.rounds
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -30,6 +30,8 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
+#: Options that make another plan; one that a resume finds in force was made with those of before.
+_OF_A_PLAN = ("snip_target", "snip_options", "snip_fix", "snip_granularity", "snip_objective", "snip_stage_constraint")
 
 
 class Trainer(RunState):
@@ -96,10 +98,23 @@ class Trainer(RunState):
             return
         later = max(0, -(-(first - snip.snip_start) // snip.snip_interval))
         probe, lag = snip.snip_start + later * snip.snip_interval, snip.snip_apply_lag
-        if planner is not None and not (planner.plan or planner.pending) and probe + lag > last:
+        if planner is not None and not (planner.plan or planner.pending):
+            warmup, due = snip.snip_warmup_precision, f"a probe is due at iteration {probe}, its plan {lag} later"
+            if probe + lag > last:
+                LOGGER.warning(
+                    f"no plan will take effect: {due}, and the last iteration is {last}; all linears stay in {warmup}, "
+                    "unless you lower --snip-start"
+                )
+            elif probe > first > snip.snip_start:  # --precision snip is new to a run that is past --snip-start
+                LOGGER.warning(
+                    f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
+                    f"--snip-start {first}"
+                )
+        changed = [line for line in self.changed if line.startswith(_OF_A_PLAN)]
+        if planner is not None and (planner.plan or planner.pending) and changed and probe > first:
             LOGGER.warning(
-                f"no plan will take effect: a probe is due at iteration {probe}, its plan {lag} later, and the last "
-                f"iteration is {last}; all linears stay in {snip.snip_warmup_precision}, unless you lower --snip-start"
+                f"a plan of before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "
+                f"give --snip-start {first} to plan at once"
             )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
             LOGGER.warning(
@@ -278,12 +293,12 @@ def train(config: Config, ending: Ending | None = None) -> None:
 
     ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
     """
-    p, stacks = config.parallel, Path(config.logging.run_dir) / "stacks"
+    began, p, stacks = time.perf_counter(), config.parallel, Path(config.logging.run_dir) / "stacks"
     kind = runtime.resolve_backend(p.distributed_backend, p.device)[1]
     # first: `check` asks what the GPU can do, and CUDA's allocator reads its settings then
     runtime.prepare_environment(kind, deterministic=config.training.deterministic_mode, stacks=stacks)
     config, plan = check(config, runtime.environment_world_size())
-    check_restarts(config, runtime.environment_restarts())
+    check_restarts(config, runtime.environment_restarts(), runtime.environment_requeues())
     config = with_defaults(config)
     start = find_start(config)
     if ending is not None:
@@ -291,6 +306,7 @@ def train(config: Config, ending: Ending | None = None) -> None:
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
     trainer = Trainer(config, build(config, here, plan, False), start)
+    trainer.began = began  # --exit-duration-in-mins counts the start too, as a job's time limit does
     if ending is not None:
         ending.open()
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_snip.arguments import parse
+from megatron_snip.checkpoint.lock import living_holder
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config, ModelConfig, option_groups
@@ -125,7 +126,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
             f"--run-dir {run_dir} holds run {here}, but {load} belongs to run {state['run_id']}; "
             "give another --run-dir, or --finetune to start a new run from these weights"
         )
-    _refuse_folder_of_another_run(config.save_dir, load, state["run_id"])
+    _refuse_other_saves(config.save_dir, load, state)
     refuse_other_model(config, state, finetune=False)
     return Start(state["iteration"], state, load, saved, state["run_id"])
 
@@ -224,12 +225,23 @@ def _run_of(run_dir: Path) -> tuple[str, str | None] | None:
         raise UserError(f"{path}: cannot be read ({error!r}); {way_out}") from error
 
 
-def _refuse_folder_of_another_run(save: Path, load: Path, run_id: str) -> None:
-    """A run that goes on may have its checkpoints elsewhere, but not among another run's."""
+def _refuse_other_saves(save: Path, load: Path, state: dict[str, Any]) -> None:
+    """A run that goes on may have its checkpoints elsewhere, but not among another run's, or later ones of its own.
+
+    The same command, given again by a job that is requeued, would put the latter aside and go back each time.
+    """
     held = newest(save)[0] if save.resolve() != load.resolve() else None
-    if held is not None and (other := read_state(save, held)["run_id"]) != run_id:
+    if held is None:
+        return
+    if (other := read_state(save, held)["run_id"]) != state["run_id"]:
         raise UserError(
-            f"--save {save} holds checkpoints of run {other}, but {load} belongs to run {run_id}; give another --save"
+            f"--save {save} holds checkpoints of run {other}, but {load} belongs to run {state['run_id']}; "
+            "give another --save"
+        )
+    if held > state["iteration"]:
+        raise UserError(
+            f"--save {save} holds iteration {held} of this run, and --load {load} would go back to iteration "
+            f"{state['iteration']}; --load {save} continues it, or give another --save"
         )
 
 
@@ -258,6 +270,19 @@ def _save_dir_of(run_dir: Path) -> Path | None:
     """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
     found = _run_of(run_dir)
     return None if found is None else Path(found[1] or run_dir / "checkpoints")
+
+
+def refuse_live_run_folder(config: Config) -> None:
+    """UserError if another process trains in the run folder and saves elsewhere; rank 0 calls it before it writes."""
+    run_dir = Path(config.logging.run_dir)
+    other = _save_dir_of(run_dir)
+    if other is None or other.resolve() == config.save_dir.resolve():
+        return  # the lock of --save tells
+    if holder := living_holder(other):
+        raise UserError(
+            f"--run-dir {run_dir} belongs to {holder}, which is still going and saves to {other}; "
+            "wait for its end, or give another --run-dir"
+        )
 
 
 def advice(config: Config) -> str:

@@ -16,7 +16,14 @@ from megatron_snip.train.guard import Guard
 from megatron_snip.train.instruments import Instruments
 from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks
 from megatron_snip.train.rerun import Rerun
-from megatron_snip.train.run_folder import Start, changed_options, earlier_start, open_run_folder, read_tensors
+from megatron_snip.train.run_folder import (
+    Start,
+    changed_options,
+    earlier_start,
+    open_run_folder,
+    read_tensors,
+    refuse_live_run_folder,
+)
 from megatron_snip.train.same_data import consumed_validation, settle_data
 from megatron_snip.train.setup import Parts, agree_on
 from megatron_snip.train.watch import LossWatch
@@ -30,6 +37,7 @@ class RunState:
     def __init__(self, config: Config, parts: Parts, start: Start) -> None:
         self.config, self.parts, self.start = config, parts, start
         self.iteration = start.iteration
+        self.changed: list[str] = []  # options that are not the checkpoint's
         self.nan_iterations = 0  # skipped ones of the whole run
         self.nan_in_a_row = 0
         self.data_problem = ""  # a file that went bad, the same on every process
@@ -51,6 +59,8 @@ class RunState:
         parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
         start = self.start
         self.writer = None
+        if parts.mesh.rank == 0:
+            refuse_live_run_folder(config)
         self.saver = Saver(config.save_dir, config.checkpoint, parts.mesh, start.run_id, start.iteration)
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
@@ -116,7 +126,8 @@ class RunState:
         state = start.state
         if state is None:
             return
-        for change in changed_options(self.config, state):
+        self.changed = changed_options(self.config, state)
+        for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
         self._take_state({**state, **anew})

@@ -41,7 +41,10 @@ def identity(**datasets: Dataset | None) -> Identity:
     Reads about a MiB and the index of each.
     """
     return {
-        part: [{"prefix": files.prefix, "weight": weight, **files.fingerprint} for weight, files in dataset.corpora]
+        part: [
+            {"prefix": files.prefix, "weight": weight, **files.fingerprint, "rounds": rounds}
+            for (weight, files), rounds in zip(dataset.corpora, dataset.rounds, strict=True)
+        ]
         for part, dataset in datasets.items()
         if dataset is not None
     }
@@ -60,6 +63,19 @@ def difference(now: Identity, then: Identity) -> str:
             if odd := [what for key, what in _DIFFERENCES.items() if old.get(key) != new[key]]:
                 moved = "" if old.get("prefix") == new["prefix"] else f" (it was {old.get('prefix')})"
                 return f"dataset {new['prefix']}{moved} has changed: {', '.join(odd)}"
+    return ""
+
+
+def reordered(now: Identity, then: Identity) -> str:
+    """The first data whose order is not the checkpoint's, as the run has another number of samples; "" for none.
+
+    A checkpoint of before does not tell.
+    """
+    for part in now.keys() & then.keys():
+        for old, new in zip(then[part], now[part]):
+            if old.get("rounds", new["rounds"]) != new["rounds"]:
+                epochs, before = ("+".join(map(str, each["rounds"])) for each in (new, old))
+                return f"{_PARTS[part]} data {new['prefix']} is shuffled as {epochs} epochs, before as {before}"
     return ""
 
 
@@ -143,5 +159,11 @@ def _refused(config: Config, state: dict[str, Any] | None, found: Identity) -> s
     if changed and config.checkpoint.accept_changed_data:
         LOGGER.warning(f"this run continues with other data: {changed}")
         return ""
+    if not changed and state and (moved := reordered(found, state.get("data") or {})):
+        LOGGER.warning(
+            f"samples come in another order from here on, and some come again early: {moved}. The order depends on the "
+            "whole run's number of samples, as in Megatron-LM. To keep it, give the final --train-iters at the first "
+            "start, and end before by --exit-interval"
+        )
     way_out = f"give the data that the checkpoint in {config.checkpoint.load} was trained on, or --accept-changed-data"
     return f"{changed}; {way_out}" if changed else ""

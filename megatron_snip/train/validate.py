@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_snip.checkpoint.manifest import TRACKER, iteration_of
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
@@ -126,9 +127,25 @@ def validate(config: Config, world_size: int) -> None:
     _validate_dry_run(config)
 
 
-def check_restarts(config: Config, restarts: int) -> None:
-    """UserError if torchrun may start the run again, but these options would not let it continue."""
+def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
+    """UserError if torchrun may start the run again, but these options would not let it continue.
+
+    requeues: how often SLURM has already done so.
+    """
     c = config.checkpoint
+    if restarts < 1 and requeues < 1:
+        return
+    load = Path(str(c.load))
+    named = c.ckpt_step if iteration_of(load) is None else iteration_of(load)
+    if named is not None and not c.finetune:
+        option, folder = (
+            (f"--ckpt-step {named}", load) if iteration_of(load) is None else (f"--load {load}", load.parent)
+        )
+        again = f"--max-restarts is {restarts}" if restarts else f"SLURM_RESTART_COUNT is {requeues}"
+        raise UserError(
+            f"{option} goes back at each start, and {again}; to go back once, give --load {folder} alone and write "
+            f"{named} into {folder / TRACKER}"
+        )
     if restarts < 1:
         return
     if c.finetune:

@@ -85,6 +85,8 @@ def test_with_these_changes_it_runs(caplog):
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: gradients, master weights and Adam's state are float32 here"),
         ("--no-save-optim", "--no-save-optim: checkpoints have the optimiser's state; --no-load-optim leaves it"),
+        ("--save-retain-interval 10", "--save-retain-interval 10: give --keep-last 1 --keep-every in its place"),
+        ("--iterations-to-skip 3 4", "--iterations-to-skip 3 4: no iteration is left out here"),
         ("--attention-dropout -1", "--attention-dropout -1: there is no dropout"),
     ],
 )
@@ -112,7 +114,7 @@ def test_what_changes_nothing_goes_and_all_else_stays():
         without_megatrons(words)
     words.remove("x")
     assert without_megatrons(words) == ["--lr", "-1", "--made-up", "3", "--bf16", "-h"]
-    with pytest.raises(UserError, match="unknown option made_up"):
+    with pytest.raises(UserError, match="unknown option made_up in the command line; --help lists all options"):
         parse(words)
 
 

@@ -88,6 +88,44 @@ def test_nccl_is_bound_to_its_gpu(backend, bound, monkeypatch):
     assert name == backend and more["device_id"] == bound
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8, and RANK is not set: each process would train a"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, and RANK is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and RANK is not set"),
+        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start one torchrun a node"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is 2, WORLD_SIZE is 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT is x; start one"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_LOCALID": "1"},
+            "RANK is set without LOCAL_RANK; set that to SLURM_LOCALID",
+        ),
+    ],
+)
+def test_processes_that_were_not_told_their_place_are_refused(variables, told, monkeypatch):
+    """As `srun python pretrain_llama.py` starts them: each would be a run of one process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(runtime, "_join", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(UserError, match=told):
+        runtime.start("gloo", 1.0)
+
+
+@pytest.mark.parametrize("variables", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
+def test_a_lone_process_of_a_job_runs(variables, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(runtime, "_join", lambda *_: None)
+    assert runtime.start("gloo", 1.0).world_size == 1
+
+
 def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert runtime.seed_of(1234, "layers.0.mlp.up_proj") == 6050616723310766188, "weights of old runs hang on it"
     seeds = {runtime.seed_of(*parts) for parts in [(1,), (2,), (1, "a"), (1, "b"), ("1a",), (1, "a", 0)]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_a_second_run_is_refused_until_the_first_is_gone(holder, tmp_path):
     assert mine.held()
     mine.release()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(holder, tmp_path, monkeypatch):
+    """`cp -r` takes the lock along; its holder lives and touches the original alone."""
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.3)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    mine = FolderLock(tmp_path / "copy", "mine")
+    assert mine.held()
+    mine.release()
+    with pytest.raises(ValueError, match="belongs to run theirs"):
+        FolderLock(tmp_path, "mine")
 
 
 def elsewhere(folder, **changes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     def told(**options) -> list[str]:
         caplog.clear()
         train_here(**{**SNIP, "train_iters": 2, "preflight": False, "snip_start": 1, **options})
-        starts = ("no plan", "--eval-interval", "no profile", "nothing is left")
+        starts = ("no plan", "a plan", "--eval-interval", "no profile", "nothing is left")
         return [line for line in caplog.messages if line.startswith(starts)]
 
     saves, real = str(tmp_path / "run/checkpoints"), setup.build_datasets
@@ -142,6 +143,17 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
         "nothing is left to train: iteration 3 is done, and --train-iters is 2; raise it"
     ]
     assert read_state(tmp_path / "run/checkpoints", 3)["iteration"] == 3
+    late = {"load": saves, "train_iters": 20, "snip_interval": 10, "snip_start": 2, "exit_interval": 4}
+    assert told(**late) == [
+        "no plan is in force: a probe is due at iteration 12, its plan 1 later; all linears are in bf16 until then, "
+        "unless you give --snip-start 4"
+    ]
+    assert not told(**{**late, "snip_start": 5, "exit_interval": 6}), "its plan is in force from iteration 6 on"
+    assert not told(**{**late, "exit_interval": 8})
+    assert told(**{**late, "snip_fix": "layers.0.*=fp8", "exit_interval": 9}) == [
+        "a plan of before the change (snip_fix:  -> layers.0.*=fp8) holds until iteration 13; "
+        "give --snip-start 9 to plan at once"
+    ]
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):
@@ -293,6 +305,12 @@ def test_leaving_saves_and_a_restart_goes_on(train_here, tmp_path):
     assert len(train_here(train_iters=6, exit_duration_in_mins=0.0, load=saves)) == 5
     assert curve(train_here(train_iters=6, load=saves)) == curve(whole)
     assert curve(train_here(train_iters=6, load=saves)) == curve(whole), "nothing is left to do"
+
+
+def test_the_start_counts_as_a_jobs_time(train_here, monkeypatch):
+    build_parts = loop.build
+    monkeypatch.setattr(loop, "build", lambda *args: (time.sleep(0.7), build_parts(*args))[1])
+    assert len(train_here(train_iters=3, exit_duration_in_mins=0.01)) == 1
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(train_here, tmp_path, monkeypatch, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_snip.checkpoint import lock
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
@@ -157,6 +159,11 @@ def test_two_runs_are_not_mixed(tmp_path):
     shutil.rmtree(two)
     checkpoint(two / "checkpoints", 3, "abc")
     assert find_start(there).iteration == 7, "older checkpoints of this very run"
+    checkpoint(two / "checkpoints", 9, "abc")
+    said = (
+        f"--save {two}/checkpoints holds iteration 9 of this run, and --load {one}/checkpoints would go back to itera"
+    )
+    assert refused(there, tmp_path).startswith(said), "as the command of a requeued job would each time"
 
 
 def test_finetune_takes_weights_into_a_new_run(tmp_path):
@@ -337,3 +344,18 @@ def test_a_resume_keeps_the_run_and_tells_changed_options(train_here, tmp_path, 
     assert run_id_of(run) == run_id == read_state(run / "checkpoints", 3)["run_id"]
     told = [record.getMessage().split("option, ")[1] for record in caplog.records if "changed" in record.getMessage()]
     assert told == ["train_iters: 2 -> 3", "lr: 0.01 -> 0.02"]
+
+
+def test_a_run_folder_that_another_process_trains_in_is_refused(train_here, tmp_path):
+    """With another --save the lock there does not tell, and both would write metrics.jsonl."""
+    run, saves = tmp_path / "run", tmp_path / "run/checkpoints"
+    train_here(train_iters=2)
+    theirs = lock.FolderLock(saves, "a")
+    alive = {"pid": os.getppid(), "born": lock._born(os.getppid())}
+    (saves / lock.LOCK).write_text(json.dumps({**json.loads((saves / lock.LOCK).read_text()), **alive}))
+    before = contents(run)
+    with pytest.raises(ValueError, match=rf"--run-dir {run} belongs to run a, process {alive['pid']} on .*, which is"):
+        train_here(train_iters=3, load=str(saves), save=str(tmp_path / "other"))
+    assert contents(run) == before
+    theirs.release()
+    assert len(train_here(train_iters=3, load=str(saves), save=str(tmp_path / "other"))) == 3

@@ -227,6 +227,16 @@ def test_a_probe_that_cannot_read_a_later_batch_keeps_the_plan(run, data, tmp_pa
     assert newest_iteration(tmp_path / "run/checkpoints") >= 3
 
 
+def test_an_order_that_another_number_of_samples_gives_is_told(run, data, caplog):
+    """As in Megatron-LM, epochs are shuffled together, so more of them are another order."""
+    first = run(train_iters=2)
+    run(more=True, train_iters=3)
+    assert "another order" not in caplog.text, "of one epoch all samples are in order"
+    rows = run(more=True, train_iters=300, exit_interval=4)
+    assert f"some come again early: training data {data} is shuffled as " in caplog.text and rows[:2] == first
+    assert "epochs, before as 1. The order depends on" in caplog.text
+
+
 def test_identities_of_a_resume():
     one = {"prefix": "a", "weight": 1.0, "lengths": "x", "size": 1, "content": "y"}
     assert difference({"train": [one]}, {"train": [{**one, "prefix": "b"}], "valid": [one]}) == ""

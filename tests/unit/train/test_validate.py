@@ -273,9 +273,9 @@ def test_options_that_agree_pass(changes):
 
 
 def test_a_restart_must_be_able_to_continue():
-    def said(restarts: int = 3, **changes) -> str:
+    def said(restarts: int = 3, requeues: int = 0, **changes) -> str:
         try:
-            check_restarts(Config().replace(**GOOD, run_dir="r", **changes), restarts)
+            check_restarts(Config().replace(**GOOD, run_dir="r", **changes), restarts, requeues)
         except ValueError as error:
             return str(error)
         return ""
@@ -284,6 +284,14 @@ def test_a_restart_must_be_able_to_continue():
     assert said().startswith("--max-restarts is 3, and a restart would continue from --load None, not from r/check")
     assert "give --load s" in said(load="r/checkpoints", save="s")
     assert said(load="r/checkpoints", finetune=True).startswith("--finetune begins anew at each start, and --max-res")
+    r = "r/checkpoints"
+    back = f"; to go back once, give --load {r} alone and write 4 into {r}/latest_checkpointed_iteration.txt"
+    step = {"load": r, "ckpt_step": 4}
+    assert said(**step) == f"--ckpt-step 4 goes back at each start, and --max-restarts is 3{back}"
+    assert said(0, 1, **step) == f"--ckpt-step 4 goes back at each start, and SLURM_RESTART_COUNT is 1{back}"
+    folder = "r/checkpoints/iter_0000004"
+    assert said(0, 1, load=folder) == f"--load {folder} goes back at each start, and SLURM_RESTART_COUNT is 1{back}"
+    assert said(0, 0, **step) == said(0, 2, load="s", save="s") == said(0, 2, **step, finetune=True) == ""
 
 
 @pytest.mark.parametrize("option", ["distributed_timeout_minutes", "snip_solve_timeout"])
