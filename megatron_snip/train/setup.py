@@ -331,7 +331,7 @@ def agree_on(config: Config, start: Start) -> Start:
         if theirs[:2] != first[:2]:
             raise UserError(
                 f"--load {config.checkpoint.load}: rank 0 sees iteration {first[1]}, rank {rank} {theirs[1]}; "
-                "the folder must be the same for all processes, wait for the file system or share it"
+                "another run may be writing to it, or it is not the same folder for all; give --ckpt-step, or share it"
             )
         if theirs[2] != first[2]:
             raise UserError(f"rank {rank} was started with other options than rank 0; start all with the same")

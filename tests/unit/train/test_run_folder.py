@@ -110,6 +110,8 @@ def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monk
         assert "already holds a run" in refused(again, tmp_path), "without --load it is a new run"
         with_load = again.replace(load=str(begun / "checkpoints"))
         assert find_start(with_load).load == weights
+    both = options(tmp_path / "new", load=str(weights), pretrained_checkpoint=str(other / "checkpoints"))
+    assert refused(both, tmp_path).endswith(f"and --pretrained-checkpoint is {other}/checkpoints; drop one")
     wide = options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"), hidden_size=256)
     assert "--hidden-size is 256" in refused(wide, tmp_path)
     assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
