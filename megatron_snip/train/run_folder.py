@@ -95,8 +95,8 @@ def find_start(config: Config, below: int | None = None) -> Start:
     if c.load and is_hf_folder(Path(c.load)):
         if c.pretrained_checkpoint:
             raise UserError(
-                f"--load {c.load} is a Hugging Face folder, whose weights a new run takes, and --pretrained-checkpoint is "
-                f"{c.pretrained_checkpoint}; drop one"
+                f"--load {c.load} is a Hugging Face folder, whose weights a new run takes, and "
+                f"--pretrained-checkpoint is {c.pretrained_checkpoint}; drop one"
             )
         return _start_from_hf(config, Path(c.load), resuming=False)
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
