@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -76,11 +75,12 @@ def attach(
     """Make the linears of a model take precisions; until a plan is applied they compute what they did.
 
     linears: patterns of names, such as "model.layers.*", or what says whether to take a linear; by default all but
-    the output layer, which is what ``get_output_embeddings`` gives and what is named lm_head.  options: precisions that
-    a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as --linear-impl.
+    the output layer, which is what ``get_output_embeddings`` gives and what is named lm_head.  Weights of other
+    modules, such as experts in one tensor, stay as they are and do not count in a plan's shares.  options: precisions
+    that a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as --linear-impl.
     Call it on every process alike, where the model lies on its device and torch.distributed is started: after FSDP2's
-    ``fully_shard``, before or after DDP and torch.compile.  A copy of the model has its linears as they were.  If any
-    of them was attached before, what that returned is detached.
+    ``fully_shard``, before or after DDP and torch.compile, which breaks its graphs at quantised linears.  A copy of the
+    model has its linears as they were.  If any of them was attached before, what that returned is detached.
     UserError if no linear is left, one has a forward of its own, or an option is unknown or cannot run here.
     """
     model = unwrapped(model)
@@ -98,6 +98,7 @@ def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear],
     elif not isinstance(linears, Sequence):
         taken = {name: module for name, module in found.items() if linears(name, module)}
     else:
+        linears = [linears] if isinstance(linears, str) else linears
         unmatched = [pattern for pattern in linears if not any(fnmatchcase(name, pattern) for name in found)]
         if unmatched:
             raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
@@ -118,7 +119,12 @@ def _some(names: Mapping[str, Any]) -> str:
 
 
 class Snip:
-    """A model's linears, and their probe and plans; ``attach`` makes it."""
+    """A model's linears, and their probe and plans; ``attach`` makes it.
+
+    A loop that goes on from a checkpoint applies its plan, saved by ``snip.plan.save(path)``, and sets
+    ``snip.iteration``, the number of the coming update, from 1; else linears stay as they are until the next plan, and
+    random bits begin anew.
+    """
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear], *, options: str, seed: int, impl: str):
         self.model, self.iteration = model, 1  # of the coming update
@@ -208,6 +214,12 @@ class Snip:
         return max(linear.rows_seen for linear in self.linears.values())
 
     def _check_wrapped(self) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self._mesh.world_size:
+            raise UserError(
+                f"the number of processes was {self._mesh.world_size} when attach was called, and is {world} now; call it "
+                "after torch.distributed is started"
+            )
         if not self.sharded and _fsdp(self.model):
             raise UserError("the model was sharded by FSDP2 after attach; call attach after fully_shard")
         now = next(iter(self.linears.values())).module.weight.device
@@ -275,7 +287,7 @@ class Snip:
         self.plan = plan
 
     def step(self) -> None:
-        """After every update of the weights: rounding draws anew."""
+        """After every update of the weights, however it was made: rounding draws anew, and weights are cast anew."""
         self.iteration += 1
         self._forget_rows()
 
@@ -328,7 +340,7 @@ class AttachedLinear:
 
     def __reduce__(self) -> Any:
         """A copied or pickled model's linear computes as it did before ``attach``."""
-        return _plain_forward, (self.module,)
+        return getattr, (self.module, "forward")  # the class's: nothing is in a copy yet
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -344,7 +356,10 @@ class AttachedLinear:
             )
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32")
+            raise UserError(
+                f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32; convert the model, or "
+                "choose another dtype of torch.autocast"
+            )
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         if observer is not None:
             self.snip.lengths[self.rows_seen] = x.shape[-2] if x.ndim > 2 else len(rows)
@@ -355,10 +370,6 @@ class AttachedLinear:
         y = run_linear(rows, weight, call, self.snip.impl)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)
-
-
-def _plain_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return MethodType(nn.Linear.forward, module)
 
 
 def _fsdp(model: nn.Module) -> list[FSDPModule]:

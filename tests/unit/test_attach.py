@@ -218,6 +218,7 @@ def test_a_copy_has_its_linears_as_they_were(how, mixed):
     snip = attach(mixed)
     snip.apply(Plan.uniform(snip.linears, "fp4"))
     planned, copied = mixed(IDS), how(mixed)
+    assert b"megatron_snip" not in pickle.dumps(nn.Sequential(*mixed.blocks)), "others can read it"
     assert torch.equal(copied(IDS), before) and not torch.equal(planned, before)
     with torch.no_grad():
         copied.blocks[0].weight.zero_()
@@ -271,6 +272,7 @@ def test_plans_travel_by_file(mixed, tmp_path):
     ("mistake", "said"),
     [
         (lambda m: attach(m, ["*.q_proj"]), "'*.q_proj' matches no nn.Linear; names are such as blocks.0, blocks.1"),
+        (lambda m: attach(m, "*.q_proj"), "'*.q_proj' matches no nn.Linear"),
         (lambda m: attach(m, lambda name, linear: False), "no nn.Linear was taken; the model's are blocks.0, blocks.1"),
         (lambda m: attach(m, options="fp8,fp5"), "fp5"),
         (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
@@ -343,10 +345,23 @@ def test_a_model_that_has_moved_is_told():
         snip.probe(lambda: model(torch.zeros(2, 64)).mean())
 
 
+def test_processes_that_started_after_attach_are_told(mixed, monkeypatch):
+    """Each would measure alone, and have a plan of its own."""
+    snip = attach(mixed)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(
+        ValueError, match="number of processes was 1 when attach was called, and is 2 now; call it after"
+    ):
+        snip.probe(lambda: loss_of(mixed))
+
+
 def test_half_precision_is_refused(mixed):
     snip = attach(mixed)
     snip.apply(Plan.uniform(snip.linears, "fp4"))
-    with pytest.raises(ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16"):
+    with pytest.raises(
+        ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16 or float32; conv"
+    ):
         mixed.half()(IDS)
 
 
