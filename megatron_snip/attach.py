@@ -217,8 +217,8 @@ class Snip:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != self._mesh.world_size:
             raise UserError(
-                f"the number of processes was {self._mesh.world_size} when attach was called, and is {world} now; call it "
-                "after torch.distributed is started"
+                f"the number of processes was {self._mesh.world_size} when attach was called and is {world} now; call "
+                "attach after torch.distributed is started"
             )
         if not self.sharded and _fsdp(self.model):
             raise UserError("the model was sharded by FSDP2 after attach; call attach after fully_shard")

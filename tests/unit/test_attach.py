@@ -351,7 +351,7 @@ def test_processes_that_started_after_attach_are_told(mixed, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(
-        ValueError, match="number of processes was 1 when attach was called, and is 2 now; call it after"
+        ValueError, match="number of processes was 1 when attach was called and is 2 now; call attach after"
     ):
         snip.probe(lambda: loss_of(mixed))
 
