@@ -169,6 +169,10 @@ class Snip:
         """
         if not losses:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
+        if given := [type(loss).__name__ for loss in losses if not callable(loss)]:
+            raise UserError(
+                f"probe: a {given[0]} is no function; give lambda: model(**batch).loss, which runs the model"
+            )
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
         self._check_wrapped()

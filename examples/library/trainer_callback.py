@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     ids = torch.tensor(list(Path(args.data).read_bytes()))
-    rows = [ids[i : i + 128] for i in range(0, len(ids) - 128, 128)]
+    rows = [ids[i : i + 128] for i in range(0, len(ids) - 127, 128)]
+    if not rows:
+        parser.error(f"--data {args.data} has {len(ids)} bytes, and a sample has 128; give more text")
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
     )

@@ -277,6 +277,7 @@ def test_plans_travel_by_file(mixed, tmp_path):
         (lambda m: attach(m, options="fp8,fp5"), "fp5"),
         (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
         (lambda m: attach(m).probe(), "probe: no loss; give what runs the model"),
+        (lambda m: attach(m).probe(loss_of(m)), "probe: a Tensor is no function; give lambda: model(**batch).loss"),
         (lambda m: attach(m).probe(lambda: m(IDS)), "the loss has shape [2, 128, 50]; return one number"),
         (lambda m: attach(m).probe(lambda: loss_of(m).item()), "the loss is a float without a gradient; return"),
         (lambda m: attach(m).probe(lambda: loss_of(m).detach()), "the loss is a Tensor without a gradient; return"),
@@ -368,7 +369,7 @@ def test_half_precision_is_refused(mixed):
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("llama_adamw.py", ["--steps", "14"], "step 10: loss "),
+        ("llama_adamw.py", ["--steps", "14", "--every", "3"], "step 13: loss "),
         ("trainer_callback.py", ["--steps", "14", "--output"], "75.0% of the linears' FLOPs in FP4"),
     ],
 )
