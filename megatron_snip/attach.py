@@ -18,12 +18,10 @@ without padding; other models' linears are judged at their own output.  The weig
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -31,18 +29,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
+from megatron_snip.interop.any_model import plain_name, shapes_of, unwrapped
 from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import Axis, Mesh
-from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import (
     PLAIN,
     Casts,
     LinearCall,
     LinearPrecision,
-    LinearShape,
     RoundingKey,
     StepContext,
     check_linear,
@@ -50,18 +48,20 @@ from megatron_snip.quant import (
     run_linear,
 )
 from megatron_snip.quant.rounding import mix64
-from megatron_snip.snip.measure.block_probe import Attend
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.untouched import Untouched, untouched
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request
 from megatron_snip.snip.plan.plan_file import build_plan
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
 _PLAIN = LinearPrecision.uniform("bf16")
 #: Modules of this name turn hidden states into logits, and stay as they are unless they are asked for.
 _OUTPUT = "lm_head"
+#: Options of SnipConfig, without ``snip_``, that say what a plan is.
+_SOLVED_BY = ("churn", "fix", "granularity", "objective", "options")
 
 
 def attach(
@@ -75,13 +75,15 @@ def attach(
     """Make the linears of a model take precisions; until a plan is applied they compute what they did.
 
     linears: patterns of names, such as "model.layers.*", or what says whether to take a linear; by default all but
-    the output layer.  options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.
-    impl: as --linear-impl.  Call it on every process alike, where the model lies on its device and torch.distributed is
-    started: after FSDP2's ``fully_shard``, before or after DDP.  A copy of the model has its linears as they were.
-    If it was attached before, what that returned is detached.
+    the output layer, which is what ``get_output_embeddings`` gives and what is named lm_head.  Weights of other
+    modules, such as experts in one tensor, stay as they are and do not count in a plan's shares.  options: precisions
+    that a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as --linear-impl.
+    Call it on every process alike, where the model lies on its device and torch.distributed is started: after FSDP2's
+    ``fully_shard``, before or after DDP and torch.compile, which breaks its graphs at quantised linears.  A copy of the
+    model has its linears as they were.  If any of them was attached before, what that returned is detached.
     UserError if no linear is left, one has a forward of its own, or an option is unknown or cannot run here.
     """
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    model = unwrapped(model)
     taken = _taken(model, linears)
     prefix = "model." if all(name.startswith("model.") for name in taken) else ""
     named = {name.removeprefix(prefix): linear for name, linear in taken.items()}
@@ -89,13 +91,14 @@ def attach(
 
 
 def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear], bool] | None) -> dict[str, nn.Linear]:
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if linears is None:
         output = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         taken = {n: m for n, m in found.items() if m is not output and n.rpartition(".")[2] != _OUTPUT}
     elif not isinstance(linears, Sequence):
         taken = {name: module for name, module in found.items() if linears(name, module)}
     else:
+        linears = [linears] if isinstance(linears, str) else linears
         unmatched = [pattern for pattern in linears if not any(fnmatchcase(name, pattern) for name in found)]
         if unmatched:
             raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
@@ -116,28 +119,36 @@ def _some(names: Mapping[str, Any]) -> str:
 
 
 class Snip:
-    """A model's linears, and their probe and plans; ``attach`` makes it."""
+    """A model's linears, and their probe and plans; ``attach`` makes it.
+
+    A loop that goes on from a checkpoint applies its plan, saved by ``snip.plan.save(path)``, and sets
+    ``snip.iteration``, the number of the coming update, from 1; else linears stay as they are until the next plan, and
+    random bits begin anew.
+    """
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear], *, options: str, seed: int, impl: str):
         self.model, self.iteration = model, 1  # of the coming update
         self.plan: Plan | None = None
         self.statistics: Statistics | None = None
-        self.length = 0  # tokens of a sequence, as the linears last saw one
+        self.lengths: dict[int, int] = {}  # tokens of a sequence in the pass under way, by its first row
         self.context = PLAIN  # of the pass under way, since a model that is not ours hands nothing to its linears
         device = next(iter(linears.values())).weight.device
         self._mesh = _mesh()
         self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
         self.impl, self._plain_seed = impl, seed
         self.sharded = bool(_fsdp(model))
-        attends = attention_of(model, lambda: self.length) or {}
-        self.shapes = [_shape(name, linear, attends) for name, linear in linears.items()]
-        attends = {block: attends[block] for block in _whole_blocks(self.shapes) if block in attends}
-        self.shapes = [shape if shape.block in attends else _alone(shape) for shape in self.shapes]
+        attends = attention_of(model, self.lengths.__getitem__) or {}
+        self.shapes, attends = shapes_of(linears, attends)
         words = auto_options(device) if options == "auto" else options
         self._options = SnipConfig(snip_options=words)
         choices = read_choices(self._options, self.shapes)
+        if choices.formats <= {"bf16"}:
+            raise UserError(f"attach: options {options} quantise nothing; name a format, such as fp8,fp4")
         for option in choices.options:
             check_linear(impl, option, device)
+        for linear in linears.values():
+            if isinstance(linear.forward, AttachedLinear):
+                linear.forward.snip.detach()
         self.linears = {
             name: AttachedLinear(self, name, linear, keeps=not self.sharded) for name, linear in linears.items()
         }
@@ -151,43 +162,41 @@ class Snip:
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
         """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
 
-        Backward runs here.  Gradients, random numbers and weights are what they were afterwards; under FSDP2 call it
-        between updates, where none are accumulated.  Every process calls it alike.  ProbeFailed, on every process, if
-        a loss is not finite, backward does not come to a linear, or memory does not suffice.
+        Backward runs here.  Gradients, buffers, torch's random numbers and weights are what they were afterwards; under
+        FSDP2 call it between updates, where none are accumulated.  Every process calls it alike.  ProbeFailed (of
+        megatron_snip.snip.measure.probe), on every process, if a loss is not finite, backward does not come to a
+        linear, or memory does not suffice; catch it to go on with the plan in force.
         """
         if not losses:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
+        if given := [type(loss).__name__ for loss in losses if not callable(loss)]:
+            raise UserError(
+                f"probe: a {given[0]} is no function; give lambda: model(**batch).loss, which runs the model"
+            )
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
         self._check_wrapped()
         for module in _fsdp(self.model):
             module.reshard()  # after a forward without backward, parameters would be the gathered ones
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        before = [(p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]  # DDP's are views
-
-        def zero_grad() -> None:
-            for p in parameters:
-                p.grad = None
-
-        def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
-            with self._in(context):
-                return self._pass(losses[ahead])
-
-        zero_grad()
+        rows = {name: linear.rows_seen for name, linear in self.linears.items()}
+        device = self._probe.device
+        devices = [device] if device.type == "cuda" else []  # else of every GPU of the node
         try:
-            device = self._probe.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else of every GPU of the node
-                found = self._probe.run(run_pass, zero_grad, self.iteration, len(losses), updates=False)
+            with torch.random.fork_rng(devices), untouched(self.model) as kept:
+
+                def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
+                    with self._in(context):
+                        return self._pass(losses[ahead], kept)
+
+                found = self._probe.run(run_pass, kept.zero_grad, self.iteration, len(losses), updates=False)
         finally:
-            for p, (grad, values) in zip(parameters, before, strict=True):
-                p.grad = grad
-                if grad is not None and values is not None:
-                    grad.detach().copy_(values)
             self._forget_rows()
+            for name, linear in self.linears.items():
+                linear.rows_seen = rows[name]
         self.statistics = found
         return found
 
-    def _pass(self, loss_of: Callable[[], Tensor]) -> Pass:
+    def _pass(self, loss_of: Callable[[], Tensor], kept: Untouched) -> Pass:
         """Forward and backward of one batch; the gradient is of the mean over all processes."""
         self._forget_rows()
         loss, size = loss_of(), self._mesh.dp.size
@@ -196,6 +205,7 @@ class Snip:
         if loss.numel() != 1:
             raise UserError(f"probe: the loss has shape {list(loss.shape)}; return one number, the mean over tokens")
         seen = self._most_rows()
+        kept.note(loss)
         (loss / size).sum().backward()
         mean = loss.detach().double().sum() / size
         if size > 1:
@@ -208,8 +218,17 @@ class Snip:
         return max(linear.rows_seen for linear in self.linears.values())
 
     def _check_wrapped(self) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self._mesh.world_size:
+            raise UserError(
+                f"the number of processes was {self._mesh.world_size} when attach was called and is {world} now; call "
+                "attach after torch.distributed is started"
+            )
         if not self.sharded and _fsdp(self.model):
             raise UserError("the model was sharded by FSDP2 after attach; call attach after fully_shard")
+        now = next(iter(self.linears.values())).module.weight.device
+        if now != self._probe.device:
+            raise UserError(f"the model has moved from {self._probe.device} to {now} since attach; call attach again")
         for name, linear in self.linears.items():
             if vars(linear.module).get("forward") is not linear:
                 raise UserError(f"{name} is not attached any more; call attach again")
@@ -217,13 +236,18 @@ class Snip:
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
         """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.
 
-        options: those of SnipConfig without ``snip_``, such as granularity="gemm" or fix="layers.0.*=fp8".  Every
-        process calls it alike.  UserError for options that cannot be met, on every process.
+        Where bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
+        options: churn, fix, granularity, objective and options, as --snip-churn and so on, such as granularity="gemm"
+        or fix="layers.0.*=fp8".  Every process calls it alike.  UserError for options that cannot be met, on every
+        process.
         """
+        if not isinstance(target, (int, float)) or not 0 <= target <= 1:
+            raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
         named = {f"snip_{name}": value for name, value in options.items()}
-        known = {field.name for field in dataclasses.fields(SnipConfig)}
-        if unknown := sorted(named.keys() - known):
-            raise UserError(f"solve: unknown option {unknown[0].removeprefix('snip_')!r}; see SnipConfig")
+        if unknown := sorted(options.keys() - set(_SOLVED_BY)):
+            known = f"snip_{unknown[0]}" in {field.name for field in dataclasses.fields(SnipConfig)}
+            what = f"{unknown[0]!r} is the trainer's alone" if known else f"unknown option {unknown[0]!r}"
+            raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
         answer: list[Any] = [None, ""]
         failed: Exception | None = None
         if self._mesh.rank == 0:
@@ -240,6 +264,10 @@ class Snip:
         return Plan.from_dict(answer[0], "plan from rank 0")
 
     def _solved(self, snip: SnipConfig) -> Plan:
+        if get_objective(snip.snip_objective).needs_operands:
+            raise UserError(
+                f"solve: objective {snip.snip_objective!r} needs what the trainer alone measures; choose snip"
+            )
         choices = check_choices(snip, self.shapes)
         inputs = ObjectiveInputs(self.shapes, choices.options, self.statistics, seed=self._plain_seed)
         quality, held = quality_loss(snip.snip_objective, inputs)
@@ -263,11 +291,12 @@ class Snip:
         self.plan = plan
 
     def step(self) -> None:
-        """After every update of the weights: rounding draws anew."""
+        """After every update of the weights, however it was made: rounding draws anew, and weights are cast anew."""
         self.iteration += 1
         self._forget_rows()
 
     def _forget_rows(self) -> None:
+        self.lengths.clear()
         for linear in self.linears.values():
             linear.rows_seen = 0
             if linear.casts is not None:
@@ -281,7 +310,10 @@ class Snip:
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:
-        """Inside, all linears compute as without SNIP, for a comparison."""
+        """Inside, all linears compute as without SNIP, for a comparison.
+
+        Backward belongs inside too where activations are recomputed.
+        """
         with self._in(StepContext(precision=_PLAIN)):
             yield
 
@@ -312,7 +344,7 @@ class AttachedLinear:
 
     def __reduce__(self) -> Any:
         """A copied or pickled model's linear computes as it did before ``attach``."""
-        return _plain_forward, (self.module,)
+        return getattr, (self.module, "forward")  # the class's: nothing is in a copy yet
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -320,22 +352,28 @@ class AttachedLinear:
         precision, observer = context.precision or self.precision, context.observers.get(self.name)
         if observer is None and precision == _PLAIN:
             return F.linear(x, module.weight, module.bias)
+        weight = module.weight  # made anew at each reading where it is parametrised
+        if isinstance(weight, DTensor):
+            raise UserError(
+                f"{self.name}: the weight is a DTensor in forward, as under tensor parallelism, which attach does not "
+                "know; leave it out of linears"
+            )
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32")
+            raise UserError(
+                f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32; convert the model, or "
+                "choose another dtype of torch.autocast"
+            )
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        self.snip.length = x.shape[-2] if x.ndim > 2 else len(rows)
+        if observer is not None:
+            self.snip.lengths[self.rows_seen] = x.shape[-2] if x.ndim > 2 else len(rows)
         key = RoundingKey(self.snip.seed, self.snip.iteration, self._stream, row0=self.rows_seen)
         call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
         if torch.is_grad_enabled():
             self.rows_seen += len(rows)
-        y = run_linear(rows, module.weight, call, self.snip.impl)
+        y = run_linear(rows, weight, call, self.snip.impl)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)
-
-
-def _plain_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return MethodType(nn.Linear.forward, module)
 
 
 def _fsdp(model: nn.Module) -> list[FSDPModule]:
@@ -352,25 +390,3 @@ def _mesh() -> Mesh:
         dp = Axis(size, rank, cast(Any, dist.group.WORLD))
     alone = dict.fromkeys(("pp", "cp", "tp", "tp_cp", "shard"), lone)
     return Mesh(nobody, dp=dp, dp_cp=dp, replicate=dp, **alone, rank=rank, world_size=size)
-
-
-def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> LinearShape:
-    """A linear as data; its block is the first number of its name."""
-    if attends and (place := linear_place(name)) is not None:
-        block, kind, reads = place
-        return LinearShape(name, linear.out_features, linear.in_features, block=block, kind=kind, reads=reads)
-    numbers = re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", name)
-    return LinearShape(name, linear.out_features, linear.in_features, block=int(numbers[0]) if numbers else 0)
-
-
-def _whole_blocks(shapes: Sequence[LinearShape]) -> list[int]:
-    """Blocks of which q, k, v and o are all there, so that they can be judged behind the attention."""
-    kinds: dict[int, set[str]] = {}
-    for shape in shapes:
-        kinds.setdefault(shape.block, set()).add(shape.kind)
-    return [block for block, there in kinds.items() if {"q", "k", "v", "o"} <= there]
-
-
-def _alone(shape: LinearShape) -> LinearShape:
-    """The linear as one that is judged at its own output."""
-    return dataclasses.replace(shape, kind="")

@@ -25,7 +25,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -194,7 +194,16 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
         asked |= {"tokenizer_type": kind, "tokenizer_model": str(model)}
     for name, value in asked.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
-    return with_saved_options(words, ("model",))
+    config, start = with_saved_options(words, ("model",))
+    return config, weights_of(start)
+
+
+def weights_of(start: Start) -> Start:
+    """The checkpoint's weights alone: the data is not that of its run, nor where in it the run was."""
+    if start.state is None:
+        return start
+    fresh = {"weights_alone": True, "optimizer_steps": 0, "consumed_samples": 0}
+    return replace(start, iteration=0, state={**start.state, **fresh})
 
 
 def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:

@@ -39,6 +39,8 @@ def main() -> None:
     torch.manual_seed(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, ids = load(args.model, Path(args.data).read_text())
+    if len(ids) <= 128:
+        parser.error(f"--data {args.data} has {len(ids)} tokens, and a sample has 128; give more text")
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if args.model is None else 2e-5)
     snip = attach(model)
@@ -46,7 +48,7 @@ def main() -> None:
         starts = torch.randint(len(ids) - 128, (4,))
         batch = torch.stack([ids[i : i + 128] for i in starts.tolist()]).to(device)
         with torch.autocast(device, torch.bfloat16):
-            if step % args.every == 10:
+            if step >= 10 and (step - 10) % args.every == 0:
                 stats = snip.probe(lambda batch=batch: model(input_ids=batch, labels=batch).loss)
                 snip.apply(snip.solve(args.target))
                 print(f"step {step}: loss {stats.loss:.4f}, {snip.plan.achieved:.1%} of the linears' FLOPs in FP4")

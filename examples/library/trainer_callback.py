@@ -25,14 +25,16 @@ class SnipCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model, and take a batch for the probes; training's own iterator is left alone."""
         self.snip = attach(given["model"], **self.options)
+        self.snip.iteration = state.global_step + 1  # of the coming update; a resumed run does not begin with the first
         with torch.random.fork_rng([]):
             batch = next(iter(given["train_dataloader"]))
         self.batch = {name: tensor.to(args.device) for name, tensor in batch.items()}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Probe and plan, when it is time."""
+        """Probe and plan, when it is time; a resumed run, which has no plan, does so at once."""
         assert self.snip is not None
-        if state.global_step < self.start or (state.global_step - self.start) % self.every:
+        since = state.global_step - self.start
+        if since < 0 or (self.snip.plan is not None and since % self.every):
             return
         model, batch = given["model"], self.batch
         with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
@@ -53,7 +55,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     ids = torch.tensor(list(Path(args.data).read_bytes()))
-    rows = [ids[i : i + 128] for i in range(0, len(ids) - 128, 128)]
+    rows = [ids[i : i + 128] for i in range(0, len(ids) - 127, 128)]
+    if not rows:
+        parser.error(f"--data {args.data} has {len(ids)} bytes, and a sample has 128; give more text")
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
     )

@@ -191,24 +191,25 @@ def _reader(folder: Path) -> Any:
     return HuggingFaceStorageReader(str(folder))
 
 
-def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Attend] | None:
+def attention_of(model: nn.Module, length: Callable[[int], int]) -> dict[int, Attend] | None:
     """What each block's attention makes of q, k and v, for transformers' classes of our models; else None.
 
     None where it has biases, dropout or a sliding window, too.
 
-    length: tokens of a sequence, asked for at each call.  Causal, without padding, positions from 0 on.
+    length: tokens of a sequence of the microbatch that begins at a row.  Causal, without padding, positions from 0 on.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in MODELS or not hasattr(model, "model"):
+    decoder = getattr(model, "model", None)
+    if getattr(config, "model_type", None) not in MODELS or not hasattr(decoder, "rotary_emb"):  # as under peft
         return None
-    assert config is not None
+    assert config is not None and decoder is not None
     if config.attention_bias or config.attention_dropout or getattr(config, "use_sliding_window", False):
         return None
-    rotary = cast(Any, model).model.rotary_emb
+    rotary = cast(Any, decoder).rotary_emb
     grouped = config.num_key_value_heads != config.num_attention_heads
 
-    def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape = (-1, length())
+    def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, row0: int) -> Tensor:
+        shape = (-1, length(row0))
         q, k, v = (x.unflatten(0, shape).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for x in (q, k, v))
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
@@ -218,4 +219,4 @@ def attention_of(model: nn.Module, length: Callable[[], int]) -> dict[int, Atten
         )
         return y.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    return {i: partial(attend, block.self_attn) for i, block in enumerate(cast(Any, model).model.layers)}
+    return {i: partial(attend, block.self_attn) for i, block in enumerate(cast(Any, decoder).layers)}

@@ -7,6 +7,7 @@ import pickle
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,40 @@ def test_a_probe_measures_what_its_definition_says(mixed):
     assert stats.loss == pytest.approx(float(loss_of(mixed).detach()), rel=1e-6)
 
 
+def test_a_probe_between_microbatches_leaves_their_random_bits(mixed):
+    def gradient(probed):
+        snip = attach(mixed)
+        snip.apply(Plan.uniform(snip.linears, "fp4"))
+        mixed.zero_grad()
+        loss_of(mixed).backward()
+        if probed:
+            snip.probe(lambda: loss_of(mixed))
+        loss_of(mixed).backward()
+        return mixed.blocks[0].weight.grad.clone()
+
+    assert torch.equal(gradient(False), gradient(True))
+
+
+def test_a_probe_leaves_what_is_beside_the_model(mixed):
+    head = nn.Linear(50, 2)
+    attach(mixed).probe(lambda: head(mixed(IDS)).square().mean())
+    assert head.weight.grad is None and head.bias.grad is None
+
+
+def test_batches_of_several_lengths_in_one_loss():
+    """Each is judged by its own attention, whichever came last."""
+    model = tiny_llama()
+    snip = attach(model)
+    long, short = tokens_of(2), tokens_of(2)[:, :64]
+
+    def probed(*batches):
+        return snip.probe(lambda: sum(model(input_ids=batch, labels=batch).loss for batch in batches))
+
+    one, other = probed(long, short), probed(short, long)
+    for column in ("token/fp4", "token/fp8"):
+        assert other.column(column) == pytest.approx(one.column(column), rel=1e-4)
+
+
 def test_recomputation_gives_the_same_statistics():
     model, samples = tiny_llama(), tokens_of(2)
     snip = attach(model, options="fp8,fp4")
@@ -173,6 +208,8 @@ def test_linears_that_no_gradient_comes_to_are_named(mixed):
     with pytest.raises(ProbeFailed, match=r"no gradient came to blocks\.0; leave it out"):
         snip.probe(lambda: loss_of(mixed))
     assert attach(mixed, ["blocks.1"]).probe(lambda: loss_of(mixed)).names == ["blocks.1"]
+    with pytest.raises(ProbeFailed, match=r"no gradient came to blocks\.0, blocks\.1; leave them out"):
+        attach(mixed).probe(lambda: mixed.lm_head(mixed.embed(IDS)).mean())
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -181,6 +218,7 @@ def test_a_copy_has_its_linears_as_they_were(how, mixed):
     snip = attach(mixed)
     snip.apply(Plan.uniform(snip.linears, "fp4"))
     planned, copied = mixed(IDS), how(mixed)
+    assert b"megatron_snip" not in pickle.dumps(nn.Sequential(*mixed.blocks)), "others can read it"
     assert torch.equal(copied(IDS), before) and not torch.equal(planned, before)
     with torch.no_grad():
         copied.blocks[0].weight.zero_()
@@ -234,16 +272,24 @@ def test_plans_travel_by_file(mixed, tmp_path):
     ("mistake", "said"),
     [
         (lambda m: attach(m, ["*.q_proj"]), "'*.q_proj' matches no nn.Linear; names are such as blocks.0, blocks.1"),
+        (lambda m: attach(m, "*.q_proj"), "'*.q_proj' matches no nn.Linear"),
         (lambda m: attach(m, lambda name, linear: False), "no nn.Linear was taken; the model's are blocks.0, blocks.1"),
         (lambda m: attach(m, options="fp8,fp5"), "fp5"),
         (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
         (lambda m: attach(m).probe(), "probe: no loss; give what runs the model"),
+        (lambda m: attach(m).probe(loss_of(m)), "probe: a Tensor is no function; give lambda: model(**batch).loss"),
         (lambda m: attach(m).probe(lambda: m(IDS)), "the loss has shape [2, 128, 50]; return one number"),
         (lambda m: attach(m).probe(lambda: loss_of(m).item()), "the loss is a float without a gradient; return"),
         (lambda m: attach(m).probe(lambda: loss_of(m).detach()), "the loss is a Tensor without a gradient; return"),
         (lambda m: attach(m).solve(0.75), "this objective needs statistics; probe first"),
         (lambda m: attach(m).solve(0.75, targets=1), "unknown option 'targets'"),
-        (lambda m: attach(m).solve(1.5, objective="random"), "--snip-target 1.5 is more than the options"),
+        (lambda m: attach(m).solve(0.75, weight=1.0), "'weight' is the trainer's alone; options are churn, fix"),
+        (lambda m: attach(m).solve(0.75, objective="abs_err"), "'abs_err' needs what the trainer alone measures"),
+        (lambda m: attach(m).solve(-0.1), "solve: target is -0.1; give a share, 0 to 1"),
+        (lambda m: attach(m).solve(1.5), "solve: target is 1.5; give a share, 0 to 1"),
+        (lambda m: attach(m).solve("0.5"), "solve: target is '0.5'; give a share, 0 to 1"),
+        (lambda m: attach(m).solve(0.75, objective="random", options="fp8"), "0.75 is more than the options fp8 can"),
+        (lambda m: attach(m, options="bf16"), "attach: options bf16 quantise nothing; name a format"),
         (lambda m: attach(m).solve(0.5, objective="layer_type"), "blocks.0 is no linear of a Llama's"),
         (lambda m: attach(m).apply(Plan.uniform(["blocks.0"], "fp4")), "blocks.1"),
     ],
@@ -283,17 +329,47 @@ def test_the_last_attach_counts(mixed):
             late()
 
 
+def test_a_linear_taken_again_detaches_all_of_the_first(mixed):
+    """Else the others would stay in its plan, which nobody could change any more."""
+    before = mixed(IDS)
+    first = attach(mixed)
+    first.apply(Plan.uniform(first.linears, "fp4"))
+    attach(mixed, ["blocks.0"])
+    assert torch.equal(mixed(IDS), before) and "forward" not in vars(mixed.blocks[1])
+
+
+def test_a_model_that_has_moved_is_told():
+    model = nn.Sequential(nn.Linear(64, 64, device="meta"))
+    snip = attach(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="has moved from meta to cpu since attach; call attach again"):
+        snip.probe(lambda: model(torch.zeros(2, 64)).mean())
+
+
+def test_processes_that_started_after_attach_are_told(mixed, monkeypatch):
+    """Each would measure alone, and have a plan of its own."""
+    snip = attach(mixed)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(
+        ValueError, match="number of processes was 1 when attach was called and is 2 now; call attach after"
+    ):
+        snip.probe(lambda: loss_of(mixed))
+
+
 def test_half_precision_is_refused(mixed):
     snip = attach(mixed)
     snip.apply(Plan.uniform(snip.linears, "fp4"))
-    with pytest.raises(ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16"):
+    with pytest.raises(
+        ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16 or float32; conv"
+    ):
         mixed.half()(IDS)
 
 
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("llama_adamw.py", ["--steps", "14"], "step 10: loss "),
+        ("llama_adamw.py", ["--steps", "14", "--every", "3"], "step 13: loss "),
         ("trainer_callback.py", ["--steps", "14", "--output"], "75.0% of the linears' FLOPs in FP4"),
     ],
 )
@@ -304,3 +380,19 @@ def test_examples(name, words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--data", str(text), *words, *output])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert said in capsys.readouterr().out
+
+
+def test_a_resumed_trainer_plans_at_once(mixed):
+    """Its first run had a plan, and the next step to plan at may be far."""
+    callback = runpy.run_path(str(EXAMPLES / "trainer_callback.py"))["SnipCallback"](start=10, every=100)
+    args, state = SimpleNamespace(device=torch.device("cpu"), bf16=False), SimpleNamespace(global_step=60)
+    logits = mixed.forward
+    mixed.forward = lambda ids: SimpleNamespace(loss=F.cross_entropy(logits(ids).flatten(0, 1), ids.flatten()))
+    given = {"model": mixed, "train_dataloader": [{"ids": IDS}]}
+    callback.on_train_begin(args, state, None, **given)
+    callback.on_step_begin(args, state, None, **given)
+    plan = callback.snip.plan
+    assert plan is not None and plan.iteration == callback.snip.iteration == 61
+    callback.on_step_end(args, state, None)
+    callback.on_step_begin(args, SimpleNamespace(global_step=61), None, **given)
+    assert callback.snip.plan is plan

@@ -24,8 +24,8 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import Operands
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
 
-#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences -> [T, A D]; the model's own also takes the global row
-#: of the first token, which tells the microbatch
+#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences, and the row of the first token, which tells the
+#: microbatch -> [T, A D]
 Attend = Callable[..., Tensor]
 
 
@@ -173,7 +173,7 @@ class BlockProbe:
         plain = [one.output for one in behind.values()]
         if behind and not self.own:  # another's rounding is no error of q and k
             assert self.attend is not None
-            known["o"] = dataclasses.replace(known["o"], read=self.attend(*cast(list[Tensor], plain)))
+            known["o"] = dataclasses.replace(known["o"], read=self.attend(*cast(list[Tensor], plain), row0))
         rows = []
         for probe in self.probes.values():
             kind = probe.shape.kind
@@ -190,12 +190,11 @@ class BlockProbe:
     ) -> Tensor:
         """[T] of one error [T,N] of q, k or v, whose outputs are ``plain``."""
         q_k_v = [output for output in plain if output is not None]
-        where = (row0,) if self.own else ()
         assert self.attend is not None and len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
         if kind == "v":  # in which the attention is linear: no difference of nearly equal numbers
-            change = self.attend(*_replaced(q_k_v, place, error), *where)
+            change = self.attend(*_replaced(q_k_v, place, error), row0)
         else:
-            change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error), *where).sub_(read.read)
+            change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error), row0).sub_(read.read)
         # products are rounded to the compute dtype, which a sum over thousands of them does not show
         return change.mul_(read.read_grad).sum(dim=1, dtype=torch.float32)
 

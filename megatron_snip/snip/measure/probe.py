@@ -120,13 +120,11 @@ class Probe:
 
     def _note_idle(self, probes: Mapping[str, LinearProbe], failure: Failure) -> None:
         """A linear that backward did not come to has nothing to show."""
-        for name, probe in probes.items():
-            if (
-                self.formats
-                and not failure.happened
-                and not any(sum_.startswith("token/") for sum_ in probe.sums.names)
-            ):
-                failure.note(f"no gradient came to {name}; leave it out")
+        if not self.formats or failure.happened:
+            return
+        idle = [name for name, probe in probes.items() if not any(s.startswith("token/") for s in probe.sums.names)]
+        if idle:
+            failure.note(f"no gradient came to {', '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
         """What ``work``, which makes no collective, returns, if it went well on all processes."""
@@ -167,12 +165,12 @@ class Probe:
         """A pass in BF16 format, in which every linear shows its operands to its probe."""
         failure.probes = list(probes.values())
         groups: dict[tuple[int, str], dict[str, LinearProbe]] = {}
-        for name, probe in probes.items():  # a linear of no known block is judged alone
-            block = probe.shape.block
-            groups.setdefault((block, "" if block in self.attends else name), {})[name] = probe
+        for name, probe in probes.items():  # a linear of no known block or kind is judged alone
+            block, kind = probe.shape.block, probe.shape.kind
+            groups.setdefault((block, "" if kind and block in self.attends else name), {})[name] = probe
         observers: dict[str, LinearObserver] = {}
-        for (block, _), mine in groups.items():
-            attend = self.attends.get(block)
+        for (block, alone), mine in groups.items():
+            attend = None if alone else self.attends.get(block)
             together = BlockProbe(
                 mine, partial(attend, wide=True) if attend is not None and self.wide else attend, self.mesh.tp, failure,
                 own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,

@@ -110,10 +110,11 @@ class Statistics:
     def column(self, name: str) -> Floats:
         """[L] of one column.  Raises UserError if it was not measured."""
         if name not in self.columns:
+            missing = not self.has_updates and not name.startswith("token/")
             raise UserError(
                 f"statistics of iteration {self.iteration} have no {name}; measured formats: "
                 f"{', '.join(self.formats) or 'none'}, {'with' if self.has_updates else 'without'} updates; probe with "
-                f"the options that you plan with{'' if self.has_updates else f', or {WHERE_UPDATES}'}"
+                f"the options that you plan with{f', or {WHERE_UPDATES}' if missing else ''}"
             )
         return self.values[:, self.columns.index(name)]
 

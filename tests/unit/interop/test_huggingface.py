@@ -94,8 +94,8 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
     attention.o_proj.register_forward_pre_hook(lambda _, x: seen.update(o=x[0]))
     with torch.no_grad():
         theirs(torch.randint(0, 300, (2, 128)))
-        attends = attention_of(theirs, lambda: 128)
-        got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"))
+        attends = attention_of(theirs, {7: 128}.__getitem__)
+        got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"), 7)
     assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
 
 

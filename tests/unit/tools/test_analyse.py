@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_snip.cli import collect_stats
+from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
-from tools.analyse import parse_own, warn_of_repeats
+from megatron_snip.errors import UserError
+from megatron_snip.train.run_folder import Start
+from megatron_snip.train.setup import with_defaults
+from tools.analyse import parse_own, warn_of_repeats, weights_of
 
 
 @pytest.mark.parametrize(("batches", "said"), [(4, ""), (5, "has 1,024 tokens and 5 batches of 2 x 128 take 1,280")])
@@ -15,3 +22,31 @@ def test_text_that_repeats_is_told(batches, said, tmp_path, caplog):
     words = f"model --data {tmp_path}/data --batches {batches} --batch-size 2 --seq-length 128"
     warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0])
     assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+def test_a_runs_checkpoint_is_probed_on_other_data(monkeypatch):
+    """With other batches and another split than it was trained with, whatever the run had read."""
+    options = {
+        "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "vocab_size": 256,
+        "seq_length": 128, "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 1, "lr": 1e-4,
+        "mock_data": True, "precision": "snip", "distributed_backend": "gloo",
+    }  # fmt: skip
+    config = with_defaults(Config().replace(**options))
+    trained = config.replace(global_batch_size=64, split="90,10,0", seq_length=256)
+    state = {"config": trained.to_dict(), "optimizer_steps": 7, "consumed_samples": 448, "weights_alone": False}
+    start = Start(7, state, Path("checkpoints"), 7, "")
+
+    class Accepted(Exception):
+        pass
+
+    def begin(*args, **more):
+        raise Accepted
+
+    monkeypatch.setattr(collect_stats.runtime, "start", begin)
+    with pytest.raises(UserError, match="was trained with"):
+        collect_stats.prepare(config, start, 1)
+    alone = weights_of(start)
+    with pytest.raises(Accepted):
+        collect_stats.prepare(config, alone, 1)
+    assert (alone.iteration, alone.load_iteration) == (0, 7) and alone.state is not None
+    assert (alone.state["optimizer_steps"], alone.state["consumed_samples"]) == (0, 0)

@@ -1,0 +1,87 @@
+"""What a pass that nobody trains by must leave as it was: gradients, buffers, and weights that hooks would update.
+
+Gradients are those of the model, and of whatever else a loss comes from, such as a head outside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class Untouched:
+    """Gradients as they were; none are there while the pass runs.
+
+    Hooks that run after a gradient is accumulated are off meanwhile: an optimiser in backward would update by them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None, dict[Any, Any]]] = {}
+        for p in model.parameters():
+            if p.requires_grad:
+                self._keep(p)
+
+    def note(self, loss: Tensor) -> None:
+        """Keep also what is no parameter of the model and gets a gradient by this loss; call it before backward."""
+        for leaf in _leaves(loss):
+            if leaf not in self._before:
+                self._keep(leaf)
+
+    def _keep(self, p: Tensor) -> None:
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        values = None if p.grad is None else p.grad.clone()  # DDP's are views, into which backward may write
+        self._before[p] = p.grad, values, dict(hooks)
+        hooks.clear()
+        p.grad = None
+
+    def zero_grad(self) -> None:
+        """Drop gradients of the pass."""
+        for p in self._before:
+            p.grad = None
+
+    def restore(self) -> None:
+        """Gradients and hooks as they were."""
+        for p, (grad, values, hooks) in self._before.items():
+            p.grad = grad
+            if grad is not None and values is not None:
+                grad.detach().copy_(values)
+            if hooks:
+                cast(Any, p)._post_accumulate_grad_hooks.update(hooks)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[Untouched]:
+    """Around passes: gradients and buffers of the model are as they were afterwards, such as BatchNorm's averages."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    kept = Untouched(model)
+    try:
+        yield kept
+    finally:
+        kept.restore()
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+                module._buffers[name] = buffer
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Tensors into whose ``grad`` backward of a loss adds; those within a reentrant recomputation are not known yet."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [before for before, _ in node.next_functions]
