@@ -15,7 +15,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import time
 from array import array
 from collections import deque
@@ -26,8 +25,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import islice
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
 from megatron_snip.data.indexed import token_dtype
 from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_snip.data.workers import end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
@@ -124,16 +122,9 @@ def encode_piece(job: Job, piece: Piece) -> Encoded:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the main process, and end when that one is gone, however it ended."""
+    """Leave Ctrl-C to the main process, and end when that one is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    end_with_parent()
 
 
 @contextmanager

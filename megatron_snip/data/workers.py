@@ -29,7 +29,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +47,21 @@ _CLOSING_SECONDS = 10.0
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they go to all processes; the run still reads its last batches
 
 Places = list[tuple[int, int]]  # first byte and size of the pickle and of each of its arrays
+
+
+def end_with_parent() -> None:
+    """Let a process of a multiprocessing pool end when the one that made the pool is gone, however it ended.
+
+    Else it waits for work that nobody gives.
+    """
+
+    def watch() -> None:
+        parent = parent_process()
+        assert parent is not None
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def read(dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
+from megatron_snip.data.workers import end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
 from megatron_snip.model import rotary
@@ -111,7 +112,7 @@ def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[M
     """`measure` of each rank, side by side in processes of their own."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(2, len(ranks)), processes) as pool:
+    with ProcessPoolExecutor(min(2, len(ranks)), processes, end_with_parent) as pool:
         return [job.result() for job in [pool.submit(measure, config, world_size, rank) for rank in ranks]]
 
 

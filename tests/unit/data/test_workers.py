@@ -249,3 +249,25 @@ def test_no_worker_outlives_the_run(end):
     finally:
         if forked:
             os.kill(forked, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_no_process_of_a_pool_outlives_the_one_that_made_it(method):
+    """As a dry run has, whose forkserver the workers themselves keep alive."""
+    lines = (
+        "import multiprocessing, os, time",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "from megatron_snip.data.workers import end_with_parent",
+        "if __name__ == '__main__':",
+        f"    pool = ProcessPoolExecutor(1, multiprocessing.get_context('{method}'), end_with_parent)",
+        "    print(pool.submit(os.getpid).result(), flush=True)",
+        "    time.sleep(600)",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    process.kill()
+    process.wait(60)  # and not for the end of what it says, as the worker holds that open
+    process.stdout.close()
+    assert gone(worker)
