@@ -41,7 +41,7 @@ class Stage(PipelineStage):
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *rest: Any, **more: Any) -> None:
-        """One microbatch's backward; overrides torch's."""
+        """One microbatch's backward, on the last stage from its loss []; overrides torch's."""
         super().backward_one_chunk(bwd_chunk_id, loss, *rest, **more)
         if not self.has_backward:  # torch calls it in evaluation too
             return
