@@ -19,7 +19,10 @@ OPTIONS = (
     "--max-position-embeddings 128 --global-batch-size 4 --lr-warmup-iters 4 --snip-start 3 --snip-interval 10 "
     f"--snip-apply-lag 2 --snip-probe-tokens 1 --log-interval 5 --eval-iters 1 --train-iters {ITERATIONS}"
 ).split()
-TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
+TIMES = (
+    "iteration-time", "throughput", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds",
+    "snip/solver_seconds",
+)  # fmt: skip
 
 
 @dataclass
