@@ -59,7 +59,7 @@ class Saver:
         self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
         self.failed = 0  # saves in a row
         self.count, self.waited = 0, 0.0  # saves, and seconds that training stood still for them
-        self._aside = save  # where the last save wrote
+        self._aside: Path | None = None  # where the last save wrote
         self._running: AsyncSaveResponse | None = None
         self._stager: DefaultStager | None = None
         self._group = mesh.new_cpu_group() if config.async_save else None
@@ -163,7 +163,8 @@ class Saver:
             raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
-        if self._lock is not None and self._lock.held():  # what it wrote would keep a full disk full
+        if self._aside is not None and self._lock is not None and self._lock.held():
+            # what it wrote would keep a full disk full
             shutil.rmtree(self._aside, ignore_errors=True)
         self.failed += 1
         what = "the save in the background" if iteration is None else f"the save of iteration {iteration}"
