@@ -286,7 +286,10 @@ class Tracker(TorchDispatchMode):
             formats = ["" if source is None else source.fmt]
         else:
             (forms, outputs), counted = op._forms(args[2]), bool(args[4])
-            sizes = [1 if output == "values" else 2 + counted for output in outputs]  # codes come with scales
+            sizes = [  # codes come with scales
+                1 if output == "values" else 2 + counted + form.fmt.needs_tensor_amax
+                for form, output in zip(forms, outputs, strict=True)
+            ]
             names = [_ELEMENTS.get((f.element.exponent_bits, f.element.mantissa_bits), f.element.name) for f in forms]
             formats = [fmt for fmt, size in zip(names, sizes, strict=True) for _ in range(size)]
         for tensor, fmt in zip(outs, formats, strict=True):

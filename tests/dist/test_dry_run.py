@@ -74,13 +74,13 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
 
 
 def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
-    tiny = options_of({**SMALL, "precision": "fp8", "seq_length": 128, "distributed_backend": "auto"})
+    tiny = options_of({**SMALL, "precision": "fp8/nvfp4/fp4", "seq_length": 128, "distributed_backend": "auto"})
     asked = [tiny, tiny.replace(distributed_backend="nccl"), tiny.replace(device="cuda")]
     auto, nccl, cuda = ([dataclasses.asdict(one) for one in measure_all(config, 1, [0])] for config in asked)
     assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp4"])
+@pytest.mark.parametrize("precision", ["bf16", "fp4/nvfp4/mxfp8"])
 def test_blocks_to_be_compiled_are_counted_as_they_are(precision: str) -> None:
     tiny = options_of({"num_layers": 2, "seq_length": 128, "precision": precision})
     plain, compiled = (measure_all(config, 1, [0]) for config in (tiny, tiny.replace(compile=True)))
