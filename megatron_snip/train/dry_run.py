@@ -5,10 +5,8 @@ process group, and nothing is read from or written to a run folder.  Measured ar
 stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
 and a probe, each of a whole --global-batch-size.
 
-Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
-CUDA tensor.  What is chosen by the device is chosen as on a Hopper GPU all the same, unless --distributed-backend is
-gloo: `scaled_mm`, the fused norm, and blocks of 512 bytes.  Not counted: what a kernel allocates within itself
-(cuBLAS's workspace), NCCL's buffers, and what a caching allocator cannot fill.
+Not counted: what a kernel allocates within itself (cuBLAS's workspace), NCCL's buffers, and what a caching allocator
+cannot fill.
 
 Of many microbatches a few are run, enough for the pipeline to be full; a further one adds to the counts what lies
 between the last two of them, and nothing to the peak.  An interleaved pipeline repeats itself after each of its rounds.
@@ -33,7 +31,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,22 +43,18 @@ from megatron_snip.data.loader import Batch
 from megatron_snip.data.workers import end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, check_output
-from megatron_snip.model import rotary
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
-from megatron_snip.parallel import context, loss
 from megatron_snip.parallel.data import local_of
-from megatron_snip.quant import matmul, scaled_mm
-from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import batches_of
-from megatron_snip.snip.measure import updates
 from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.snip.plan.cost import efficiency, stages
 from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.train.dry_run_counts import Measured, Stretch, Tracker
-from megatron_snip.train.dry_run_report import as_json, as_text, is_for_gpus
+from megatron_snip.train.dry_run_device import as_on, device_of
+from megatron_snip.train.dry_run_report import as_json, as_text
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 from megatron_snip.train.validate import validate
 
@@ -122,15 +115,16 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors have no address, a fake group no time-out
-        if is_for_gpus(config):
-            stack.enter_context(_as_on_a_gpu())
+        device = device_of(config)
+        if device != "cpu":
+            stack.enter_context(as_on(device))
             if not torch.cuda.is_available():  # nobody asks what the GPU is
                 config = config.replace(distributed_backend="auto", device="auto")
         config, plan = check(config, world_size)
         here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
         _join_fake_group(rank, world_size)
         stack.callback(dist.destroy_process_group)
-        tracker = Tracker(GPU_GRANULE if is_for_gpus(config) else 1)
+        tracker = Tracker(1 if device == "cpu" else GPU_GRANULE)
         few, left_out, forwards = _few_microbatches(config, config.data_parallel_size(world_size))
         mesh = mesh_of(config, here)
         tracker.name_axes(mesh)
@@ -173,62 +167,6 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
         FakeTensorMode(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Inside, what asks for the device chooses as on a Hopper GPU."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(scaled_mm.Hopper, "unfit_device", lambda self, device: None))
-        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
-            stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
-        stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
-        stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
-        stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
-        for chunks in (updates._CHUNK, loss._CHUNK):
-            stack.enter_context(mock.patch.dict(chunks, clear=True))
-        yield
-
-
-@torch.library.custom_op("dry_run::rms_norm", mutates_args=())
-def _norm(x: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
-
-
-@_norm.register_fake
-def _(x: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)]
-
-
-@torch.library.custom_op("dry_run::rms_norm_backward", mutates_args=())
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
-
-
-@_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x), torch.empty_like(weight)]
-
-
-class _FusedNorm(torch.autograd.Function):
-    """What CUDA's fused RMSNorm makes and keeps: its input, its weight and a float32 number a row."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        y, scale = torch.ops.dry_run.rms_norm(x)
-        ctx.save_for_backward(x, weight, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_x, grad_weight = torch.ops.dry_run.rms_norm_backward(grads[0], x, weight)
-        return grad_x, grad_weight
-
-
-def _fused_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    y: Tensor = _FusedNorm.apply(x, weight)
-    return y
 
 
 def _few_microbatches(config: Config, dp: int) -> tuple[Config, int, int]:

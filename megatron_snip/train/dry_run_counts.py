@@ -297,8 +297,9 @@ class Tracker(TorchDispatchMode):
                 entry.fmt = fmt
 
     def _count_gemm(self, a: Tensor, b: Tensor) -> None:
-        """a [M,K] by b [K,N]."""
+        """a [M,K] by b [K,N], both with half as many columns or rows where two elements are in a byte."""
         (m, k), n = a.shape, b.shape[1]
+        k *= 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
         formats = []
         for tensor in (a, b):
             entry = self.memory.of(tensor)

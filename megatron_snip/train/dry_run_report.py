@@ -8,14 +8,10 @@ from typing import Any
 from megatron_snip.config import Config
 from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.train.dry_run_counts import KINDS, Measured, Stretch
+from megatron_snip.train.dry_run_device import device_of
 from megatron_snip.train.setup import snip_shapes
 
 _GIB = 2**30
-
-
-def is_for_gpus(config: Config) -> bool:
-    """Whether devices are taken to be GPUs."""
-    return config.parallel.distributed_backend != "gloo" or config.parallel.device == "cuda"
 
 
 def _layout(config: Config, world_size: int) -> dict[str, int]:
@@ -57,7 +53,7 @@ def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> di
     linears, options = plan_size(config)
     return {
         "version": 1,
-        "device": "hopper" if is_for_gpus(config) else "cpu",
+        "device": device_of(config),
         "layout": _layout(config, world_size),
         "plan": {"linears": linears, "options": options},
         "ranks": [
@@ -90,7 +86,7 @@ def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> di
 def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
     """Tables for people."""
     at, (linears, options) = _layout(config, world_size), plan_size(config)
-    device = "Hopper GPUs" if is_for_gpus(config) else "CPUs"
+    device = {"cpu": "CPUs", "hopper": "Hopper GPUs", "blackwell": "Blackwell GPUs"}[device_of(config)]
     context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
     lines = [
         f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']}{context} x data "

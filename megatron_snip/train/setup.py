@@ -102,7 +102,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
     """UserError if --linear-impl cannot run a precision that this run may come to."""
-    for precision in _precisions(config, plan):
+    for precision in precisions_of(config, plan):
         check_linear(config.precision.linear_impl, precision, _device(config))
     if config.training.compile:
         check_compiled(config.precision.linear_impl)
@@ -112,7 +112,7 @@ def _device(config: Config) -> torch.device:
     return runtime.device_of(config.parallel.distributed_backend, config.parallel.device)
 
 
-def _precisions(config: Config, plan: Plan | None) -> list[LinearPrecision]:
+def precisions_of(config: Config, plan: Plan | None) -> list[LinearPrecision]:
     """Every precision that linears of this run may come to."""
     kind = config.precision.precision
     if plan is not None:
@@ -291,7 +291,7 @@ def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
-        for precision in _precisions(config, plan):
+        for precision in precisions_of(config, plan):
             runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
             for fmt, who in runs.items():
                 told.setdefault(fmt, {}).setdefault(who, set()).add(name.rsplit(".", 1)[1])

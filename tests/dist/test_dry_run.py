@@ -12,6 +12,8 @@ from benchmarks.megatron_counts import Megatron, over, sent_by
 from megatron_snip.arguments import parse
 from megatron_snip.model.flops import iteration_flops, parameters
 from megatron_snip.train.dry_run import end_ranks, measure_all
+from megatron_snip.train.dry_run_device import device_of
+from megatron_snip.train.dry_run_report import as_json, as_text
 from tests.dist.dry_runs import collectives, few_and_whole, options_of, real_counts, real_rises
 from tests.dist.harness import CONTEXT, run_ranks
 from tests.dist.runs import LAYOUTS, world_of
@@ -78,6 +80,35 @@ def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
     asked = [tiny, tiny.replace(distributed_backend="nccl"), tiny.replace(device="cuda")]
     auto, nccl, cuda = ([dataclasses.asdict(one) for one in measure_all(config, 1, [0])] for config in asked)
     assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
+
+
+def test_blackwells_formats_are_counted_as_on_one() -> None:
+    """Two elements of NVFP4 are in a byte, and nothing is emulated."""
+    tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
+    fp4, nvfp4 = (measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in ("fp4", "nvfp4"))
+    products = [{what: n for what, n in one.counts.items() if what[0] in ("gemm", "flops")} for one in (fp4, nvfp4)]
+    assert products[0] == products[1] and {what[4] for what in products[1] if what[0] == "gemm"} == {"fp4", "bf16"}
+    assert nvfp4.counts["launch", "_scaled_mm_v2"] == fp4.counts["launch", "_scaled_mm_v2"] > 0
+    assert nvfp4.counts["launch", "dequantize"] == 0 and nvfp4.kept < fp4.kept
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ({"precision": "bf16"}, "hopper"),
+        ({"precision": "fp8_pow2/fp4/fp8_e5m2"}, "hopper"),
+        ({"precision": "fp8/mxfp8/fp8"}, "blackwell"),
+        ({"precision": "snip"}, "hopper"),
+        ({"precision": "snip", "snip_options": "fp8,nvfp4_rht"}, "blackwell"),
+        ({"precision": "snip", "snip_warmup_precision": "mxfp8"}, "blackwell"),
+        ({"precision": "mxfp8", "distributed_backend": "gloo"}, "cpu"),
+    ],
+)
+def test_devices_are_those_that_multiply_its_formats(options: dict, device: str) -> None:
+    config = options_of({"distributed_backend": "auto", **options})
+    assert device_of(config) == device
+    assert f": 1 {device.title() + ' GPU' if device != 'cpu' else 'CPU'}s, tensor" in as_text(config, 1, [])
+    assert as_json(config, 1, [])["device"] == device
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp4/nvfp4/mxfp8"])

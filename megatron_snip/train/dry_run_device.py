@@ -1,0 +1,107 @@
+"""What a dry run takes the devices for, and choices as they are made on them, where there are none.
+
+Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
+CUDA tensor.  What is chosen by the device is chosen as on a GPU all the same: who multiplies, fused kernels, and blocks
+of 512 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_snip.config import Config
+from megatron_snip.formats import get_format
+from megatron_snip.model import rotary
+from megatron_snip.parallel import context, loss
+from megatron_snip.quant import block_scaled, matmul, scaled_mm
+from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.precision import GEMMS
+from megatron_snip.quant.three_gemms import Backend
+from megatron_snip.snip.measure import updates
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.options import auto_options
+from megatron_snip.train.setup import precisions_of
+
+_BACKENDS: dict[str, tuple[type[Backend], ...]] = {
+    "hopper": (scaled_mm.Hopper,),
+    "blackwell": (block_scaled.MX, block_scaled.NVFP4),
+}
+
+
+def device_of(config: Config) -> str:
+    """The GPU that multiplies a run's formats, "blackwell" if one of them is Blackwell's alone, else "hopper"; or "cpu"."""
+    if config.parallel.distributed_backend == "gloo" and config.parallel.device != "cuda":
+        return "cpu"
+    if config.snip.snip_options == "auto" and torch.cuda.is_available():
+        config = config.replace(snip_options=auto_options(torch.device("cuda")))
+    hopper, *blackwell = (backend() for of in _BACKENDS.values() for backend in of)
+    with contextlib.suppress(ValueError):  # a precision that there is not: `check` refuses it
+        plan = Plan.load(str(config.precision.precision_plan)) if config.precision.precision == "plan" else None
+        for name in {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}:
+            fmt = get_format(name)
+            if fmt.quantised and hopper.unfit_format(fmt) and not all(one.unfit_format(fmt) for one in blackwell):
+                return "blackwell"
+    return "hopper"
+
+
+@contextlib.contextmanager
+def as_on(device: str) -> Iterator[None]:
+    """Inside, what asks for the device chooses as on a GPU that ``device_of`` names."""
+    with contextlib.ExitStack() as stack:
+        for backend in _BACKENDS[device]:
+            stack.enter_context(mock.patch.object(backend, "unfit_device", lambda self, device: None))
+        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
+            stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
+        stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
+        stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
+        stack.enter_context(mock.patch.object(context, "lower_right", lambda *_: None))  # a mask without memory
+        for chunks in (updates._CHUNK, loss._CHUNK):
+            stack.enter_context(mock.patch.dict(chunks, clear=True))
+        yield
+
+
+@torch.library.custom_op("dry_run::rms_norm", mutates_args=())
+def _norm(x: Tensor) -> list[Tensor]:
+    raise NotImplementedError("fake tensors alone come here")
+
+
+@_norm.register_fake
+def _(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)]
+
+
+@torch.library.custom_op("dry_run::rms_norm_backward", mutates_args=())
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    raise NotImplementedError("fake tensors alone come here")
+
+
+@_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(weight)]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's fused RMSNorm makes and keeps: its input, its weight and a float32 number a row."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        y, scale = torch.ops.dry_run.rms_norm(x)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_x, grad_weight = torch.ops.dry_run.rms_norm_backward(grads[0], x, weight)
+        return grad_x, grad_weight
+
+
+def _fused_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    y: Tensor = _FusedNorm.apply(x, weight)
+    return y
