@@ -35,7 +35,7 @@ _BACKENDS: dict[str, tuple[type[Backend], ...]] = {
 
 
 def device_of(config: Config) -> str:
-    """The GPU that multiplies a run's formats, "blackwell" if one of them is Blackwell's alone, else "hopper"; or "cpu"."""
+    """Either "hopper", "blackwell" where a format of the run is Blackwell's alone, or "cpu" where no GPU is meant."""
     if config.parallel.distributed_backend == "gloo" and config.parallel.device != "cuda":
         return "cpu"
     if config.snip.snip_options == "auto" and torch.cuda.is_available():
