@@ -20,7 +20,6 @@ from megatron_snip.quant.cast import (
     resolve,
     swiglu_product,
 )
-from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 from megatron_snip.quant.rounding import RoundingKey
@@ -78,12 +77,18 @@ def _cast_with_transform(
     """``cast`` where some forms are of ``hadamard(x)``: one call for x, one for the transformed tensor."""
     assert amax is None or all(form.transformed for form in forms), "x and hadamard(x) have different amaxes"
     casts: dict[int, Cast] = {}
-    for source, transformed in ((x, False), (hadamard(x), True)):
+    for transformed in (False, True):
         chosen = [index for index, form in enumerate(forms) if form.transformed == transformed]
+        if not chosen:
+            continue
         plain = [forms[index].without_transform() if transformed else forms[index] for index in chosen]
-        if chosen:
-            made = cast(source, plain, [outputs[index] for index in chosen], amax, reduce_amax, count=count)
-            casts.update(zip(chosen, made, strict=True))
+        source, largest = op.hadamard(x) if transformed else (x, None)
+        if amax is not None:
+            largest = amax
+        elif largest is not None and reduce_amax is not None and any(form.scaled for form in plain):
+            largest = reduce_amax(largest)
+        made = cast(source, plain, [outputs[index] for index in chosen], largest, reduce_amax, count=count)
+        casts.update(zip(chosen, made, strict=True))
     return [casts[index] for index in range(len(forms))]
 
 

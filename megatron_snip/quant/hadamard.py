@@ -18,6 +18,15 @@ LENGTH = 16
 SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
 
 
+def check_tokens(x: Tensor) -> None:
+    """UserError if the tokens of x [T, C] are not whole groups."""
+    if len(x) % LENGTH:
+        raise UserError(
+            f"random Hadamard transform: x has shape {list(x.shape)} and its {len(x)} tokens are no multiple of "
+            f"{LENGTH}; change the sequence length or the batch, or choose a format without the transform"
+        )
+
+
 @torch.no_grad()
 def hadamard(x: Tensor) -> Tensor:
     """``x`` [T, C] transformed in groups of 16 tokens: float32 sums in a fixed order, rounded to x.dtype.
@@ -25,12 +34,8 @@ def hadamard(x: Tensor) -> Tensor:
     Sums and differences of pairs, not a GEMM, so that every device gives the same bits.  A NaN reaches its
     whole group, infinities become infinities or NaN.  Raises UserError where T is no multiple of 16.
     """
+    check_tokens(x)
     tokens, channels = x.shape
-    if tokens % LENGTH:
-        raise UserError(
-            f"random Hadamard transform: x has shape {list(x.shape)} and its {tokens} tokens are no multiple of "
-            f"{LENGTH}; change the sequence length or the batch, or choose a format without the transform"
-        )
     signs = torch.tensor(SIGNS, device=x.device)[:, None]
     y = x.float().reshape(tokens // LENGTH, LENGTH, channels) * signs
     for half in (1, 2, 4, 8):

@@ -26,6 +26,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax, swiglu_product
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, operands
 
@@ -139,7 +140,7 @@ def _on_the_cpu() -> AbstractContextManager[None]:
 
 
 def elementwise(*, rehearse: bool) -> list[str]:
-    """Where SwiGLU's gradients, over every bf16 gate, or rotary positions differ from torch's on the same device."""
+    """Where SwiGLU's gradients over every bf16 gate, rotary positions or the Hadamard transform differ from torch's."""
     device = "cpu" if rehearse else "cuda"
     gate = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(torch.bfloat16)
     gate = gate.repeat(1 if rehearse else 256)
@@ -148,17 +149,24 @@ def elementwise(*, rehearse: bool) -> list[str]:
     x = x.view(-1, 64, 8, 64).transpose(1, 2)
     angles = torch.randn(64, 64, generator=generator, device=device)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    whole, ragged = grad.view(-1, 256), grad.view(-1, 256)[16:, 3:]
     expected = {
         "SwiGLU's gradient of gate": torch.ops.aten.silu_backward(grad * up, gate),
         "SwiGLU's gradient of up": grad * torch.nn.functional.silu(gate),
         "rotary positions": rotary._rotate(x, cos, sin),
         "rotary positions backward": rotary._rotate_back(x, cos, sin),
+        "the Hadamard transform": hadamard(whole),
+        "its largest magnitude": finite_amax(hadamard(whole)),
+        "the Hadamard transform with edges": hadamard(ragged),
+        "its largest magnitude with edges": finite_amax(hadamard(ragged)),
     }
     try:
         with _on_the_cpu() if rehearse else nullcontext():
             made = (
                 *triton_cast.swiglu_backward(grad, gate, up),
                 *(rotary.launch(x, cos, sin, back=back) for back in (False, True)),
+                *triton_cast.hadamard(whole),
+                *triton_cast.hadamard(ragged),
             )
     except Exception as error:
         return [f"elementwise kernels: {''.join(traceback.format_exception_only(error)).strip()}"]

@@ -1,7 +1,7 @@
 """Casts by the fastest implementation of the tensor's device, and the same as torch custom operators.
 
 Direct calls go straight to a kernel or to the specification (cast.py).  Compilers and fake tensors cannot look into
-kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize`` and ``finite_amax``, whose forms are lists of
+kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``; forms are lists of
 integers, ``_FIELDS`` each: a form's constants and its key.  Of SwiGLU fake tensors alone see kernels, in a dry run.
 """
 
@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.quant import cast as specification
 from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference, swiglu_product
+from megatron_snip.quant.hadamard import check_tokens
+from megatron_snip.quant.hadamard import hadamard as hadamard_reference
 from megatron_snip.quant.kernels import cpu, triton_cast
 from megatron_snip.quant.rounding import RoundingKey, Rows
 
@@ -77,6 +79,15 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return triton_cast.finite_amax(x, dtype)
     x = x if dtype is None else x.to(dtype)
     return torch.ops.megatron_snip.finite_amax(x.detach()) if _traced(x) else _finite_amax_now(x)
+
+
+def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``hadamard.hadamard`` of x [T, C], and, where the kernel found it on its way, ``finite_amax`` of that."""
+    check_tokens(x)
+    if _traced(x):
+        made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach())
+        return made
+    return triton_cast.hadamard(x) if triton_cast.takes_amax(x) else (hadamard_reference(x), None)
 
 
 def swiglu_gradients(
@@ -205,6 +216,17 @@ def _finite_amax_op(x: Tensor) -> Tensor:
 @_finite_amax_op.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron_snip::hadamard", mutates_args=())
+def _hadamard_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    y, largest = hadamard(x)
+    return y, _finite_amax_now(y) if largest is None else largest
+
+
+@_hadamard_op.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("megatron_snip::swiglu_backward", mutates_args=())

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.quant.cast import OPERANDS, Cast, Form, Output, Quantized, allocate
+from megatron_snip.quant.hadamard import LENGTH, SIGNS
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _MAX_SIDE = 1 << 24
 
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
 _PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
+_HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # groups of 16 rows, and columns
 
 
 _MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
@@ -271,9 +273,7 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     from megatron_snip.quant.kernels import triton_kernels
 
     x = _readable(x, dtype).contiguous()
-    stream = _stream(x.device)
-    state = torch.zeros(2, dtype=torch.int32, device=x.device) if stream is None else _state(x.device, stream)
-    out = torch.empty((), device=x.device)
+    out, state = torch.empty((), device=x.device), _atomic_state(x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
             x, out, state, x.numel(), _AMAX_SIZE, dtype not in (None, x.dtype), num_warps=_AMAX_WARPS, **OPTIONS
@@ -281,10 +281,32 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out
 
 
+def _atomic_state(device: torch.device) -> Tensor:
+    stream = _stream(device)
+    return torch.zeros(2, dtype=torch.int32, device=device) if stream is None else _state(device, stream)
+
+
 @cache
 def _state(device: torch.device, stream: int) -> Tensor:
-    """What ``amax_kernel`` needs, and leaves as it was."""
+    """What ``amax_kernel`` and ``hadamard_kernel`` need, and leave as it was."""
     return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def hadamard(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``hadamard.hadamard`` of x [16 G, C] that ``takes_amax`` has accepted, and its ``finite_amax``: one launch."""
+    from megatron_snip.quant.kernels import triton_kernels
+
+    x = _by_rows(x)
+    (rows, cols), (groups, width) = x.shape, _HADAMARD_TILE
+    out, largest = torch.empty(rows, cols, dtype=x.dtype, device=x.device), torch.empty((), device=x.device)
+    height, signs = LENGTH * groups, sum(1 << token for token, sign in enumerate(SIGNS) if sign < 0)
+    even = rows % height == 0 and cols % width == 0
+    with torch.cuda.device_of(x):
+        triton_kernels.hadamard_kernel[(-(-rows // height) * -(-cols // width),)](
+            x, x.stride(0), out, largest, _atomic_state(x.device), rows, cols, signs, groups, width, even,
+            num_warps=_HADAMARD_WARPS, **OPTIONS,
+        )  # fmt: skip
+    return out, largest
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The Triton kernels: casts of one read of x into one form or two, dequantisation, the largest magnitude, and
-SwiGLU's backward.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+"""The Triton kernels: casts of one read of x into one form or two, dequantisation, the largest magnitude, the Hadamard
+transform, and SwiGLU's backward.
 
 The arithmetic stands in triton_steps.py; triton_cast.py launches, and says what has been run where.
 """
@@ -308,6 +308,15 @@ def dequantize_kernel(
 
 
 @triton.jit
+def _store_largest(out, state, sizes):
+    """Add the bits of a program's magnitudes, int32 [...], to state; the last program writes the largest to out."""
+    tl.atomic_max(state, tl.max(sizes))
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(out, float_of(tl.atomic_xchg(state, 0)))
+        tl.atomic_xchg(state + 1, 0)
+
+
+@triton.jit
 def amax_kernel(x, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
     """Write the largest finite magnitude of x [count], SIZE elements a program, to out; ROUNDED: to bfloat16 first.
 
@@ -320,10 +329,56 @@ def amax_kernel(x, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr)
     if ROUNDED:
         values = values.to(tl.bfloat16)
     sizes = bits_of(values.to(tl.float32)) & MAGNITUDE
-    tl.atomic_max(state, tl.max(tl.where(sizes < INFINITY, sizes, 0)))
-    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(out, float_of(tl.atomic_xchg(state, 0)))
-        tl.atomic_xchg(state + 1, 0)
+    _store_largest(out, state, tl.where(sizes < INFINITY, sizes, 0))
+
+
+@triton.jit
+def _sums_and_differences(y, HALF: tl.constexpr):
+    """Of 16 tensors, the sum of each and of the one ``HALF`` after it, and in the latter's place their difference."""
+    out = ()
+    for place in tl.static_range(16):
+        if place & HALF == 0:
+            out += (y[place] + y[place + HALF],)
+        else:
+            out += (y[place - HALF] - y[place],)
+    return out
+
+
+# fmt: off
+@triton.jit
+def hadamard_kernel(
+    x, x_stride, out, largest, state, rows, cols,
+    SIGNS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+):
+    """hadamard.py's transform of a tile [GROUPS * 16, COLS] of x [rows, cols] to out, and the largest finite magnitude
+    of all of out to ``largest``; state as in ``amax_kernel``.
+
+    x has its own row stride.  SIGNS: bit t is set where token t of a group changes its sign.  EVEN: tiles cover x
+    exactly.  A thread has all tokens of a group, one tensor [GROUPS, COLS] each, so that none are exchanged.
+    """
+    # fmt: on
+    tiles = tl.cdiv(cols, COLS)
+    pid = tl.program_id(0)
+    row, col = pid // tiles * GROUPS * 16, pid % tiles * COLS
+    inside = None if EVEN else within(row // 16, col, rows // 16, cols, GROUPS, COLS)
+    y = ()
+    for token in tl.static_range(16):
+        at = tile(x, row + token, col, x_stride, 1, GROUPS, COLS, 16)
+        part = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+        if SIGNS >> token & 1:
+            part = float_of(bits_of(part) ^ -2147483648)  # -part would lose the sign of 0
+        y += (part,)
+    y = _sums_and_differences(y, 1)
+    y = _sums_and_differences(y, 2)
+    y = _sums_and_differences(y, 4)
+    y = _sums_and_differences(y, 8)
+    sizes = tl.zeros((GROUPS, COLS), tl.int32)
+    for token in tl.static_range(16):
+        part = (y[token] * 0.25).to(out.dtype.element_ty)
+        tl.store(tile(out, row + token, col, cols, 1, GROUPS, COLS, 16), part, mask=inside)
+        size = bits_of(part.to(tl.float32)) & MAGNITUDE
+        sizes = tl.maximum(sizes, tl.where(size < INFINITY, size, 0))
+    _store_largest(largest, state, sizes)
 
 
 @triton.jit

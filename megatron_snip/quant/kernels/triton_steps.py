@@ -76,10 +76,10 @@ def float_of(bits):
 
 
 @triton.jit
-def tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``."""
+def tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr, EVERY: tl.constexpr = 1):
+    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``, of every so many of its rows."""
     corner = start + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
-    return corner + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :] * col_stride
+    return corner + tl.arange(0, ROWS)[:, None] * EVERY * row_stride + tl.arange(0, COLS)[None, :] * col_stride
 
 
 @triton.jit

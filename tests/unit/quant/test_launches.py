@@ -25,8 +25,8 @@ from megatron_snip.quant.swiglu import swiglu_linear
 from megatron_snip.quant.three_gemms import Backends, three_gemms
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
-BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4}
-KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel", "swiglu_backward_kernel")
+BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4, "nvfp4_rht": NVFP4}
+KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel", "hadamard_kernel", "swiglu_backward_kernel")
 
 
 class Launches(TorchDispatchMode):
@@ -113,6 +113,13 @@ def test_on_blackwell_nothing_comes_between_a_cast_and_its_gemm(precision, large
         expected = {"cast_kernel": 3 + again, "amax_kernel": largest and largest + again}
         assert {name: names.count(name) for name in expected} == expected
         assert len(names) == sum(expected.values()) + 3 and sum("scaled_mm" in name for name in names) == 3
+
+
+def test_a_transform_is_one_launch_that_finds_its_largest_magnitude_too(monkeypatch):
+    """Of wgrad's two operands, which are cast apart from fprop's and dgrad's."""
+    names = step("nvfp4_rht", torch.float32, True, monkeypatch)
+    expected = {"amax_kernel": 3, "hadamard_kernel": 2, "cast_kernel": 5, "_scaled_mm_v2": 3}
+    assert {name: names.count(name) for name in set(names)} == expected
 
 
 def test_formats_that_differ_are_cast_from_one_read_too(monkeypatch):

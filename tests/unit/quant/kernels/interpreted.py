@@ -42,6 +42,7 @@ from megatron_snip.quant.cast import (
     finite_amax,
     swiglu_product,
 )
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.rounding import Rows
 from megatron_snip.quant.scales import tensor_scale
@@ -341,6 +342,17 @@ def rotated() -> Iterator[str]:
             yield "rotate heads that lie far apart"
 
 
+def transformed() -> Iterator[str]:
+    """Where the Hadamard transform differs, or its largest magnitude: whole and ragged tiles, rows that stand apart."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for x in (operands((64, 128), dtype)[0], *operands((48, 133), dtype), operands((16, 160), dtype)[0][:, 7:140]):
+            made, expected = triton_cast.hadamard(x), hadamard(x)
+            broken = expected.isnan()
+            same = torch.equal(bits(made[0])[~broken], bits(expected)[~broken]) and torch.equal(made[0].isnan(), broken)
+            if not same or not torch.equal(made[1], finite_amax(expected)):
+                yield f"hadamard {dtype} {list(x.shape)}"
+
+
 def largest() -> Iterator[str]:
     """Where the largest magnitude differs."""
     for x in (*operands((130, 259), torch.bfloat16), torch.full((3, 5), -float("inf")), -torch.ones(4, 4).T):
@@ -361,7 +373,7 @@ def main() -> int:
         ):
             count += 1
             problems += cast_differences(case)
-        problems += [*clocks(), *dequantised(), *of_products(), *rotated(), *largest()]
+        problems += [*clocks(), *dequantised(), *of_products(), *rotated(), *transformed(), *largest()]
     print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
     return 1 if problems else 0
 

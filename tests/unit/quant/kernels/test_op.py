@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_snip.errors import UserError
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, dequantize, fake_quantize, quantize
 from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.rounding import Rows
 
@@ -67,6 +71,21 @@ def test_the_operator_gives_the_specifications_casts():
             for one, other in zip(got, want, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_the_transform_and_its_largest_magnitude(fake):
+    torch._dynamo.reset()
+    x = torch.randn(32, 40).bfloat16()
+    compiled = torch.compile(op.hadamard, fullgraph=True, backend="eager")
+    want = hadamard(x), finite_amax(hadamard(x))
+    with FakeTensorMode() if fake else nullcontext():
+        got = op.hadamard(torch.empty(32, 40, dtype=torch.bfloat16)) if fake else compiled(x)
+    for one, other in zip(got, want, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert fake or torch.equal(one, other)
+    with pytest.raises(UserError, match="40 tokens are no multiple of 16"):
+        op.hadamard(x.T)
 
 
 @pytest.mark.parametrize("output", [*OUTPUTS, "swizzled"])

@@ -3,8 +3,8 @@
 Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
 have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4, all three scale rules and
 fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
-float32; whole and ragged tiles; dequantisation and the largest magnitude.  On sm_100a: the pairs alone, swizzled where
-Blackwell reads them.
+float32; whole and ragged tiles; dequantisation, the largest magnitude and the Hadamard transform.  On sm_100a: the
+pairs alone, swizzled where Blackwell reads them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import Clock, RoundingKey, quantize
 from megatron_snip.quant.cast import Form
+from megatron_snip.quant.hadamard import LENGTH
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from tests.gpu import core
 
@@ -146,6 +147,16 @@ def test_dequantisation(compiled, fmt):
 def test_largest_magnitude(compiled):
     result = compiled("amax_kernel", HOPPER, lambda: triton_cast.finite_amax(torch.ones(64, 64)))
     assert "red.global" in result.asm["ptx"] or "atom.global" in result.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_hadamard_transform(compiled, capability):
+    """16 tokens are a thread's own: shared memory is for the largest magnitude of a program alone."""
+    x = torch.ones(256, 512, dtype=torch.bfloat16)
+    result = compiled("hadamard_kernel", capability, lambda: triton_cast.hadamard(x))
+    text, made = result.asm["ptx"], resources(result)
+    assert not FORBIDDEN.search(text) and made.spills == 0 and made.warps_an_sm >= 16
+    assert text.count("ld.global.v2.b32") == text.count("st.global.v2.b32") == LENGTH and made.shared <= 64
 
 
 def fused(text: str) -> float:
