@@ -52,8 +52,8 @@ class RunState:
         self.guard = self._make_guard() if config.snip.snip_guard else None
         self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
-        self.began = self.logged = time.perf_counter()
-        self.logged_iteration = start.iteration
+        self.began = time.perf_counter()
+        self.unlogged: list[float] = []  # seconds of the iterations since the last progress line
         self._load()
         loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
         parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
@@ -122,7 +122,7 @@ class RunState:
 
     def _take_up(self, start: Start) -> None:
         """What a checkpoint tells beside tensors; nothing for --finetune."""
-        self.iteration = self.logged_iteration = start.iteration
+        self.iteration = start.iteration
         state = start.state
         if state is None:
             return

@@ -169,6 +169,20 @@ def test_every_iteration_has_its_row(train_here, tmp_path):
     assert state["config"]["model"]["hidden_size"] == 128
 
 
+def test_a_progress_line_counts_iterations_alone(train_here, monkeypatch):
+    """Neither the validations among them nor the start before them: 0.2 s each, and an iteration takes less."""
+    said: list[str] = []
+    validate, load = loop.Trainer._validate, loop.Trainer._load
+    monkeypatch.setattr(loop.runtime, "say", said.append)
+    monkeypatch.setattr(loop.Trainer, "_validate", lambda self: time.sleep(0.2) or validate(self))
+    monkeypatch.setattr(loop.Trainer, "_load", lambda self: time.sleep(0.2) or load(self))
+    rows = train_here(eval_interval=1, eval_iters=1, log_interval=2, preflight=False)
+    lines = [line for line in said if "elapsed time" in line]
+    seconds = [row["iteration-time"] for row in rows[1:]]
+    for line, (one, other) in zip(lines, (seconds[:2], seconds[2:]), strict=True):
+        assert f"elapsed time per iteration (ms): {(one + other) / 2 * 1000:.1f} |" in line
+
+
 def reading(monkeypatch) -> list[tuple[str, list[int]]]:
     """What is trained on and validated with from here on: ("step" or "evaluate", numbers of the samples)."""
     read: list[tuple[str, list[int]]] = []
