@@ -65,6 +65,8 @@ class RunState:
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
             open_run_folder(config, start)
+            if parts.coordinator is not None:
+                parts.coordinator.write_plan_in_force()
             unwritten = (start.state or {}).get("unwritten_rows", ())
             self.writer = MetricsWriter(config, start.run_id, start.iteration, unwritten=unwritten)
         parts.mesh.barrier()

@@ -14,10 +14,11 @@ from typing import Any
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.jsonfile import is_count, is_finite
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import MEASURES
+from megatron_snip.snip.plan.cost import MEASURES, saving
 
 Curve = tuple[list[int], list[float]]
 
@@ -159,6 +160,8 @@ def summary_of(run: Run) -> dict[str, Any]:
         "fp4_share": last_plan.achieved if last_plan else None,
         "target": last_plan.target if last_plan else None,
         "target_unit": last_plan.target_unit if last_plan else None,
+        "precision": run.options.get("precision", {}).get("precision"),
+        "precision_plan": run.options.get("precision", {}).get("precision_plan"),
         "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
         "seconds": seconds,
         "probe_seconds": probing,
@@ -182,8 +185,12 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         of_run = f" ({share:.2%} of the run)" if share is not None else ""
         return _duration(seconds) + of_run
 
-    reached = "no plan"
-    if values["fp4_share"] is not None:
+    reached, precision = "no plan", values["precision"]
+    if precision == "plan":
+        reached = f"as {values['precision_plan']} says (--precision plan)"
+    elif precision not in (None, "snip"):
+        reached = f"{_fp4_share(str(precision))} of the linears' FLOPs (--precision {precision})"
+    elif values["fp4_share"] is not None:
         unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
         reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
     plans = str(values["plans"])
@@ -202,6 +209,14 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
         ("time in all iterations", time(values["seconds"], None)),
     ]
+
+
+def _fp4_share(precision: str) -> str:
+    """FP4's share under one precision for all linears; "?" for a format of another version."""
+    try:
+        return f"{saving(LinearPrecision.parse(precision)):.2%}"
+    except ValueError:
+        return "?"
 
 
 def _duration(seconds: float) -> str:

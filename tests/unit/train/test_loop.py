@@ -15,6 +15,7 @@ from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop, same_data, setup
 from megatron_snip.train.step import Stepper
 
@@ -154,6 +155,14 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
         "a plan of before the change (snip_fix:  -> layers.0.*=fp8) holds until iteration 13; "
         "give --snip-start 9 to plan at once"
     ]
+
+
+def test_a_run_that_continues_in_another_folder_has_the_plan_in_force_there(train_here, tmp_path):
+    options = {**SNIP, "snip_start": 1, "snip_interval": 10, "preflight": False}
+    train_here(**{**options, "train_iters": 2})
+    load, there = str(tmp_path / "run/checkpoints"), tmp_path / "there"
+    (row,) = train_here(**{**options, "train_iters": 3}, load=load, run_dir=str(there))
+    assert Plan.load(there / "plans/iter_0000002.json").hash == row["snip/plan_hash"] != ""
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):

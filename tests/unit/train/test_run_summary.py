@@ -24,6 +24,8 @@ def test_summary_by_hand(tmp_path):
         "fp4_share": 0.8,
         "target": 0.75,
         "target_unit": "FP4 share",
+        "precision": None,
+        "precision_plan": None,
         "last_churn": 3 / 21,
         "seconds": 10.0,
         "probe_seconds": 1.0,
@@ -45,6 +47,24 @@ def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
     folder = write_run(tmp_path, [line(1)], (plan,))
     assert "100.00% of the linears' FLOPs (target 75.00% in modelled time)" in format_summary(folder)
     assert "<td>75.00% in modelled time</td>" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    ("precision", "told"),
+    [
+        ("bf16", "0.00% of the linears' FLOPs (--precision bf16)"),
+        ("fp8/fp4/fp4", "66.67% of the linears' FLOPs (--precision fp8/fp4/fp4)"),
+        ("nvfp4", "100.00% of the linears' FLOPs (--precision nvfp4)"),
+        ("plan", "as plans/best.json says (--precision plan)"),
+        ("snip", "no plan"),
+        ("later", "? of the linears' FLOPs (--precision later)"),
+    ],
+)
+def test_what_a_run_without_plans_of_its_own_has_in_fp4(precision, told, tmp_path):
+    folder = write_run(tmp_path, [line(1)], precision=precision, precision_plan="plans/best.json")
+    assert f"in FP4                  {told}\n" in format_summary(folder)
+    two_plans()[0].save(folder / "plans/iter_0000002.json")  # of before it turned to another --precision
+    assert (f"in FP4                  {told}\n" in format_summary(folder)) == (precision != "snip")
 
 
 @pytest.mark.filterwarnings("error")
