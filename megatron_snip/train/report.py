@@ -126,7 +126,7 @@ def _divergences(run: Run) -> Section | None:
         if values := _by_linear(run, kind):
             figure = pictures.divergence_heatmap(values, unit)
             figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
-    text = "Of each linear's costliest format, in colour on a log scale. Empty cells: none."
+    text = "Of each linear's costliest format, in colour on a log scale. Empty cells have no finite value above 0."
     return Section("Divergences", text, figures) if figures else None
 
 
