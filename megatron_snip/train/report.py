@@ -71,6 +71,8 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
         else:
             figures.append(figure)
             text = "Differences of the training loss at equal iterations; the band takes iterations as independent."
+    if others and marks:
+        text = f"New plans are those of {name}. {text}".rstrip()
     return Section("Loss", text, figures)
 
 

@@ -132,6 +132,12 @@ def test_the_difference_to_another_run(tmp_path):
     assert not read_run(mine).notes
 
 
+def test_marks_beside_other_runs_name_their_run(tmp_path):
+    mine, other = (run_of_everything(tmp_path / name) for name in ("mine", "other"))
+    told = "New plans are those of mine. Differences of the training loss"
+    assert told in write_report(mine, [other]).read_text() and told[:9] not in write_report(mine).read_text()
+
+
 def test_runs_that_differ_in_more_than_precision_are_told_of(tmp_path):
     """The difference of their losses is then not that of precision alone."""
     lines, alike = [line(1)], {"precision": "bf16", "run_dir": "elsewhere", "data_path": ("a", "b")}
