@@ -52,6 +52,8 @@ class Trainer(RunState):
             runtime.seed_iteration(t.seed, iteration)
             batch = parts.train_loader.batch(self.consumed)
             row: dict[str, Any] = {"iteration": iteration}
+            if parts.plan_hash is not None:
+                row["snip/plan_hash"] = parts.plan_hash
             if self.guard is not None:
                 row |= self.guard.before_step(iteration)
             size = parts.train_loader.size(self.consumed)

@@ -101,6 +101,7 @@ class RunState:
             "guard": self.guard.state() if self.guard else None,
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
+            "plan_hash": self.parts.plan_hash,
             "data": self.parts.data,
             "unwritten_rows": self.writer.unwritten if self.writer else [],
         }
@@ -129,6 +130,9 @@ class RunState:
         if state is None:
             return
         self.changed = changed_options(self.config, state)
+        old, new = state.get("plan_hash"), self.parts.plan_hash
+        if old and new and old != new:  # also where the file has the name that it had
+            self.changed.append(f"precision_plan: plan {old} -> plan {new}")
         for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}

@@ -12,12 +12,14 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.config import Config
-from megatron_snip.quant import PLAIN
+from megatron_snip.quant import PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop, same_data, setup
+from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.step import Stepper
+from tests.unit.train.conftest import TINY
 
 SNIP = {
     "snip_probe_tokens": 1,
@@ -163,6 +165,26 @@ def test_a_run_that_continues_in_another_folder_has_the_plan_in_force_there(trai
     load, there = str(tmp_path / "run/checkpoints"), tmp_path / "there"
     (row,) = train_here(**{**options, "train_iters": 3}, load=load, run_dir=str(there))
     assert Plan.load(there / "plans/iter_0000002.json").hash == row["snip/plan_hash"] != ""
+
+
+def test_a_resume_tells_that_a_plan_file_is_not_what_it_was(train_here, tmp_path, monkeypatch, caplog):
+    """Rows name the plan that they ran under."""
+    monkeypatch.setattr(logging.getLogger("megatron_snip"), "propagate", True)
+    model, file = Config().replace(**TINY), tmp_path / "plan.json"
+    options = {"precision": "plan", "precision_plan": str(file), "load": str(tmp_path / "run/checkpoints")}
+
+    def train(precision: str, to: int) -> tuple[str, list[str]]:
+        plan = Plan.by_hand({s.name: LinearPrecision.parse(precision) for s in snip_shapes(model)}, snip_shapes(model))
+        plan.save(file)
+        caplog.clear()
+        rows = train_here(**options, train_iters=to)
+        assert rows[-1]["snip/plan_hash"] == plan.hash
+        return plan.hash, [line for line in caplog.messages if "precision_plan" in line]
+
+    first, told = train("fp8", 1)
+    assert not told and not train("fp8", 2)[1]
+    second, told = train("fp4", 3)
+    assert told == [f"this run continues with a changed option, precision_plan: plan {first} -> plan {second}"]
 
 
 def test_every_iteration_has_its_row(train_here, tmp_path):
