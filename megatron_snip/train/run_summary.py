@@ -162,6 +162,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "target_unit": last_plan.target_unit if last_plan else None,
         "precision": run.options.get("precision", {}).get("precision"),
         "precision_plan": run.options.get("precision", {}).get("precision_plan"),
+        "precision_plan_share": _share_of_file(run),
         "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
         "seconds": seconds,
         "probe_seconds": probing,
@@ -187,7 +188,8 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     reached, precision = "no plan", values["precision"]
     if precision == "plan":
-        reached = f"as {values['precision_plan']} says (--precision plan)"
+        share, file = values["precision_plan_share"], values["precision_plan"]
+        reached = f"as {file} says" if share is None else f"{share:.2%} of the linears' FLOPs ({file})"
     elif precision not in (None, "snip"):
         reached = f"{_fp4_share(str(precision))} of the linears' FLOPs (--precision {precision})"
     elif values["fp4_share"] is not None:
@@ -209,6 +211,15 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
         ("time in all iterations", time(values["seconds"], None)),
     ]
+
+
+def _share_of_file(run: Run) -> float | None:
+    """FP4's share in the file of --precision plan; None if it is not the plan that the run had last."""
+    try:
+        plan = Plan.load(str(run.options.get("precision", {}).get("precision_plan")))
+    except ValueError:
+        return None
+    return plan.achieved if run.metrics and run.metrics[-1].get("snip/plan_hash") == plan.hash else None
 
 
 def _fp4_share(precision: str) -> str:

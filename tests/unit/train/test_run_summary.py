@@ -26,6 +26,7 @@ def test_summary_by_hand(tmp_path):
         "target_unit": "FP4 share",
         "precision": None,
         "precision_plan": None,
+        "precision_plan_share": None,
         "last_churn": 3 / 21,
         "seconds": 10.0,
         "probe_seconds": 1.0,
@@ -55,7 +56,7 @@ def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
         ("bf16", "0.00% of the linears' FLOPs (--precision bf16)"),
         ("fp8/fp4/fp4", "66.67% of the linears' FLOPs (--precision fp8/fp4/fp4)"),
         ("nvfp4", "100.00% of the linears' FLOPs (--precision nvfp4)"),
-        ("plan", "as plans/best.json says (--precision plan)"),
+        ("plan", "as plans/best.json says"),
         ("snip", "no plan"),
         ("later", "? of the linears' FLOPs (--precision later)"),
     ],
@@ -65,6 +66,17 @@ def test_what_a_run_without_plans_of_its_own_has_in_fp4(precision, told, tmp_pat
     assert f"in FP4                  {told}\n" in format_summary(folder)
     two_plans()[0].save(folder / "plans/iter_0000002.json")  # of before it turned to another --precision
     assert (f"in FP4                  {told}\n" in format_summary(folder)) == (precision != "snip")
+
+
+def test_the_share_of_a_plan_file_is_told_only_if_it_is_the_plan_that_ran(tmp_path):
+    ran, other = two_plans()
+    file, rows = tmp_path / "plan.json", [line(1), line(2, **{"snip/plan_hash": ran.hash})]
+    folder = write_run(tmp_path / "run", rows, precision="plan", precision_plan=str(file))
+    told = []
+    for plan in (ran, other):
+        plan.save(file)
+        told.append(format_summary(folder).splitlines()[2].removeprefix("in FP4").strip())
+    assert told == [f"100.00% of the linears' FLOPs ({file})", f"as {file} says"]
 
 
 @pytest.mark.filterwarnings("error")
