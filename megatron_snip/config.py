@@ -138,7 +138,7 @@ class TrainingConfig:
     max_skipped_iterations: int = 10  # The run ends after this many non-finite iterations in a row.
     # Run an iteration again before it counts if its loss spikes or is not finite; see docs/reliability.md.
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
-    spike_window: int = 64  # A loss spikes that is above the mean of so many good losses before it ...
+    spike_window: int = 64  # A loss spikes if it is above the mean of so many good losses before it ...
     spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
     spike_nats: float = 0.5  # ... and by more than so many nats.
     exit_interval: Optional[int] = None  # Save and end when the iteration is a multiple of this.
@@ -213,7 +213,7 @@ class CheckpointConfig:
     save_interval: Optional[int] = None  # Iterations between two checkpoints; by default only at the end.
     async_save: bool = False  # Write checkpoints in the background; training waits while tensors are copied.
     keep_last: Optional[int] = None  # Checkpoints to keep; older ones are deleted. By default all are kept.
-    keep_every: Optional[int] = None  # Beyond --keep-last, keep those whose iteration divides by this.
+    keep_every: Optional[int] = None  # Beyond --keep-last, keep those whose iteration is a multiple of this.
     no_load_optim: bool = False  # Do not load the optimiser state; start it from zero.
     finetune: bool = False  # Load only the weights; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.

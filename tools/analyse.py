@@ -46,6 +46,7 @@ from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.cost import saving
 from megatron_snip.snip.plan.options import check_choices, read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
@@ -250,7 +251,7 @@ def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict
     for share in shares:
         each = config.replace(snip_target=share)
         planner = Planner(each, stats, shapes, check_choices(each.snip, shapes), read_times(each.snip))
-        found[f"plan_{round(100 * share)}"] = planner.solve("snip")
+        found[f"plan_{100 * share:.10g}"] = planner.solve("snip")
     return found
 
 
@@ -259,15 +260,15 @@ def write(
 ) -> str:
     """Everything that --output gets; returns what the terminal shows."""
     coarsest, predictions = found.formats[-1], Predictions.of(stats)
-    worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1])
+    worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
     totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
     planned = [
         [name, f"{plan.achieved:.1%}", f"{predictions.total_loss_divergence(plan.linears):.2e}",
-         str(sum(coarsest not in str(p) for p in plan.linears.values()))]
+         str(sum(saving(p) == 0 for p in plan.linears.values()))]
         for name, plan in plans.items()
     ]  # fmt: skip
-    plan_heads = ["plan", "in FP4", "loss divergence (nats)", "linears kept"]
+    plan_heads = ["plan", "in FP4", "loss divergence (nats)", "linears without FP4"]
     stats.save(output / "stats.json")
     write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1) + "\n")
     for name, plan in plans.items():

@@ -34,7 +34,8 @@ PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
         ("bytes (--log-memory)", ["/mem-.*/"]),
     ),
     "Plans": (
-        ("share of FLOPs in FP4", ["snip/achieved", "snip/target"]),
+        ("share of FLOPs in FP4", ["snip/achieved"]),
+        ("saved, in the target's unit", ["snip/saved", "snip/target"]),
         ("share in FP4 by stage", ["/snip/stage_\\d+/achieved/"]),
         ("modelled time by stage", ["/snip/stage_\\d+/modelled_time/"]),
         ("modelled time", ["snip/modelled_time"]),

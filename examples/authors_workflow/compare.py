@@ -22,13 +22,18 @@ from megatron_snip.snip.jsonfile import read_json, write_atomic
 KEY = "lm loss validation"
 
 
-def last_validation(run: Path) -> tuple[int, float]:
-    """Iteration and loss of a run's last validation.  UserError if it has none."""
+def last_validation(run: Path, plan: str | None) -> tuple[int, float]:
+    """Iteration and loss of a run's last validation.  UserError if it has none, or it ran under another plan's hash."""
     found = None
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if KEY in row:
             found = row["iteration"], row[KEY]
+        if plan is not None and row.get("snip/plan_hash", plan) != plan:
+            raise UserError(
+                f"{run} trained under plan {row['snip/plan_hash']}, and the plan of this name is {plan}; "
+                "remove this run and run the step schemes again, or give another WORKFLOW_DIR"
+            )
     if found is None:
         raise UserError(f"{run} has no validation loss; let it train to its end with --eval-interval and --eval-iters")
     return found
@@ -40,7 +45,7 @@ def rows(folder: Path) -> list[list[str]]:
     if "bf16" not in runs:
         raise UserError(f"{folder / 'schemes'} has no run bf16 to compare with; run the step schemes first")
     plans: dict[str, Any] = read_json(folder / "plans/pareto.json", "plans", "run the step plans first")["plans"]
-    losses = {name: last_validation(path) for name, path in runs.items()}
+    losses = {name: last_validation(path, plans.get(name, {}).get("hash")) for name, path in runs.items()}
     end, reference = losses["bf16"]
     if late := [name for name, (iteration, _) in losses.items() if iteration != end]:
         raise UserError(f"{late[0]} ends at iteration {losses[late[0]][0]}, bf16 at {end}; run the step schemes again")

@@ -258,7 +258,7 @@ class Saver:
                 aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
                 os.rename(folder, aside)
                 LOGGER.warning(
-                    f"{folder} is of after iteration {start}, from which this run goes on; it is {aside.name} now"
+                    f"{folder} is later than iteration {start}, from which this run continues; it is now {aside.name}"
                 )
 
 

@@ -166,6 +166,11 @@ class Coordinator:
         if state["pending"]:
             self._start(Pending.from_dict(state["pending"]))
 
+    def write_plan_in_force(self) -> None:
+        """Rank 0 keeps the file of a plan that holds already, in a run folder that does not have it."""
+        if self.plan and not (self.run_dir / f"plans/iter_{self.plan.iteration:07d}.json").exists():
+            self._write(self.plan, "plans", self.plan.iteration)
+
     def fall_back(self, plan: Plan, why: str) -> Metrics:
         """Apply a plan that nobody solved for and drop a solve under way; every process calls it with the same plan."""
         self._cancel()

@@ -43,7 +43,6 @@ class Trainer(RunState):
         self._tell_what_will_not_come()
         if self.iteration == 0 and t.preflight:
             preflight(self.config, parts)
-            self.logged = time.perf_counter()
         self._validate_new_weights()
         self._end_if_data_failed()
         while self.iteration < t.train_iters:
@@ -53,6 +52,8 @@ class Trainer(RunState):
             runtime.seed_iteration(t.seed, iteration)
             batch = parts.train_loader.batch(self.consumed)
             row: dict[str, Any] = {"iteration": iteration}
+            if parts.plan_hash is not None:
+                row["snip/plan_hash"] = parts.plan_hash
             if self.guard is not None:
                 row |= self.guard.before_step(iteration)
             size = parts.train_loader.size(self.consumed)
@@ -224,9 +225,9 @@ class Trainer(RunState):
         state = go_back(self.parts, self.guard.folder(back) or self.config.save_dir, back)
         self._take_state(state)
         self.guard.went_back(back)
-        self.iteration = self.logged_iteration = back
+        self.iteration = back
+        self.unlogged = []
         self.data_skipped = self.consumed - state["consumed_samples"] + state.get("data_skipped", 0)
-        self.logged = time.perf_counter()
         if self.writer is not None:
             self.writer.go_back(back)
         if self.parts.mesh.rank == 0:
@@ -276,10 +277,11 @@ class Trainer(RunState):
         if self.writer is not None:
             planner = self.parts.coordinator if "snip/achieved" in row else None
             self.writer.write(row, *((planner.plan, planner.predictions) if planner is not None else ()))
-        if self._is_last_rank() and self._due(self.config.logging.log_interval):
-            now = time.perf_counter()
-            seconds = (now - self.logged) / (self.iteration - self.logged_iteration)
-            self.logged, self.logged_iteration = now, self.iteration
+        self.unlogged.append(row["iteration-time"])
+        if not self._due(self.config.logging.log_interval):
+            return
+        seconds, self.unlogged = sum(self.unlogged) / len(self.unlogged), []
+        if self._is_last_rank():
             throughput = self.config.logging.log_throughput
             tflops = self._tflops(row["batch-size"], seconds) if throughput else None
             peak = peak_tflops(self.instruments.device) if throughput else None

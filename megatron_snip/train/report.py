@@ -63,13 +63,28 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
     figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
+        if differing := _other_options(run.options, runs[other].options):
+            run.notes.append(f"{name} and {other} differ in more than precision: {differing}")
         figure = pictures.difference(plain[name], plain[other], mine, theirs)
         if figure is None:
             run.notes.append(f"{name} and {other} have no iteration in common: there is no difference to show")
         else:
             figures.append(figure)
             text = "Differences of the training loss at equal iterations; the band takes iterations as independent."
+    if others and marks:
+        text = f"New plans are those of {name}. {text}".rstrip()
     return Section("Loss", text, figures)
+
+
+def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Options of model, training and data that two runs do not share, with both values."""
+    found = []
+    for group in ("model", "training", "data"):
+        here, there = mine.get(group, {}), theirs.get(group, {})
+        for key in here.keys() & there.keys():
+            if here[key] != there[key]:
+                found.append(f"--{key.replace('_', '-')} {_shown(here[key])} and {_shown(there[key])}")
+    return ", ".join(sorted(found))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -113,7 +128,7 @@ def _divergences(run: Run) -> Section | None:
         if values := _by_linear(run, kind):
             figure = pictures.divergence_heatmap(values, unit)
             figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
-    text = "Of each linear's costliest format, in colour on a log scale. Empty cells: none."
+    text = "Of each linear's costliest format, in colour on a log scale. Empty cells have no finite value above 0."
     return Section("Divergences", text, figures) if figures else None
 
 
@@ -131,16 +146,22 @@ def _by_linear(run: Run, kind: str) -> dict[str, float]:
 
 
 def _measured(run: Run) -> Section | None:
-    """What low precision cost, by extra BF16 forwards, beside what statistics predicted: of each plan its last row."""
-    key = "snip/measured_loss_divergence_mean"
+    """What low precision cost, by extra BF16 forwards, beside what the statistics of each plan predicted."""
+    key, expected = "snip/measured_loss_divergence_mean", "snip/predicted_loss_divergence"
     last: dict[str, Mapping[str, Any]] = {}
+    predicted: dict[str, float | None] = {}  # at a plan's first iteration; at its last, the next probe may have been
     for row in run.metrics:
+        plan = str(row.get("snip/plan_hash", ""))
+        if is_finite(row.get(expected)):
+            predicted.setdefault(plan, _number(row, expected))
         if is_finite(row.get(key)):
-            last[str(row.get("snip/plan_hash", ""))] = row
+            last[plan] = row
+    if len(last) > 1:
+        last.pop("", None)  # before the first plan
     points = [
         (int(row["iteration"]), float(row[key]), _number(row, f"{key.removesuffix('mean')}standard_error"),
-         _number(row, "snip/predicted_loss_divergence"))
-        for row in last.values()
+         predicted.get(plan))
+        for plan, row in last.items()
     ]  # fmt: skip
     text = "Mean of the extra BF16 forwards under each plan, with bars of two standard errors, and what was predicted."
     return Section("Measured against predicted", text, pictures.measured(points)) if points else None

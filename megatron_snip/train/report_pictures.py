@@ -109,7 +109,8 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
     window = max(8, len(common) // 100) if len(common) >= 16 else 1
     parts = np.array_split(np.asarray(common, np.float64), len(common) // window)  # each [W, 2]
     xs, means = [int(part[:, 0].mean()) for part in parts], [float(part[:, 1].mean()) for part in parts]
-    data = [line(f"mean of {window}" if window > 1 else f"{name} - {other}", (xs, means), _PALETTE[0])]
+    sizes = " or ".join(map(str, sorted({len(part) for part in parts})))  # parts that differ do so by one
+    data = [line(f"mean of {sizes}" if window > 1 else f"{name} - {other}", (xs, means), _PALETTE[0])]
     if window > 1:
         errors = [2 * part[:, 1].std(ddof=1) / math.sqrt(len(part)) for part in parts]
         low, high = (_rounded([m + sign * e for m, e in zip(means, errors)]) for sign in (-1, 1))

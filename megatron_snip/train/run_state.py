@@ -52,8 +52,8 @@ class RunState:
         self.guard = self._make_guard() if config.snip.snip_guard else None
         self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
-        self.began = self.logged = time.perf_counter()
-        self.logged_iteration = start.iteration
+        self.began = time.perf_counter()
+        self.unlogged: list[float] = []  # seconds of the iterations since the last progress line
         self._load()
         loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
         parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
@@ -65,6 +65,8 @@ class RunState:
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
             open_run_folder(config, start)
+            if parts.coordinator is not None:
+                parts.coordinator.write_plan_in_force()
             unwritten = (start.state or {}).get("unwritten_rows", ())
             self.writer = MetricsWriter(config, start.run_id, start.iteration, unwritten=unwritten)
         parts.mesh.barrier()
@@ -99,6 +101,7 @@ class RunState:
             "guard": self.guard.state() if self.guard else None,
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
+            "plan_hash": self.parts.plan_hash,
             "data": self.parts.data,
             "unwritten_rows": self.writer.unwritten if self.writer else [],
         }
@@ -122,11 +125,14 @@ class RunState:
 
     def _take_up(self, start: Start) -> None:
         """What a checkpoint tells beside tensors; nothing for --finetune."""
-        self.iteration = self.logged_iteration = start.iteration
+        self.iteration = start.iteration
         state = start.state
         if state is None:
             return
         self.changed = changed_options(self.config, state)
+        old, new = state.get("plan_hash"), self.parts.plan_hash
+        if old and new and old != new:  # also where the file has the name that it had
+            self.changed.append(f"precision_plan: plan {old} -> plan {new}")
         for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}

@@ -14,10 +14,11 @@ from typing import Any
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.jsonfile import is_count, is_finite
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import MEASURES
+from megatron_snip.snip.plan.cost import MEASURES, saving
 
 Curve = tuple[list[int], list[float]]
 
@@ -159,6 +160,9 @@ def summary_of(run: Run) -> dict[str, Any]:
         "fp4_share": last_plan.achieved if last_plan else None,
         "target": last_plan.target if last_plan else None,
         "target_unit": last_plan.target_unit if last_plan else None,
+        "precision": run.options.get("precision", {}).get("precision"),
+        "precision_plan": run.options.get("precision", {}).get("precision_plan"),
+        "precision_plan_share": _share_of_file(run),
         "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
         "seconds": seconds,
         "probe_seconds": probing,
@@ -182,8 +186,13 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         of_run = f" ({share:.2%} of the run)" if share is not None else ""
         return _duration(seconds) + of_run
 
-    reached = "no plan"
-    if values["fp4_share"] is not None:
+    reached, precision = "no plan", values["precision"]
+    if precision == "plan":
+        share, file = values["precision_plan_share"], values["precision_plan"]
+        reached = f"as {file} says" if share is None else f"{share:.2%} of the linears' FLOPs ({file})"
+    elif precision not in (None, "snip"):
+        reached = f"{_fp4_share(str(precision))} of the linears' FLOPs (--precision {precision})"
+    elif values["fp4_share"] is not None:
         unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
         reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
     plans = str(values["plans"])
@@ -202,6 +211,23 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
         ("time in all iterations", time(values["seconds"], None)),
     ]
+
+
+def _share_of_file(run: Run) -> float | None:
+    """FP4's share in the file of --precision plan; None if it is not the plan that the run had last."""
+    try:
+        plan = Plan.load(str(run.options.get("precision", {}).get("precision_plan")))
+    except ValueError:
+        return None
+    return plan.achieved if run.metrics and run.metrics[-1].get("snip/plan_hash") == plan.hash else None
+
+
+def _fp4_share(precision: str) -> str:
+    """FP4's share under one precision for all linears; "?" for a format of another version."""
+    try:
+        return f"{saving(LinearPrecision.parse(precision)):.2%}"
+    except ValueError:
+        return "?"
 
 
 def _duration(seconds: float) -> str:

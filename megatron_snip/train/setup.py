@@ -137,6 +137,7 @@ class Parts:
     valid_loader: Loader | None
     coordinator: Coordinator | None
     first_on_node: bool  # whether this process reads what one a node has to
+    plan_hash: str | None = None  # of the plan of --precision plan
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
@@ -269,6 +270,7 @@ def build(
     train_loader, valid_loader = build_loaders(config, mesh, first)
     stepper = Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
+    parts.plan_hash = plan.hash if plan is not None else None
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)

@@ -70,6 +70,7 @@ def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
     ("ends", "said"),
     [
         ({"bf16": 4, "best": 4}, ""),
+        ({"bf16": 4, "best": 4, "random_0": 4}, "random_0 trained under plan old, and the plan of this name is new"),
         ({"bf16": 4, "best": 2}, "best ends at iteration 2, bf16 at 4; run the step schemes again"),
         ({"best": 4}, "has no run bf16 to compare with; run the step schemes first"),
         ({"bf16": None}, "bf16 has no validation loss"),
@@ -81,10 +82,11 @@ def test_the_table_is_made_of_runs_that_ended_alike(tmp_path: Path, ends: dict[s
         rows = [{"iteration": 0, "lm loss": 5.0}]
         if end:
             loss = 3.5 if name == "best" else 3.25
-            rows += [{"iteration": 1, "lm loss validation": 9.0}, {"iteration": end, "lm loss validation": loss}]
+            under = {} if name == "bf16" else {"snip/plan_hash": "old"}
+            rows += [{"iteration": i, "lm loss validation": value, **under} for i, value in ((1, 9.0), (end, loss))]
         (tmp_path / "schemes" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plans").mkdir()
-    plans = {"best": {"fp4_share": 0.751, "loss_divergence": 2e-3}}
+    plans = {"best": {"fp4_share": 0.751, "loss_divergence": 2e-3, "hash": "old"}, "random_0": {"hash": "new"}}
     (tmp_path / "plans/pareto.json").write_text(json.dumps({"plans": plans}))
     script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(tmp_path)]
     done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

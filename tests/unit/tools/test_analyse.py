@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from megatron_snip.cli import collect_stats
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
+from megatron_snip.snip.plan import Plan
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.setup import with_defaults
-from tools.analyse import parse_own, warn_of_repeats, weights_of
+from tests.unit.snip.made_up import statistics
+from tests.unit.train.recorded import MODEL, NAMES, SHAPES
+from tools.analyse import Sensitivity, parse_own, plans_of, warn_of_repeats, weights_of, write
 
 
 @pytest.mark.parametrize(("batches", "said"), [(4, ""), (5, "has 1,024 tokens and 5 batches of 2 x 128 take 1,280")])
@@ -50,3 +54,20 @@ def test_a_runs_checkpoint_is_probed_on_other_data(monkeypatch):
         collect_stats.prepare(config, alone, 1)
     assert (alone.iteration, alone.load_iteration) == (0, 7) and alone.state is not None
     assert (alone.state["optimizer_steps"], alone.state["consumed_samples"]) == (0, 0)
+
+
+def test_the_table_of_plans_by_hand(tmp_path):
+    """Both formats of four bits count as FP4, shares that round alike are two plans, and the unknown comes first."""
+    shapes, ones = SHAPES[:7], [1.0] * 7
+    token = {"fp8": [1e-4] * 7, "mxfp4": [*[3e-3] * 3, math.nan, *[4e-3] * 3], "nvfp4": [2e-3] * 7}
+    stats = statistics(shapes, token, ones, dict.fromkeys(token, ones))
+    own, _ = parse_own(["model", "--data", "text"])
+    options = {**MODEL, "num_layers": 1, "snip_options": "fp8,mxfp4,nvfp4", "precision": "snip"}
+    plans = plans_of(Config().replace(**options), stats, (0.4, 0.404, 0.5))
+    assert list(plans) == ["plan_40", "plan_40.4", "plan_50"]
+    text = write(tmp_path, own, stats, Sensitivity.of([stats]), plans)
+    heads, *rows = text.split("\n\n")[1].splitlines()
+    assert heads.endswith("linears without FP4")
+    assert [row.split()[0::3] for row in rows] == [["plan_40", "4"], ["plan_40.4", "4"], ["plan_50", "3"]]
+    assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
+    assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404

@@ -32,6 +32,12 @@ def test_the_dry_run_prints_every_panel(capsys):
     assert [panel["table_name"] for panel in panels if "table_name" in panel] == ["snip/plan"]
 
 
+def test_the_target_is_drawn_with_what_has_its_unit():
+    """The FP4 share has another one where BF16 is an option."""
+    drawn = [set(names) for each in PANELS.values() for _, names in each]
+    assert [names for names in drawn if "snip/target" in names] == [{"snip/saved", "snip/target"}]
+
+
 def test_without_the_package_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     assert main([*WORDS, "--dry-run"]) == 1

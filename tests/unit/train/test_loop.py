@@ -12,11 +12,14 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.config import Config
-from megatron_snip.quant import PLAIN
+from megatron_snip.quant import PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop, same_data, setup
+from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.step import Stepper
+from tests.unit.train.conftest import TINY
 
 SNIP = {
     "snip_probe_tokens": 1,
@@ -156,6 +159,34 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     ]
 
 
+def test_a_run_that_continues_in_another_folder_has_the_plan_in_force_there(train_here, tmp_path):
+    options = {**SNIP, "snip_start": 1, "snip_interval": 10, "preflight": False}
+    train_here(**{**options, "train_iters": 2})
+    load, there = str(tmp_path / "run/checkpoints"), tmp_path / "there"
+    (row,) = train_here(**{**options, "train_iters": 3}, load=load, run_dir=str(there))
+    assert Plan.load(there / "plans/iter_0000002.json").hash == row["snip/plan_hash"] != ""
+
+
+def test_a_resume_tells_that_a_plan_file_is_not_what_it_was(train_here, tmp_path, monkeypatch, caplog):
+    """Rows name the plan that they ran under."""
+    monkeypatch.setattr(logging.getLogger("megatron_snip"), "propagate", True)
+    model, file = Config().replace(**TINY), tmp_path / "plan.json"
+    options = {"precision": "plan", "precision_plan": str(file), "load": str(tmp_path / "run/checkpoints")}
+
+    def train(precision: str, to: int) -> tuple[str, list[str]]:
+        plan = Plan.by_hand({s.name: LinearPrecision.parse(precision) for s in snip_shapes(model)}, snip_shapes(model))
+        plan.save(file)
+        caplog.clear()
+        rows = train_here(**options, train_iters=to)
+        assert rows[-1]["snip/plan_hash"] == plan.hash
+        return plan.hash, [line for line in caplog.messages if "precision_plan" in line]
+
+    first, told = train("fp8", 1)
+    assert not told and not train("fp8", 2)[1]
+    second, told = train("fp4", 3)
+    assert told == [f"this run continues with a changed option, precision_plan: plan {first} -> plan {second}"]
+
+
 def test_every_iteration_has_its_row(train_here, tmp_path):
     rows = train_here(eval_interval=2, eval_iters=1)
     trained = [row for row in rows if row["iteration"] > 0]
@@ -167,6 +198,20 @@ def test_every_iteration_has_its_row(train_here, tmp_path):
     state = read_state(tmp_path / "run/checkpoints", 4)
     assert (state["optimizer_steps"], state["consumed_samples"], state["nan_iterations"]) == (4, 8, 0)
     assert state["config"]["model"]["hidden_size"] == 128
+
+
+def test_a_progress_line_counts_iterations_alone(train_here, monkeypatch):
+    """Neither the validations among them nor the start before them: 0.2 s each, and an iteration takes less."""
+    said: list[str] = []
+    validate, load = loop.Trainer._validate, loop.Trainer._load
+    monkeypatch.setattr(loop.runtime, "say", said.append)
+    monkeypatch.setattr(loop.Trainer, "_validate", lambda self: time.sleep(0.2) or validate(self))
+    monkeypatch.setattr(loop.Trainer, "_load", lambda self: time.sleep(0.2) or load(self))
+    rows = train_here(eval_interval=1, eval_iters=1, log_interval=2, preflight=False)
+    lines = [line for line in said if "elapsed time" in line]
+    seconds = [row["iteration-time"] for row in rows[1:]]
+    for line, (one, other) in zip(lines, (seconds[:2], seconds[2:]), strict=True):
+        assert f"elapsed time per iteration (ms): {(one + other) / 2 * 1000:.1f} |" in line
 
 
 def reading(monkeypatch) -> list[tuple[str, list[int]]]:

@@ -125,11 +125,29 @@ def test_the_difference_to_another_run(tmp_path):
     loss, figure = shown(page)["Loss"]
     assert {"mine: training", "theirs: training", "mine: mean of 5"} <= set(named(loss))
     band, mean = figure["data"]
-    assert page == tmp_path / "both.html" and len(mean["x"]) == 12
+    assert page == tmp_path / "both.html" and len(mean["x"]) == 12 and mean["name"] == "mean of 8 or 9"
     assert mean["y"][5] == pytest.approx(0.45, abs=1e-5)  # of eight, four each
     error = 2 * np.std([0.25, 0.65] * 4, ddof=1) / math.sqrt(8)
     assert (band["y"][5], band["y"][-6]) == pytest.approx((0.45 + error, 0.45 - error), rel=1e-4)
     assert not read_run(mine).notes
+
+
+def test_marks_beside_other_runs_name_their_run(tmp_path):
+    mine, other = (run_of_everything(tmp_path / name) for name in ("mine", "other"))
+    told = "New plans are those of mine. Differences of the training loss"
+    assert told in write_report(mine, [other]).read_text() and told[:9] not in write_report(mine).read_text()
+
+
+def test_runs_that_differ_in_more_than_precision_are_told_of(tmp_path):
+    """The difference of their losses is then not that of precision alone."""
+    lines, alike = [line(1)], {"precision": "bf16", "run_dir": "elsewhere", "data_path": ("a", "b")}
+    mine = write_run(tmp_path / "mine", lines, precision="snip", data_path=("a", "b"))
+    same = write_run(tmp_path / "same", lines, **alike)
+    other = write_run(tmp_path / "other", lines, **alike | {"global_batch_size": 16, "data_path": ("c",)})
+    bare = write_run(tmp_path / "bare", lines)
+    assert "differ in more" not in write_report(mine, [same, bare]).read_text()
+    told = "mine and other differ in more than precision: --data-path a b and c, --global-batch-size 0 and 16<"
+    assert told in write_report(mine, [same, other]).read_text()
 
 
 def test_runs_without_a_common_iteration(tmp_path):
@@ -209,15 +227,27 @@ def test_statistics_without_formats_or_updates(tmp_path):
 
 
 def test_measured_against_predicted(everything):
-    """Of each plan the last row, with bars of two standard errors: the first plan holds from 10 to 19."""
+    """Of each plan the last mean, with bars of two standard errors, and the first prediction, of the statistics that it
+    was made from: the first plan holds from 10 to 19, and was measured at 10 and 15.
+    """
     over, against = shown(everything)["Measured against predicted"]
     traces = named(over)
     assert traces["measured"]["x"] == [*range(15, 100, 10), 100]
-    assert traces["measured"]["y"][0] == pytest.approx(0.025) and traces["predicted"]["y"][0] == pytest.approx(0.035)
+    assert traces["measured"]["y"][0] == pytest.approx(0.025) and traces["predicted"]["y"][0] == pytest.approx(0.03)
     assert traces["measured"]["error_y"]["array"] == pytest.approx([0.004] * 10)
     plans = named(against)["plans"]
-    assert (plans["x"][0], plans["y"][0]) == pytest.approx((0.035, 0.025)) and plans["text"][0] == "iteration 15"
-    assert named(against)["as predicted"]["x"] == named(against)["as predicted"]["y"] == pytest.approx([0.035, 0.12])
+    assert (plans["x"][0], plans["y"][0]) == pytest.approx((0.03, 0.025)) and plans["text"][0] == "iteration 15"
+    assert named(against)["as predicted"]["x"] == named(against)["as predicted"]["y"] == pytest.approx([0.03, 0.12])
+
+
+def test_measurements_before_the_first_plan_are_no_plan(tmp_path):
+    """BF16 before it costs exactly what is predicted, nothing; without any plan they are all that there is."""
+    name = "snip/measured_loss_divergence_mean"
+    warmup = [line(i, **{name: 0.0, "snip/predicted_loss_divergence": 0.0}) for i in (1, 2)]
+    under = [line(i, **{name: 0.5, "snip/plan_hash": "a"}) for i in (3, 4)]
+    for lines, at in ((warmup, [2]), (warmup + under, [4]), (under, [4])):
+        over, *_ = shown(write_report(write_run(tmp_path, lines)))["Measured against predicted"]
+        assert named(over)["measured"]["x"] == at
 
 
 def test_the_trade_off_with_the_chosen_plan(everything):

@@ -24,6 +24,9 @@ def test_summary_by_hand(tmp_path):
         "fp4_share": 0.8,
         "target": 0.75,
         "target_unit": "FP4 share",
+        "precision": None,
+        "precision_plan": None,
+        "precision_plan_share": None,
         "last_churn": 3 / 21,
         "seconds": 10.0,
         "probe_seconds": 1.0,
@@ -45,6 +48,35 @@ def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
     folder = write_run(tmp_path, [line(1)], (plan,))
     assert "100.00% of the linears' FLOPs (target 75.00% in modelled time)" in format_summary(folder)
     assert "<td>75.00% in modelled time</td>" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    ("precision", "told"),
+    [
+        ("bf16", "0.00% of the linears' FLOPs (--precision bf16)"),
+        ("fp8/fp4/fp4", "66.67% of the linears' FLOPs (--precision fp8/fp4/fp4)"),
+        ("nvfp4", "100.00% of the linears' FLOPs (--precision nvfp4)"),
+        ("plan", "as plans/best.json says"),
+        ("snip", "no plan"),
+        ("later", "? of the linears' FLOPs (--precision later)"),
+    ],
+)
+def test_what_a_run_without_plans_of_its_own_has_in_fp4(precision, told, tmp_path):
+    folder = write_run(tmp_path, [line(1)], precision=precision, precision_plan="plans/best.json")
+    assert f"in FP4                  {told}\n" in format_summary(folder)
+    two_plans()[0].save(folder / "plans/iter_0000002.json")  # of before it turned to another --precision
+    assert (f"in FP4                  {told}\n" in format_summary(folder)) == (precision != "snip")
+
+
+def test_the_share_of_a_plan_file_is_told_only_if_it_is_the_plan_that_ran(tmp_path):
+    ran, other = two_plans()
+    file, rows = tmp_path / "plan.json", [line(1), line(2, **{"snip/plan_hash": ran.hash})]
+    folder = write_run(tmp_path / "run", rows, precision="plan", precision_plan=str(file))
+    told = []
+    for plan in (ran, other):
+        plan.save(file)
+        told.append(format_summary(folder).splitlines()[2].removeprefix("in FP4").strip())
+    assert told == [f"100.00% of the linears' FLOPs ({file})", f"as {file} says"]
 
 
 @pytest.mark.filterwarnings("error")
