@@ -244,9 +244,8 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
     if rope["rope_type"] != "default":
         older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     spec = spec_of(config.model)
-    ends = ends_of(config)
-    about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype, **ends}
-    write_json(hf / "config.json", {**about, **settings, **older})
+    about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
+    write_json(hf / "config.json", {**about, **settings, **older, **ends_of(config)})
     if (tokenizer := config.data.tokenizer_model) is not None:
         source = Path(tokenizer)
         if source.is_dir():
@@ -255,8 +254,6 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
             write_tokenizer(source, hf)
         else:
             print(f"the tokenizer {source} is not there any more; copy it to {hf.name} by hand", file=sys.stderr)
-    if not (hf / GENERATION).exists():
-        write_json(hf / GENERATION, ends)
     plan = (state.get("snip") or {}).get("plan")
     if plan is not None:
         write_json(hf / PLAN, plan)
