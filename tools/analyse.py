@@ -130,13 +130,13 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
         return there
     folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / "data"
-    if data.suffix == ".jsonl":
+    if data.suffix in (".jsonl", ".json"):
         job = preprocess_data.Job(kind, model, None, ("text",), True)
         preprocess_data.preprocess(job, [str(data)], str(prefix), 1, 10**9)
         return f"{prefix}_text_document"
     tokenizer = build_tokenizer(kind, model)
     try:
-        text = read_file(data, "text", "give --data a file of text", most=1 << 28).decode()
+        text = read_file(data, "text", "give --data a file of text", most=1 << 28).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"--data {data} is no text in UTF-8 ({error}); give text, JSON lines or a dataset") from None
     with IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)) as builder:

@@ -33,6 +33,7 @@ from megatron_snip.checkpoint.manifest import check, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import CheckedReader, load_tensors
 from megatron_snip.config import CheckpointConfig, Config
+from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, path_word
 from megatron_snip.interop.huggingface import (
@@ -42,6 +43,7 @@ from megatron_snip.interop.huggingface import (
     load_hf,
     model_options,
 )
+from megatron_snip.interop.sentencepiece_json import tokenizer_files
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
@@ -133,7 +135,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     runtime.start("gloo", 10.0, device="cpu")
     mesh = build_mesh("cpu", pp=1, dp=1, tp=1)
     weights = weights_of(config, mesh)
-    check_weights(hf, weights, spec)
+    behind = check_weights(hf, weights, spec)
     shapes = {f"{OURS}{name}": tuple(weight.shape) for name, weight in weights.items()}
     rows = [(spec.hf_name(name.removeprefix(OURS)), shape, name) for name, shape in shapes.items()]
     total = 4 * sum(map(math.prod, shapes.values()))
@@ -166,6 +168,11 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     if not_finite:
         raise UserError(f"{hf}: {not_finite[0]} is not finite, so nothing can load {save}; give another model")
     copy_files(hf, [*TOKENIZER, GENERATION], save)
+    if behind:
+        print(
+            f"{hf}: {len(behind)} tensors are not of the model that its config.json tells of, and stay behind, such as "
+            f"{behind[0]}", file=sys.stderr,
+        )  # fmt: skip
     write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
     print(
         f"{save}: {len(rows)} tensors; next: pretrain_llama.py --config {save}/model.toml --load {save} --finetune ..."
@@ -191,6 +198,8 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
     if dry_run:
         print(told([(entry.theirs, entry.shape, names[entry.file]) for entry in entries], total))
         return
+    if not hf.name:
+        raise UserError(f"--hf {hf} has no name of its own; give a new folder")
     if hf.exists() and any(hf.iterdir()):
         raise UserError(f"--hf {hf} is not empty; give a new folder")
     aside = hf.with_name(f"{hf.name}.partial")
@@ -223,6 +232,7 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, iteration: in
         tensors[entry.theirs] = tensor.to(DTYPES[dtype])
         bar.update(entry.size)
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets its user alone read a file
 
 
 def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str) -> None:
@@ -235,13 +245,13 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
         older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     spec = spec_of(config.model)
     about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
-    write_json(hf / "config.json", {**about, **settings, **older})
+    write_json(hf / "config.json", {**about, **settings, **older, **ends_of(config)})
     if (tokenizer := config.data.tokenizer_model) is not None:
         source = Path(tokenizer)
         if source.is_dir():
             copy_files(source, [*TOKENIZER, GENERATION], hf)
         elif source.is_file():
-            shutil.copyfile(source, hf / ("tokenizer.json" if source.suffix == ".json" else "tokenizer.model"))
+            write_tokenizer(source, hf)
         else:
             print(f"the tokenizer {source} is not there any more; copy it to {hf.name} by hand", file=sys.stderr)
     plan = (state.get("snip") or {}).get("plan")
@@ -250,16 +260,54 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
     write_atomic(hf / "README.md", card(config, state, plan))
 
 
+def ends_of(config: Config) -> dict[str, int | None]:
+    """BOS and EOS of the tokenizer; None where it is not there, or transformers would take 1 and 2."""
+    d, found = config.data, dict[str, int | None](bos_token_id=None, eos_token_id=None)
+    if d.tokenizer_model is not None and Path(d.tokenizer_model).exists():
+        try:
+            tokenizer = build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size)
+            found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+        except UserError as error:
+            print(f"config.json names no EOS: {error}", file=sys.stderr)
+    return found
+
+
+def write_tokenizer(source: Path, hf: Path) -> None:
+    """A tokenizer of one file, by the name and in the form that transformers reads as the same tokens."""
+    if source.suffix == ".json":
+        copy_files(source.parent, ["tokenizer_config.json", "special_tokens_map.json"], hf)
+        shutil.copyfile(source, hf / "tokenizer.json")
+        return
+    shutil.copyfile(source, hf / "tokenizer.model")
+    try:
+        for name, value in tokenizer_files(source).items():
+            write_json(hf / name, value)
+    except UserError as error:
+        print(f"{error}: transformers may read {hf.name} with other tokens than the model's", file=sys.stderr)
+
+
 def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str:
     """A model card: what was trained, how, and in which precision."""
-    m, t, p = config.model, config.training, config.parallel
-    precision = config.precision.precision
-    if plan is not None:
-        precision += f", {plan['achieved']:.0%} of the linears' FLOPs in FP4 at the end ({PLAN})"
+    m = config.model
+    trained = {} if state.get("weights_alone") else _training(config, state, plan)
     rows = {
         "blocks, width, SwiGLU": f"{m.num_layers}, {m.hidden_size}, {m.ffn_hidden_size}",
         "heads, key/value heads": f"{m.num_attention_heads}, {m.query_groups}",
         "vocabulary": f"{m.padded_vocab_size}",
+        **trained,
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+    how = "trained with" if trained else "converted by"
+    return f"{head}# {spec_of(m).architecture} {how} megatron_snip {__version__}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def _training(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> dict[str, str]:
+    m, t, p = config.model, config.training, config.parallel
+    precision = config.precision.precision
+    if plan is not None:
+        precision += f", {plan['achieved']:.0%} of the linears' FLOPs in FP4 at the end ({PLAN})"
+    return {
         "tokens trained on": f"{state.get('consumed_samples', 0) * m.seq_length:,}",
         "iteration": f"{state['iteration']:,} of {t.train_iters:,}",
         "batch, sequence length": f"{t.global_batch_size}, {m.seq_length}",
@@ -269,9 +317,6 @@ def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | Non
         "layout": f"tp {p.tensor_model_parallel_size}, pp {p.pipeline_model_parallel_size}",
         "run": f"{state['run_id']}",
     }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-    return f"{head}# {spec_of(m).architecture} trained with megatron_snip {__version__}\n\n| | |\n|---|---|\n{table}\n"
 
 
 def write_json(path: Path, value: Any) -> None:

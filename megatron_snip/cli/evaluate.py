@@ -196,8 +196,17 @@ def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Ru
     return stage.eval()
 
 
-def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Scores]:
-    """lm-eval's results: task -> metric -> (value, standard error); another filter than none is part of the name."""
+def asked(own: argparse.Namespace) -> str:
+    """What a task's name gets, so that a try, or other examples, never passes for the task itself."""
+    said = {"num-fewshot": own.num_fewshot, "limit": own.limit}
+    return "".join(f", {name} {value}" for name, value in said.items() if value is not None)
+
+
+def scores_of(results: Mapping[str, Mapping[str, Any]], more: str = "") -> dict[str, Scores]:
+    """lm-eval's results: task -> metric -> (value, standard error); another filter than none is part of the name.
+
+    more: what every task's name ends with.
+    """
     found: dict[str, Scores] = {}
     for task, values in results.items():
         scores: dict[str, tuple[float, float | None]] = {}
@@ -209,7 +218,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Scores]:
             name = metric if kept == "none" else f"{metric}, {kept}"
             scores[name] = (float(value), float(error) if isinstance(error, (int, float)) else None)  # or "N/A"
         if scores:
-            found[task] = scores
+            found[f"{task}{more}"] = scores
     return found
 
 
@@ -225,15 +234,22 @@ def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> 
     if results is None:
         return {}
     LOGGER.info(f"scored {len(names)} tasks in {time.perf_counter() - begin:.1f} s")
-    return scores_of(results["results"])
+    return scores_of(results["results"], asked(own))
 
 
-def known(path: Path, iteration: int) -> Evaluation:
+def model_of(start: Start) -> str:
+    """What tells a model from another of its iteration: its run's id, or where the Hugging Face folder is."""
+    return str(start.load.resolve()) if start.state is None and start.load else start.run_id
+
+
+def known(path: Path, iteration: int, model: str) -> Evaluation:
     """What the file of scores holds already; UserError if it is another checkpoint's."""
     found = Evaluation.load(path) if path.is_file() else Evaluation(iteration)
     if found.iteration != iteration:
         raise UserError(f"{path} is of iteration {found.iteration}, not {iteration}; give another --output")
-    return found
+    if found.model not in ("", model):
+        raise UserError(f"{path} has the scores of {found.model}, not {model}; give another --output")
+    return dataclasses.replace(found, model=model)
 
 
 def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
@@ -314,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_output("--output", path)
     if run_dir is not None and start.state is not None:
         check_trackers(tracked(start.state))
-    before = known(path, start.iteration)
+    before = known(path, start.iteration, model_of(start))
     config, plan = plan_of(own.plan, config, start)
     config, given = check(config, runtime.environment_world_size())  # a plan by --precision plan
     plan, config = plan or given, with_defaults(config)

@@ -4,7 +4,8 @@
     *.parquet, *.arrow   a document a row     the same, in rows
     *.txt         one document, its text under every key
     any other     a JSON object a line        cut into byte ranges, which the workers read themselves
-    a folder      files of these kinds, in the order of their names, or what Hugging Face's `save_to_disk` wrote
+    a folder      files of these kinds, in the order of their names, without hidden ones, or what Hugging Face's
+                  `save_to_disk` wrote
 
 Order is kept: pieces, and documents in them, come as they lie.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from typing import IO, Any, Protocol
 
 from megatron_snip.errors import UserError
 
+LOGGER = logging.getLogger("megatron_snip.data")
 PIECE_BYTES = 1 << 19  # input per piece: some tenths of a second of work
 LONGEST_LINE = 1 << 30
 _ROWS = 1000
@@ -120,7 +123,7 @@ class Text:
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         """The one."""
         try:
-            text = Path(self.path).read_text(encoding="utf-8")
+            text = Path(self.path).read_bytes().decode("utf-8-sig")  # bytes: every line end stays as it is
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path} is no text in UTF-8 ({error})") from None
         yield partial(str, self.path), dict.fromkeys(keys, text)
@@ -140,10 +143,20 @@ def files_of(name: str) -> list[str]:
             raise UserError(f"{state} does not tell the dataset's files ({error!r}); save the dataset again") from None
     if (splits := folder / "dataset_dict.json").is_file():
         raise UserError(f"{splits} names several splits; give one of their folders, such as {folder / 'train'}")
-    found = sorted(str(path) for path in folder.rglob("*") if path.is_file() and path.name.endswith(_KINDS))
+    files = sorted(str(path) for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    found = [path for path in files if path.endswith(_KINDS)]
     if not found:
         raise UserError(f"{folder} holds none of {', '.join(_KINDS)}; give files")
+    if others := [path for path in files if not path.endswith(_KINDS)]:
+        LOGGER.warning(
+            f"{folder}: reads {len(found)} files and leaves out {len(others)} of other kinds, such as {others[0]}"
+        )
     return found
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Whether it is another program's copy or cache, such as .ipynb_checkpoints."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def pieces(paths: Sequence[str], keys: Sequence[str]) -> Iterator[Piece]:

@@ -54,27 +54,27 @@ class SentencePieceTokenizer:
             raise UserError("this tokenizer needs sentencepiece: pip install sentencepiece") from error
         if not model.is_file():
             raise UserError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
-        self._processor = sentencepiece.SentencePieceProcessor()
+        self.processor = sentencepiece.SentencePieceProcessor()
         try:
             data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
-            self._processor.LoadFromSerializedProto(data)
+            self.processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
             raise UserError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eod: int = self._processor.eos_id()
+        self.vocab_size: int = self.processor.vocab_size()
+        self.eod: int = self.processor.eos_id()
         if self.eod < 0:
             raise UserError(f"--tokenizer-model {model} has no EOS piece to end documents; train it with one")
-        bos: int = self._processor.bos_id()
+        bos: int = self.processor.bos_id()
         self.bos = bos if bos >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS."""
-        ids: list[int] = self._processor.encode(text)
+        ids: list[int] = self.processor.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; control pieces are left out."""
-        text: str = self._processor.decode([int(token) for token in ids])
+        text: str = self.processor.decode([int(token) for token in ids])
         return text
 
 
@@ -94,6 +94,8 @@ class TokenizerJson:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
+        self._tokenizer.no_truncation()  # a file may ask for them, and documents would be cut or filled up
+        self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         named = _configured_eos(path.parent)
@@ -216,6 +218,8 @@ def _hugging_face(tokenizer_type: str, model: str | None, vocab_size: int | None
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return TokenizerJson(file)
+    if (path / "tokenizer.model").is_file() and not (path / "tokenizer_config.json").is_file():
+        return SentencePieceTokenizer(path / "tokenizer.model")  # transformers would make other tokens
     return TransformersTokenizer(path)
 
 

@@ -143,8 +143,11 @@ def check_model(folder: Path, m: ModelConfig) -> None:
             raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
 
 
-def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """UserError unless a Hugging Face folder has every weight, each by our name, in this shape."""
+def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> list[str]:
+    """UserError unless a Hugging Face folder has every weight once, each by our name, in this shape.
+
+    Returns what else is there, but for what a model of this kind can do without.
+    """
     saved = _tensors(folder)
     for name, tensor in weights.items():
         theirs = spec.hf_name(name)
@@ -156,6 +159,8 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
                 f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
             )
+    known = {*map(spec.hf_name, weights), "lm_head.weight"}  # of a tied model a copy
+    return sorted(name for name in saved if name not in known and not name.endswith("rotary_emb.inv_freq"))
 
 
 def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
@@ -173,13 +178,29 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> Non
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """torch's description of every tensor."""
+    """torch's description of every tensor; UserError if two files have the same, as torch would take any."""
     try:
-        return dict(_reader(folder).read_metadata().state_dict_metadata)
+        found = dict(_reader(folder).read_metadata().state_dict_metadata)
+        _refuse_twice(folder)
+        return found
     except UserError:
         raise
     except Exception as error:  # safetensors has an error of its own for a damaged file
         raise UserError(f"{folder}: its .safetensors cannot be read ({error}); copy them again") from error
+
+
+def _refuse_twice(folder: Path) -> None:
+    from safetensors import safe_open
+
+    file_of: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if name in file_of:
+                    raise UserError(
+                        f"{folder}: {name} is in {file_of[name]} and in {path.name}; leave the model's own files there"
+                    )
+                file_of[name] = path.name
 
 
 def _reader(folder: Path) -> Any:

@@ -1,18 +1,19 @@
 """Scores of a run's checkpoints on benchmarks: a file for each checkpoint.
 
     evaluations/iter_0001000.json
-    {"version": 1, "iteration": 1000,
+    {"version": 1, "iteration": 1000, "model": "0123456789abcdef",
      "scores": {"bf16": {"arc_easy": {"acc": [0.31, 0.01]}}, "plan 0123456789abcdef": {...}}}
 
 Convention: scores[precision of the forward][task][metric] is the value with its standard error, null where none is
-known.  Another evaluation of the same checkpoint adds to the file, and replaces what it measured again.
+known.  Another evaluation of the same checkpoint adds to the file, and replaces what it measured again.  model is the
+run's id, or the path of a Hugging Face folder; older files do not name it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from megatron_snip.snip.jsonfile import (
     is_count,
     is_number,
     is_object,
+    is_text,
     read_json,
     write_atomic,
 )
 
 _WAY_OUT = "evaluate the checkpoint again, or move the file away"
-_FIELDS = {"version": is_count, "iteration": is_count, "scores": is_object}
+_FIELDS = {"version": is_count, "iteration": is_count, "model": is_text, "scores": is_object}
 #: Metric -> (value, standard error or None).
 Scores = Mapping[str, tuple[float, float | None]]
 
@@ -52,6 +54,7 @@ class Evaluation:
 
     iteration: int
     scores: dict[str, dict[str, Scores]] = field(default_factory=dict)
+    model: str = ""
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
@@ -59,6 +62,7 @@ class Evaluation:
         values = read_json(path, "evaluation", _WAY_OUT)
         try:
             check_version(values, 1)
+            values = {"model": "", **values}
             check_fields(values, _FIELDS, "")
             for precision, tasks in values["scores"].items():
                 check_fields(tasks, dict.fromkeys(tasks, _is_scores), f"scores.{precision}.", _EXPECTED)
@@ -68,17 +72,18 @@ class Evaluation:
             precision: {task: {m: (v, e) for m, (v, e) in metrics.items()} for task, metrics in tasks.items()}
             for precision, tasks in values["scores"].items()
         }
-        return cls(values["iteration"], scores)
+        return cls(values["iteration"], scores, values["model"])
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        values = {"version": 1, "iteration": self.iteration, "scores": self.scores}
+        values = {"version": 1, "iteration": self.iteration, "model": self.model, "scores": self.scores}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(values, indent=1) + "\n")
 
     def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
         """This and what was measured since."""
-        return Evaluation(self.iteration, {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}})
+        scores = {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}}
+        return replace(self, scores=scores)
 
     def row(self, precision: str) -> dict[str, Any]:
         """What wandb and TensorBoard get: ``evaluation/<precision>/<task>/<metric>``, a plan without its hash."""

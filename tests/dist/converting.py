@@ -36,6 +36,40 @@ def told(*words: str) -> str:
     return said.getvalue()
 
 
+def warned(*words: str) -> tuple[str, str]:
+    """What the tool refused, and what it prints to stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return convert(*words), said.getvalue()
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """A tokenizer of each kind by --tokenizer-type, of which none ends documents with the token 2."""
+    import sentencepiece
+    import tokenizers
+
+    corpus = ["def add(a, b):", "    return a + b", "# the sum of two numbers", "while True: pass"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus), model_prefix=str(folder / "tok"), model_type="bpe", byte_fallback=True,
+        vocab_size=300, minloglevel=2, normalization_rule_name="identity", remove_extra_whitespaces=False, eos_id=3,
+        pad_id=2,
+    )  # fmt: skip
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|begin|>", "<|other|>", "<|pad|>", "<|endoftext|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(corpus, trainer)
+    (folder / "json").mkdir()
+    made.save(str(folder / "json/tokenizer.json"))
+    (folder / "json/tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}'
+    )
+    return {"SentencePieceTokenizer": folder / "tok.model", "HuggingFaceTokenizer": folder / "json"}
+
+
 def collect(*words: str) -> None:
     """tools/collect_stats.py."""
     runtime.stop = lambda: None

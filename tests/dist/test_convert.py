@@ -8,7 +8,8 @@ import tomllib
 import pytest
 import torch
 
-from tests.dist.converting import collect, convert, first_batch, logits_of, told
+from megatron_snip.data.tokenizer import build_tokenizer
+from tests.dist.converting import collect, convert, first_batch, logits_of, told, tokenizer_files, warned
 from tests.dist.harness import run_ranks
 from tests.dist.runs import train_run
 
@@ -175,13 +176,48 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
     weights = {**model.state_dict(), "model.layers.2.mlp.up_proj.weight": torch.zeros(256, 128)}
     model.save_pretrained(tmp_path / "more", state_dict=weights)
     words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
-    assert run_ranks(convert, 1, *words) == [""]
+    ((refused, said),) = run_ranks(warned, 1, *words)
+    assert refused == "" and "1 tensors are not of the model that its config.json tells of, and stay behind" in said
     assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     model.save_pretrained(tmp_path / "nan")
     words = ("import", "--hf", str(tmp_path / "nan"), "--save", str(tmp_path / "nan_in"))
     assert "model.norm.weight is not finite, so nothing can load" in run_ranks(convert, 1, *words)[0]
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_an_exported_tokenizer_makes_the_runs_tokens_and_ends_where_they_end(kind, tmp_path):
+    """Without an entry of its own, config.json would mean the tokens 1 and 2 by BOS and EOS."""
+    path = tokenizer_files(tmp_path)[kind]
+    options = {
+        "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "seq_length": 128,
+        "train_iters": 1, "lr_warmup_iters": 0, "mock_data": True, "tokenizer_type": kind, "tokenizer_model": str(path),
+        "vocab_size": None, "run_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    run_ranks(train_run, 1, options)
+    out = tmp_path / "out"
+    words = ("export", "--load", str(tmp_path / "run/checkpoints"), "--hf", str(out))
+    assert run_ranks(convert, 1, *words) == [""]
+    ours, theirs = build_tokenizer(kind, str(path)), transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("def add(a, b):", "  return", "\n\tx = 12"):
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for where in (model.config, model.generation_config, theirs):
+        assert where.eos_token_id == ours.eod != 1
+    assert model.config.bos_token_id == model.generation_config.bos_token_id == ours.bos
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
+
+
+def test_a_card_tells_of_no_training_that_was_not(tmp_path):
+    imported(tmp_path, **CASES["small"])
+    words = ("export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
+    assert run_ranks(convert, 1, *words) == [""]
+    card = (tmp_path / "out/README.md").read_text()
+    assert "# LlamaForCausalLM converted by megatron_snip" in card and "| heads, key/value heads | 4, 2 |" in card
+    assert "learning rate" not in card and "tokens trained on" not in card
+    (said,) = run_ranks(convert, 1, *words[:-1], ".")
+    assert said == "--hf . has no name of its own; give a new folder"
 
 
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):

@@ -69,8 +69,11 @@ def test_scores_are_those_of_transformers_on_the_exported_model(place, tmp_path)
     """The checkpoint's as it is, and the export's under a plan that transformers' model runs in, too."""
     checkpoint, exported, plan = tmp_path / "checkpoints", tmp_path / "exported", place / "plan.json"
     words = ("--include-path", str(place / "tasks"), "--tasks", "sums,texts", "--batch-size", "3")
-    output = ("--output", str(tmp_path / "scores.json"))
-    calls = [(str(checkpoint), *words, *output, "--add-bos"), (str(exported), *words, *output, "--plan", str(plan))]
+    outputs = [tmp_path / f"scores_{i}.json" for i in range(2)]
+    calls = [
+        (str(checkpoint), *words, "--output", str(outputs[0]), "--add-bos"),
+        (str(exported), *words, "--output", str(outputs[1]), "--plan", str(plan)),
+    ]
     ((*refused, (plain, planned), found),) = run_ranks(
         one_after_another, 1,
         (convert, "import", "--hf", str(place / "hf"), "--save", str(checkpoint)),
@@ -79,7 +82,7 @@ def test_scores_are_those_of_transformers_on_the_exported_model(place, tmp_path)
         (evaluate, tmp_path, *calls),
     )  # fmt: skip
     assert [*refused, *(error for _, error in found)] == [""] * 4
-    scores = Evaluation.load(tmp_path / "scores.json").scores
+    scores = {name: each for path in outputs for name, each in Evaluation.load(path).scores.items()}
     assert [*scores] == ["bf16", f"plan {Plan.load(plan).hash}"]
     assert_equal(scores["bf16"], plain)
     assert_equal([*scores.values()][1], planned)

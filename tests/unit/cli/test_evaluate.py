@@ -18,6 +18,7 @@ from megatron_snip.cli.evaluate import (
     check_plan,
     known,
     load_tasks,
+    model_of,
     parse_own,
     plan_of,
     run_folder_of,
@@ -177,11 +178,30 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
 
 
 def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):
-    assert known(tmp_path / "scores.json", 3) == Evaluation(3)
+    assert known(tmp_path / "scores.json", 3, "me") == Evaluation(3, model="me")
     Evaluation(3).with_scores("bf16", {}).save(tmp_path / "scores.json")
-    assert known(tmp_path / "scores.json", 3).scores == {"bf16": {}}
+    assert known(tmp_path / "scores.json", 3, "me").scores == {"bf16": {}}
     with pytest.raises(ValueError, match=r"scores.json is of iteration 3, not 4; give another --output"):
-        known(tmp_path / "scores.json", 4)
+        known(tmp_path / "scores.json", 4, "me")
+
+
+def test_scores_of_another_model_are_kept_apart(tmp_path):
+    """All Hugging Face folders are at iteration 0, and share evaluation.json."""
+    one, other = (Start(0, None, tmp_path / name, 0, "") for name in ("one", "other"))
+    known(tmp_path / "scores.json", 0, model_of(one)).with_scores("bf16", {}).save(tmp_path / "scores.json")
+    assert known(tmp_path / "scores.json", 0, model_of(one)).scores == {"bf16": {}}
+    with pytest.raises(ValueError, match=r"scores.json has the scores of .*/one, not .*/other; give another --output"):
+        known(tmp_path / "scores.json", 0, model_of(other))
+    assert model_of(start_of(tmp_path)) == "me"
+
+
+def test_a_try_does_not_pass_for_the_task(monkeypatch):
+    lm_eval = pytest.importorskip("lm_eval")
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **_: {"results": {"arc": {"acc,none": 0.5}}})
+    words = ["model", "--tasks", "arc"]
+    for more, name in ([], "arc"), (["--limit", "3", "--num-fewshot", "0"], "arc, num-fewshot 0, limit 3"):
+        own, _ = parse_own([*words, *more])
+        assert evaluate.run(own, None, None, ["arc"]) == {name: {"acc": (0.5, None)}}
 
 
 def test_the_run_s_trackers_get_the_row(tmp_path, monkeypatch, caplog):

@@ -164,6 +164,22 @@ def test_a_missing_package_is_named(name, module, tmp_path, monkeypatch):
         list(pieces([str(tmp_path / name)], ["text"]))
 
 
+def test_a_text_file_is_its_bytes_without_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    ((_, record),) = (one for piece in pieces([str(tmp_path / "a.txt")], ["text"]) for one in piece.records(["text"]))
+    assert record == {"text": "one\r\ntwo\rthree\n"}
+
+
+def test_a_folders_other_files_are_told_and_hidden_ones_are_left_out(tmp_path, caplog):
+    for name in ("a.jsonl", "more/b.jsonl", "c.json", ".ipynb_checkpoints/a.jsonl", "more/._b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(LINES)
+    assert files_of(str(tmp_path)) == [str(tmp_path / name) for name in ("a.jsonl", "more/b.jsonl")]
+    assert caplog.messages == [
+        f"{tmp_path}: reads 2 files and leaves out 1 of other kinds, such as {tmp_path / 'c.json'}"
+    ]
+
+
 def test_folders_that_cannot_be_taken(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is neither a file nor a folder"):

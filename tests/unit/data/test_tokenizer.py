@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,24 @@ def test_ids_agree_with_transformers(folder):
     ours = build_tokenizer("HuggingFaceTokenizer", str(folder))
     assert ours.encode(TEXT) == theirs.encode(TEXT, add_special_tokens=False)
     assert ours.vocab_size == len(theirs)
+
+
+def test_documents_are_neither_cut_nor_filled_up_as_a_tokenizer_json_asks(folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    plain = build_tokenizer("HuggingFaceTokenizer", str(folder)).encode(TEXT)
+    for setting, value in (("enable_truncation", {"max_length": 4}), ("enable_padding", {"length": 500})):
+        file = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        getattr(file, setting)(**value)
+        file.save(str(folder / "tokenizer.json"))
+        assert build_tokenizer("HuggingFaceTokenizer", str(folder)).encode(TEXT) == plain
+
+
+def test_a_folder_with_a_sentencepiece_model_alone_has_its_ids(model, tmp_path):
+    """transformers would put no space before a text."""
+    (tmp_path / "tokenizer.model").write_bytes(Path(model).read_bytes())
+    ours, theirs = (build_tokenizer(kind, str(path)) for kind, path in
+                    (("HuggingFaceTokenizer", tmp_path), ("SentencePieceTokenizer", model)))  # fmt: skip
+    assert ours.encode(TEXT) == theirs.encode(TEXT) and ours.eod == theirs.eod
 
 
 def test_other_folders_go_through_transformers(tmp_path):

@@ -13,6 +13,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import (
     attention_of,
     check_model,
+    check_weights,
     hf_config,
     is_hf_folder,
     load_hf,
@@ -114,6 +115,28 @@ def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"have no model.layers.1.mlp.up_proj.weight; download the missing files"):
         load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+def test_a_tensor_that_two_files_have_is_refused(lone_mesh, tmp_path):
+    """Of an older copy beside the shards, torch takes some tensors from one and some from the other."""
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    weights = {LLAMA.hf_name(name): tensor.detach() for name, tensor in stage.named_parameters()}
+    safetensors_torch.save_file(weights, tmp_path / "model-00001-of-00001.safetensors")
+    load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+    safetensors_torch.save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"norm.weight is in model-00001-of-00001.safetensors and in model.safetensors"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+def test_what_a_folder_has_beside_the_model_is_told(lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=True)
+    weights = {LLAMA.hf_name(name): tensor.detach() for name, tensor in stage.named_parameters()}
+    without = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    more = ("model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight")
+    safetensors_torch.save_file(
+        {**weights, **{name: torch.zeros(3) for name in (*without, *more)}}, tmp_path / "model.safetensors"
+    )
+    assert check_weights(tmp_path, dict(stage.named_parameters()), LLAMA) == [*more]
 
 
 def test_a_cut_file_is_one_line(lone_mesh, tmp_path):
