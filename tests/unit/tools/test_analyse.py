@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import pytest
 
 from megatron_snip.cli import collect_stats
 from megatron_snip.config import Config
-from megatron_snip.data.indexed import IndexedDatasetBuilder
+from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES
-from tools.analyse import Sensitivity, parse_own, plans_of, warn_of_repeats, weights_of, write
+from tools.analyse import Sensitivity, parse_own, plans_of, tokenised, warn_of_repeats, weights_of, write
 
 
 @pytest.mark.parametrize(("batches", "said"), [(4, ""), (5, "has 1,024 tokens and 5 batches of 2 x 128 take 1,280")])
@@ -26,6 +27,25 @@ def test_text_that_repeats_is_told(batches, said, tmp_path, caplog):
     words = f"model --data {tmp_path}/data --batches {batches} --batch-size 2 --seq-length 128"
     warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0])
     assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "documents"),
+    [
+        ("a.txt", b"\xef\xbb\xbfone two\r\n", [[1, 2, 3]]),
+        ("a.json", b'{"text": "one"}\n{"text": "two one"}\n', [[1, 3], [2, 1, 3]]),
+    ],
+    ids=["a byte order mark", "lines of JSON"],
+)
+def test_the_tokens_of_text(name, data, documents, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2, "</s>": 3}, "<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / name).write_bytes(data)
+    found = IndexedDataset(tokenised(tmp_path / name, "HuggingFaceTokenizer", str(tmp_path), tmp_path / "tokens"))
+    assert [found.get(i).tolist() for i in range(len(found))] == documents
 
 
 def test_a_runs_checkpoint_is_probed_on_other_data(monkeypatch):
