@@ -26,7 +26,7 @@ from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.operands import LinearCall, Operand, Wanted, cast_operands
 from megatron_snip.quant.swizzled import TILE_ROWS
-from megatron_snip.quant.three_gemms import Backends, Backward, differentiable_once, fprop
+from megatron_snip.quant.three_gemms import Backends, Backward, differentiable_once, fprop, whole_amaxes
 
 # torch 2.13 renamed both; the old names warn there and the new ones are missing before
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -102,10 +102,12 @@ class _Linears(torch.autograd.Function):
         ws, saved = tensors[: len(grads)], tensors[len(grads) :]
         waits = {key: _gather(Operand(*key, *saved[3 * i : 3 * i + 3]), group) for i, key in enumerate(ctx.kept_as)}
         needs_dgrad, total, sum_of = ctx.needs_input_grad[0], None, None
+        needs: dict[str, bool] = {"needs_dgrad": needs_dgrad, "needs_wgrad": needs_wgrad}
         steps = []
+        linears = zip(grads, ws, group.calls, group.backends, whole_amaxes(grads, group.calls, group.backends, **needs))
         # autograd would run the linear that ran last first, and add in this order
-        for g, w, call, backends in zip(grads[::-1], ws[::-1], group.calls[::-1], group.backends[::-1], strict=True):
-            step = Backward(g, w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
+        for g, w, call, backends, amax in reversed(list(linears)):
+            step = Backward(g, w, call, backends, amax, **needs)
             steps.append(step)
             if needs_dgrad:
                 grad = step.dgrad()

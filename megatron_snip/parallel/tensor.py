@@ -220,11 +220,11 @@ class _ParallelLinear(nn.Module):
         self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
     def whole_amax(self, amax: Tensor) -> Tensor:
-        """A shard's largest magnitude -> the whole tensor's, float32 scalar; a collective over tp and cp.
+        """Largest magnitudes of shards [...] -> those of the whole tensors, float32; a collective over tp and cp.
 
         What only one of them cuts is the same along the other.
         """
-        amax = amax.clone()
+        amax = amax.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
         return amax
 

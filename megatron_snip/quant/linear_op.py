@@ -24,7 +24,7 @@ from megatron_snip.quant.operands import Casts, LinearCall, Operand
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, Rows
 from megatron_snip.quant.step_context import StepContext
-from megatron_snip.quant.three_gemms import Backends, Sizes, backward, forward
+from megatron_snip.quant.three_gemms import Backends, Sizes, backward, forward, whole_amaxes
 
 
 class Owner(Protocol):
@@ -139,9 +139,10 @@ def _linears_backward(
         if form is not None and (form, output) not in kept:
             kept[form, output] = _unflat(form, output, saved[2 * i], saved[2 * i + 1], (tokens, ws[i].shape[1]))
     total, grads = None, []
+    amaxes = whole_amaxes(gs, *zip(*calls, strict=True), needs_dgrad=needs_dgrad, needs_wgrad=True)
     # autograd runs the linear that ran last first, and adds in this order
-    for g, w, (call, backends), which in reversed(list(zip(gs, ws, calls, wanted, strict=True))):
-        grad_x, grad_w = backward(g, w, kept[which], None, call, backends, needs_dgrad=needs_dgrad)
+    for g, w, (call, backends), which, amax in reversed(list(zip(gs, ws, calls, wanted, amaxes, strict=True))):
+        grad_x, grad_w = backward(g, w, kept[which], None, call, backends, amax, needs_dgrad=needs_dgrad)
         assert grad_w is not None
         grads.append(grad_w)
         if grad_x is not None:

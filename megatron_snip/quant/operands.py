@@ -169,14 +169,15 @@ def cast_operands(
     reduce_amax: ReduceAmax | None = None,
     dtype: torch.dtype | None = None,
     up: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> list[Operand]:
     """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient.
 
-    up: as ``dispatch.cast`` has it.
+    up, amax: as ``dispatch.cast`` has them.
     """
     if torch.is_grad_enabled():  # not where a Function casts, for which this would be dear
         with torch.no_grad():
-            return cast_operands(x, wanted, reduce_amax, dtype, up)
+            return cast_operands(x, wanted, reduce_amax, dtype, up, amax)
     forms: list[Form] = []
     outputs: list[Output] = []
     for form, output in wanted:
@@ -186,7 +187,7 @@ def cast_operands(
     if len(forms) < len(wanted):  # x itself is wanted
         x, up = x if up is None else swiglu_product(x, up), None
         x, dtype = x if dtype is None else x.to(dtype), None
-    made = iter(cast(x, forms, outputs, None, reduce_amax, dtype=dtype, up=up) if forms else ())
+    made = iter(cast(x, forms, outputs, amax, reduce_amax, dtype=dtype, up=up) if forms else ())
     operands = []
     for form, output in wanted:
         if form is None:

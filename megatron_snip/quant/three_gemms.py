@@ -8,7 +8,7 @@ second and never sees the unquantised input again, unless wgrad is in bf16 or an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_snip.formats import Format
 from megatron_snip.quant.cast import OPERANDS, Output
+from megatron_snip.quant.kernels.op import finite_amax
 from megatron_snip.quant.matmul import matmul
-from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, cast_operands
+from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, Wanted, cast_operands
 
 
 class Sizes(NamedTuple):
@@ -119,19 +120,17 @@ def fprop(
 class Backward:
     """A linear's two GEMMs in backward, each made when it is asked for: dgrad first, where it is needed.
 
-    g: the gradient of y [T,N]; w [N,K].
+    g: the gradient of y [T,N]; w [N,K]; amax: one of ``whole_amaxes``.
     """
 
     def __init__(
-        self, g: Tensor, w: Tensor, call: LinearCall, backends: Backends, *, needs_dgrad: bool, needs_wgrad: bool
-    ) -> None:
+        self, g: Tensor, w: Tensor, call: LinearCall, backends: Backends, amax: Tensor | None = None, *,
+        needs_dgrad: bool, needs_wgrad: bool,
+    ) -> None:  # fmt: skip
         self.g, self.w, self.call, self.backends = g, w, call, backends
-        wanted = []
-        if needs_dgrad:
-            wanted.append((call.form("dgrad", "grad_output"), backends.dgrad.output("grad_output", kept=False)))
-        if needs_wgrad:
-            wanted.append((call.form("wgrad", "grad_output"), backends.wgrad.output("grad_output", kept=False)))
-        self._cast = cast_operands(g, wanted, call.reduce_amax.get("grad_output"))  # the rest of what is needed
+        wanted = _of_gradient(call, backends, needs_dgrad, needs_wgrad)
+        # the rest of what is needed
+        self._cast = cast_operands(g, wanted, call.reduce_amax.get("grad_output"), amax=amax)
         self._grad_x: Tensor | None = None
 
     def dgrad(self) -> Tensor:
@@ -167,16 +166,53 @@ def backward(
     x: Tensor | None,
     call: LinearCall,
     backends: Backends,
+    amax: Tensor | None = None,
     *,
     needs_dgrad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x [T,K] and w [N,K] from that of y, g [T,N]; w's where ``forward`` kept X for it.
 
-    x: the input itself, where an observer looks.
+    x: the input itself, where an observer looks; amax: one of ``whole_amaxes``.
     """
-    both = Backward(g, w, call, backends, needs_dgrad=needs_dgrad, needs_wgrad=kept is not None)
+    both = Backward(g, w, call, backends, amax, needs_dgrad=needs_dgrad, needs_wgrad=kept is not None)
     grad_x = both.dgrad() if needs_dgrad else None
     return grad_x, both.wgrad(kept, x)
+
+
+def _of_gradient(call: LinearCall, backends: Backends, needs_dgrad: bool, needs_wgrad: bool) -> list[Wanted]:
+    gemms = [gemm for gemm, needed in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if needed]
+    return [
+        (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False)) for gemm in gemms
+    ]
+
+
+def whole_amaxes(
+    grads: Sequence[Tensor],
+    calls: Sequence[LinearCall],
+    backends: Sequence[Backends],
+    *,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+) -> list[Tensor | None]:
+    """The largest magnitude of each whole gradient, by one collective for these shards [T,N] of all.
+
+    For linears of one input, whose gradients are there at once.  None where the cast finds its own.
+    """
+    made: list[Tensor | None] = [None] * len(grads)
+    reduce_amax = calls[0].reduce_amax.get("grad_output")
+    if reduce_amax is None or len(grads) == 1:
+        return made
+    chosen = []
+    for i, (call, each) in enumerate(zip(calls, backends, strict=True)):
+        forms = [form for form, _ in _of_gradient(call, each, needs_dgrad, needs_wgrad) if form is not None]
+        if any(form.scaled for form in forms) and not any(form.transformed for form in forms):
+            chosen.append(i)
+    if len(chosen) > 1:
+        parts = torch.stack([finite_amax(grads[i]) for i in chosen])
+        wholes = reduce_amax(parts[:, None].expand(-1, 4))[:, 0]  # 16 bytes apart, as if each were allocated alone
+        for i, amax in zip(chosen, wholes, strict=True):
+            made[i] = amax
+    return made
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from megatron_snip.parallel.tensor import (
     make_parameter,
 )
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, operands
+from megatron_snip.quant.linear_op import pack
 from megatron_snip.quant.rounding import random_bits
 from megatron_snip.train.dry_run_counts import Tracker
 
@@ -110,6 +111,7 @@ def run_all() -> dict[tuple, dict[str, Any]]:
 GROUPS = (
     ("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp8"), ("fp4", "bf16", "fp8"),
     ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4", "mxfp8"), ("nvfp4_rht",) * 3,
+    ("nvfp4", "fp8/mxfp8/nvfp4", "bf16/nvfp4/bf16"),
 )  # fmt: skip
 #: 112 tokens a process: no block of 128 ends with them.
 LENGTHS = (S, 224)
@@ -211,6 +213,32 @@ def run_order(sequence_parallel: bool) -> tuple[list[str], list[str]]:
     return forward, log.events
 
 
+def run_largest_magnitudes() -> list[dict[str, list[int]]]:
+    """By precision of three linears of one input, the all-reduces of a step's forward and backward, eager and compiled.
+
+    Of the second step: weights are cast already.
+    """
+    mesh, found = start_mesh(), []
+    region = Region(mesh.tp, True)
+    for compiled in (False, True):
+        found.append({})
+        for precision in ("fp8", "fp8/nvfp4/fp8", "nvfp4", "nvfp4_rht"):
+            layers = [ColumnParallelLinear(f"{i}", draw(N, K, seed=i), region, mesh.device_mesh) for i in range(3)]
+            for layer in layers:
+                layer.precision = LinearPrecision.parse(precision)
+            x = part_of_tokens(draw(B, S, K, seed=1), mesh).requires_grad_()
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                sums = CallLog(dist.all_reduce)
+                monkeypatch.setattr(dist, "all_reduce", sums)
+                for _ in range(2):
+                    start = sums.calls
+                    ys = linears_of_one_input(layers, x, pack(CONTEXT) if compiled else CONTEXT)
+                    middle = sums.calls
+                    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+            found[-1][precision] = [middle - start, sums.calls - middle]
+    return found
+
+
 def run_copies() -> tuple[list[str], list[str]]:
     """What two sequences' way into the region and out of it, and back, runs; and what these collectives alone do."""
     mesh = start_mesh()
@@ -228,6 +256,17 @@ def run_copies() -> tuple[list[str], list[str]]:
             beside.all_gather(whole, part_of_rows, group=mesh.tp.group)
             beside.reduce_scatter(own, part_of_rows, group=mesh.tp.group)
     return sorted(log.names), sorted(alone.names)
+
+
+class CallLog:
+    """Counts a function's calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **options)
 
 
 class LaunchLog(TorchDispatchMode):

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.harness import run_ranks
-from tests.dist.layers import B, K, S, run_copies, run_gathered_operands, run_groups, run_observed, run_order, run_sent
+from tests.dist.layers import (
+    B,
+    K,
+    S,
+    run_copies,
+    run_gathered_operands,
+    run_groups,
+    run_largest_magnitudes,
+    run_observed,
+    run_order,
+    run_sent,
+)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -38,6 +49,13 @@ def test_collectives_run_beside_products(sequence_parallel):
             *["all_gather is waited for"] * sequence_parallel,
             "product", "product", f"{kind} is waited for",
         ]  # fmt: skip
+
+
+def test_one_collective_finds_the_largest_magnitudes_of_all_gradients():
+    """Those that are transformed are found apart."""
+    for eager, compiled in run_ranks(run_largest_magnitudes, 2):
+        assert eager == {"fp8": [0, 0], "fp8/nvfp4/fp8": [0, 1], "nvfp4": [1, 1], "nvfp4_rht": [2, 6]}
+        assert compiled == {**eager, "nvfp4": [0, 1], "nvfp4_rht": [0, 6]}, "it gathers the input before it casts"
 
 
 def test_no_collective_of_tokens_copies():
