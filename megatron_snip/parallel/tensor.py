@@ -222,9 +222,9 @@ class _ParallelLinear(nn.Module):
     def whole_amax(self, amax: Tensor) -> Tensor:
         """Largest magnitudes of shards [...] -> those of the whole tensors, float32; a collective over tp and cp.
 
-        What only one of them cuts is the same along the other.
+        What only one of them cuts is the same along the other.  It may write over what it is given.
         """
-        amax = amax.clone(memory_format=torch.contiguous_format)
+        amax = amax.contiguous()
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
         return amax
 

@@ -24,8 +24,8 @@ from megatron_snip.quant.kernels import op
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 from megatron_snip.quant.rounding import RoundingKey
 
-#: Largest magnitudes of shards, float32 [...] -> those of the whole tensors.  A collective: every process of the group
-#: calls it alike.
+#: Largest magnitudes of shards, float32 [...], which may be overwritten -> those of the whole tensors.  A collective:
+#: every process of the group calls it alike.
 ReduceAmax = Callable[[Tensor], Tensor]
 
 
