@@ -203,9 +203,12 @@ class Casts:
 
     For an input it lives as long as the forward of the linears that share it; for a weight, from one
     optimiser step to the next.  A tensor that was replaced or changed in place is cast anew.
+
+    frees: the tensor is a gathered copy, whose memory its owner allocates again to gather it again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, frees: bool = False) -> None:
+        self.frees = frees
         self._of: tuple[int, int, torch.Size, torch.dtype] | None = None
         self._tensor: Tensor | None = None  # kept alive, so that no other tensor can have its address
         self._made: dict[Wanted, Operand] = {}
@@ -221,13 +224,19 @@ class Casts:
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
-        version = -1 if x.is_inference() else x._version  # inference tensors have none
-        of = (x.data_ptr(), version, x.shape, dtype)
+        of = _identity(x, dtype)
         if of == self._of:
             return False
         self.clear()
         self._of, self._tensor = of, x.detach()
         return True
+
+    def free_tensor(self, x: Tensor, needed: Sequence[Wanted], dtype: torch.dtype) -> None:
+        """Free the memory of ``x`` [R, C], as FSDP2 does, if all that is needed until ``clear`` has been made."""
+        storage = x.untyped_storage()
+        if storage.size() and all(form is not None and _shared(form, output) in self._made for form, output in needed):
+            storage.resize_(0)
+            self._of = _identity(x, dtype)
 
     def get(
         self,
@@ -245,6 +254,7 @@ class Casts:
         self.renewed(x, dtype)
         wanted = [_shared(*one) for one in wanted]
         if missing := [key for key in wanted if key not in self._made]:
+            assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
             missing = list(dict.fromkeys(missing))
             codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
             now: list[Wanted] = [(form, "values") for form, _ in codes]
@@ -253,6 +263,11 @@ class Casts:
             used = dict(zip(codes, made[len(missing) :], strict=True))
             return [used.get(key, self._made[key]) for key in wanted]
         return [self._made[key] for key in wanted]
+
+
+def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torch.dtype]:
+    version = -1 if x.is_inference() else x._version  # inference tensors have none
+    return x.data_ptr(), version, x.shape, dtype
 
 
 @lru_cache(maxsize=256)

@@ -255,7 +255,8 @@ def _weight(
 ) -> Operand:
     """The weight [N,K] for a GEMM, from the casts that are kept if there are any.
 
-    Tensor-core bytes that are kept are made for dgrad with those for fprop: one read serves both.
+    Tensor-core bytes that are kept are made for dgrad with those for fprop: one read serves both.  A gathered copy that
+    no later microbatch will read is freed.
     """
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
@@ -264,4 +265,8 @@ def _weight(
     wanted = [(call.form(gemm, "weight"), output)]
     if training and kept and output in OPERANDS and output == backends.dgrad.output("weight", kept=kept):
         wanted.append((call.form("dgrad", "weight"), output))
-    return casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]
+    made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]
+    if casts.frees and call.observer is None and (training or gemm == "dgrad"):
+        gemms = (("fprop", backends.fprop), ("dgrad", backends.dgrad))
+        casts.free_tensor(w, [(call.form(g, "weight"), b.output("weight", kept=kept)) for g, b in gemms], dtype)
+    return made

@@ -15,6 +15,7 @@ from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant.operands import Casts
 
 
 def documents_of(config: Config, cp: Axis) -> Documents | None:
@@ -51,8 +52,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     for stage in stages.values():
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
-            if mesh.dp_cp.size > 1 and not keeps_weights(strategy):  # freed after each use: so are its casts
-                linear.weight_casts = None
+            if mesh.dp_cp.size > 1:  # FSDP gathers a copy; where it frees that after each use, casts go too
+                linear.weight_casts = Casts(frees=True) if keeps_weights(strategy) else None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
         shard_over_dp(stage, stage.units(), mesh, dtype, strategy)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_snip.parallel.data import local_of
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.train.dry_run_counts import Tracker
 from tests.dist.dry_runs import collectives
 from tests.dist.runs import make
@@ -57,4 +59,36 @@ def tensors_after(options: dict[str, Any], iterations: int) -> dict[str, torch.T
     for i in range(iterations):
         parts.stepper.step(loader.batch(i * size), i + 1)
     loader.close()
-    return {name: getattr(t, "_local_tensor", t).clone() for name, t in parts.tensors().items()}
+    return {name: local_of(t).clone() for name, t in parts.tensors().items()}
+
+
+def gathered(options: dict[str, Any], *, frees: bool) -> dict[str, Any]:
+    """Train with a probe before and a validation after each step; what it told, and weights' memory between microbatches.
+
+    frees: as runs do; else what was gathered stays beside its casts.  Memory is that of each linear's weight, as a share
+    of the weight.
+    """
+    config, parts = make({**options, "precision": "snip"})
+    assert parts.coordinator is not None
+    for i, linear in enumerate(parts.linears.values()):
+        linear.precision = LinearPrecision.parse(["fp4", "fp8/fp4/bf16", "bf16"][i % 3])
+        linear.weight_casts.frees &= frees
+    shares: dict[str, list[float]] = {name: [] for name in parts.linears}
+
+    def look(*_: Any) -> None:
+        for name, linear in parts.linears.items():
+            weight = local_of(linear.weight)
+            shares[name].append(weight.untyped_storage().size() / (weight.numel() * weight.itemsize))
+
+    told = []
+    for i in range(1, 4):
+        batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
+        parts.coordinator.probe.run(parts.stepper.pass_runner(batch, i), parts.optimizer.zero_grad, i)
+        hooks = [stage.register_forward_pre_hook(look) for stage in parts.stages.values()]
+        told.append(parts.stepper.step(batch, i).loss)
+        for hook in hooks:
+            hook.remove()
+        told.append(parts.stepper.evaluate(batch, i))
+    parts.train_loader.close()
+    tensors = {name: local_of(tensor).clone() for name, tensor in parts.tensors().items()}
+    return {"told": told, "tensors": tensors, "shares": shares}

@@ -12,7 +12,7 @@ from megatron_snip.train.dry_run import measure_all
 from tests.dist.dry_runs import collectives, options_of
 from tests.dist.harness import run_ranks
 from tests.dist.runs import LAYOUTS, losses, plan_from, save_after, statistics
-from tests.dist.sharding import an_iteration, sent_over_dp, tensors_after
+from tests.dist.sharding import an_iteration, gathered, sent_over_dp, tensors_after
 from tests.dist.test_layouts import distances_by_name, farther
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -119,6 +119,28 @@ def test_instances_add_one_reduction_of_their_shards():
     assert sent_over_dp(found["collectives"]) == {
         "all-gather": (UNITS, n), "reduce-scatter": (2 * UNITS, 8 * n), "all-reduce": (UNITS, 2 * n)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"data_parallel_sharding_strategy": "optim", "bf16": True}),
+        pytest.param(2, {"data_parallel_sharding_strategy": "no_shard"}, marks=pytest.mark.slow),
+        pytest.param(4, {**LAYOUTS["tp2"], "bf16": True, "recompute_granularity": "full"}, marks=pytest.mark.slow),
+        pytest.param(4, {**LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads"}, marks=pytest.mark.slow),
+    ],
+)
+def test_gathered_weights_that_are_cast_are_freed_between_microbatches(world, options):
+    options = {**TWO_BLOCKS, "global_batch_size": 6, **options}
+    plain = run_ranks(functools.partial(gathered, frees=False), world, options, seconds=240.0)
+    freed = run_ranks(functools.partial(gathered, frees=True), world, options, seconds=240.0)
+    for one, other in zip(plain, freed, strict=True):
+        assert other["told"] == one["told"]
+        for name, tensor in one["tensors"].items():
+            assert other["tensors"][name].equal(tensor), name
+        for i, (name, shares) in enumerate(other["shares"].items()):
+            assert set(one["shares"][name][2::3]) == {1.0}, name
+            assert set(shares[2::3]) == {1.0 if i % 3 == 2 else 0.0}, (name, shares)  # every third is in BF16
 
 
 @pytest.mark.parametrize("pp", [1, 2])
