@@ -26,7 +26,7 @@ LLAMA3_8B = """
 --empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce
 --overlap-param-gather --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
 --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer
---vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0
+--vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split '99,1,0'
 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32
 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save saves --load saves --tensorboard-dir logs
@@ -94,6 +94,18 @@ def test_what_is_not_here_names_the_way_out(words, said):
     with pytest.raises(UserError) as info:
         without_megatrons(["--lr", "1", *words.split(), "--bf16"])
     assert said in str(info.value)
+
+
+def test_grouped_attention_without_a_number_of_groups_is_refused(tmp_path):
+    """Megatron-LM would take one group there, which a script that leaves it out rarely means."""
+    with pytest.raises(
+        UserError, match="--group-query-attention without --num-query-groups .*; give --num-query-groups"
+    ):
+        parse(["--num-attention-heads", "8", "--group-query-attention"])
+    assert parse(["--group-query-attention", "--num-query-groups", "2"]).model.num_query_groups == 2
+    (tmp_path / "run.toml").write_text("num-query-groups = 4\n")
+    assert parse(["--group-query-attention", "--config", str(tmp_path / "run.toml")]).model.num_query_groups == 4
+    assert parse(["--num-attention-heads", "8"]).model.num_query_groups is None
 
 
 def test_what_changes_nothing_goes_and_all_else_stays():
