@@ -108,6 +108,11 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     check_names([n for n in names if n != "help"], "the command line")
     config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
     _check_texts(config)
+    if "--group-query-attention" in argv and config.model.num_query_groups is None:
+        raise UserError(
+            "--group-query-attention without --num-query-groups is one key/value head in Megatron-LM, and here one "
+            "for each query head; give --num-query-groups"
+        )
     return config
 
 

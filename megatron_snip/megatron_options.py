@@ -1,7 +1,8 @@
 """Megatron-LM's options that this trainer does not have: which change nothing here, and what to give for the others.
 
 So the options of a Megatron-LM launch script can be pasted: what is always so here is left out and told, the rest is
-refused at once, each with its way out.  Source of the names: Megatron-LM core 0.16.1, megatron/training/arguments.py.
+refused at once, each with its way out.  Source of the names: Megatron-LM core 0.16.1, and 0.20
+as it was on 2026-08-22, megatron/training/arguments.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from megatron_snip.errors import UserError
 
 LOGGER = logging.getLogger("megatron_snip")
 _ANY = ""  # any value
+_EXPERTS = "there are no experts here; leave it out"
 #: Switches that are always on here, or choose among kernels and say nothing of the numbers.
 _SWITCHES = """
 use-mcore-models swiglu disable-bias-linear use-rotary-position-embeddings no-position-embedding
@@ -31,7 +33,34 @@ log-validation-ppl-to-tensorboard log-world-size-to-tensorboard no-log-loss-scal
 enable-one-logger no-barrier-with-level-1-timing no-overlap-p2p-communication overlap-p2p-communication-warmup-flush
 ddp-average-in-collective no-gradient-reduce-div-fusion use-nccl-ub disable-symmetric-registration enable-experimental
 dataloader-fast-cache-load dataloader-defer-npy-index-mmap
+use-legacy-models apply-query-key-layer-scaling te-rng-tracker inference-rng-tracker no-initialization
+init-model-with-meta-device no-async-tensor-model-parallel-allreduce disable-async-tensor-model-parallel-allreduce
+no-tp-comm-bulk-wgrad disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad no-tp-comm-overlap-ag
+disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
+no-tp-comm-split-ag disable-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-split-rs delay-wgrad-compute
+defer-embedding-wgrad-compute use-ring-exchange-p2p no-scatter-gather-tensors-in-pipeline
+no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding fused-residual-rmsnorm
+use-te-activation-func use-transformer-engine-op-fuser disable-jit-fuser enable-cuda-graph external-cuda-graph
+optimizer-cuda-graph use-sharp disable-gloo-process-groups create-all-gather-group no-align-grad-reduce
+disable-align-grad-reduce no-align-param-gather no-use-layer-wise-param-layout ddp-pad-buckets-for-high-nccl-busbw
+ddp-reduce-scatter-with-fp32-accumulation reuse-grad-buf-for-mxfp8-param-ag fsdp-double-buffer fsdp-manual-registration
+fsdp-db-use-persist-buf-on-alloc-fail megatron-fsdp-max-pool-double-buffer
+megatron-fsdp-enable-fine-grained-param-gather
+no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args no-save-tokenizer-assets
+disable-save-tokenizer-assets verify-integrity dist-ckpt-optim-fully-reshardable
+distrib-optim-fully-reshardable-mem-efficient dist-ckpt-save-pre-mcore-014 no-ckpt-fully-parallel-save
+disable-ckpt-fully-parallel-save ckpt-fully-parallel-load-per-rank-objects ckpt-drop-redundant-extra-state
+ckpt-pg-tensors-cache-create no-ckpt-load-validate-sharding-integrity disable-ckpt-load-validate-sharding-integrity
+no-strict-fsdp-dtensor-load disable-strict-fsdp-dtensor-load async-ckpt-use-cpu-shm no-manual-gc-eval
+disable-manual-gc-eval check-for-spiky-loss exit-signal-handler-for-dataloader exit-signal-handler-for-training
+use-pytorch-profiler pytorch-profiler-collect-shapes log-energy log-max-attention-logit
+disable-log-loss-scale-to-tensorboard disable-straggler-on-startup one-logger-async test-mode disable-msc
+legacy-tokenizer use-gigatoken tokenizer-hf-use-fast tokenizer-hf-no-use-fast tokenizer-hf-include-special-tokens
+tokenizer-hf-no-include-special-tokens tokenizer-sentencepiece-legacy
+no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
 """
+#: Options with one or more values, none of which says anything of the numbers.
+_LISTS = "cp-comm-type cuda-graph-scope cuda-graph-modules high-priority-stream-groups"
 #: Options whose value must be one of these for the run to be the same here (or any), and what to give otherwise.
 _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "position-embedding-type": (("rope",), "models here have rotary positions; give rope"),
@@ -41,21 +70,36 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "hidden-dropout": (("0",), "there is no dropout here; give 0"),
     "optimizer": (("adam",), "there is AdamW alone; give adam"),
     "dataloader-type": (("single",), "samples come in one order here; give single"),
-    "expert-model-parallel-size": (("1",), "there are no experts here; leave it out"),
+    **dict.fromkeys(("expert-model-parallel-size", "expert-tensor-parallel-size"), (("1",), _EXPERTS)),
+    "rope-type": (("rope",), "models here have rotary positions; give rope"),
+    "softmax-type": (("vanilla",), "attention has the plain softmax here; give vanilla"),
+    "outer-dp-sharding-strategy": (("no_shard",), "groups of processes hold the same parts here; give no_shard"),
+    "mid-level-dataset-surplus": (("0.005",), "corpora of a blend have this surplus of samples; give 0.005"),
+    "sample-rate": (("1",), "all samples are trained on here; give 1"),
+    "vocab-extra-ids": (("0",), "give --vocab-size with these tokens counted"),
     "exit-signal": (("SIGTERM", "15"), "SIGTERM and Ctrl-C are listened to; leave it out"),
     **dict.fromkeys(
-        ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
+        ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype", "megatron-fsdp-main-grads-dtype",
+         "megatron-fsdp-main-params-dtype", "megatron-fsdp-grad-comm-dtype"),
         (("fp32",), "gradients, master weights and Adam's state are float32 here; give fp32"),
     ),
     **dict.fromkeys(
         (
-            "attention-backend", "cp-comm-type",
+            "attention-backend", "flash-attention-version",
             "transformer-impl", "cross-entropy-fusion-impl", "ckpt-format",
             "dist-ckpt-format", "dist-ckpt-strictness", "empty-unused-memory-level", "num-dataset-builder-threads",
             "tiktoken-pattern", "tensorboard-queue-size", "tensorboard-log-interval",
             "timing-log-level", "timing-log-option", "logging-level", "ckpt-fully-parallel-load-process-group",
             "ddp-bucket-size", "ddp-num-buckets", "dist-ckpt-workers", "tp-comm-overlap-cfg", "one-logger-project",
-            "one-logger-run-name",
+            "one-logger-run-name", "app-tag-run-name", "app-tag-run-version", "straggler-ctrlr-port",
+            "straggler-minmax-count", "cuda-graph-impl", "cuda-graph-warmup-steps", "wgrad-deferral-limit",
+            "tp-comm-bootstrap-backend", "pipeline-model-parallel-comm-backend", "nccl-communicator-config-path",
+            "sharp-enabled-group", "suggested-communication-unit-size", "symmetric-ar-type", "megatron-fsdp-version",
+            "train-sync-interval", "mlp-chunks-for-prefill", "mlp-chunks-for-training", "async-strategy",
+            "async-ckpt-cpu-priority", "async-ckpt-io-priority", "ckpt-fully-parallel-load-exchange-algo",
+            "ckpt-fully-parallel-save-process-group", "ckpt-pg-tensors-cache-path", "per-dataset-sequences-path",
+            "mask-prob", "short-seq-prob", "tokenizer-metadata", "null-tokenizer-pad-id",
+            "tiktoken-num-special-tokens", "chat-template",
         ),
         ((_ANY,), ""),
     ),
@@ -63,7 +107,20 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
 _FP8 = "give --precision fp8, mxfp8 or snip in place of all --fp8-... options"
 _FP4 = "give --precision nvfp4, fp4 or snip in place of all --fp4-... options"
 _BF16_LAYERS = "give --snip-fix, such as layers.0.*=bf16"
+_MODELS = "the models here are Llama and Qwen3's dense ones; leave it out"
+_OPTIMIZER = "there is AdamW alone; leave it out"
+_PRETRAINS = "this program pretrains; leave it out"
+_RESTARTS = "give torchrun --max-restarts"
+_SHARDS = "give --data-parallel-sharding-strategy optim_grads_params"
+_SERVES = "to serve a model, export it by tools/convert_checkpoint.py; leave it out"
+_VALIDATION = "a validation reads the next --eval-iters batches of training's size; leave it out"
 _RATES = "all weights have one learning rate here; leave it out"
+
+
+def _each(names: str, instead: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), instead)
+
+
 #: Options that a run cannot have here, and what to give in their place.
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -89,7 +146,7 @@ _REFUSED: Mapping[str, str] = {
     "apply-layernorm-1p": "norms have plain weights that start at 1; leave it out",
     "qk-layernorm": "give --model-name qwen3, whose heads have norms of q and k",
     "add-qkv-bias": "linears here have no biases; leave it out",
-    "num-experts": "there are no experts here; leave it out",
+    "num-experts": _EXPERTS,
     **dict.fromkeys(
         ("vocab-file", "merge-file"), "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
     ),
@@ -99,12 +156,17 @@ _REFUSED: Mapping[str, str] = {
     ),
     "use-checkpoint-args": "give the model's options; --load refuses those that are not the checkpoint's",
     "pipeline-model-parallel-layout": "give --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
-    **dict.fromkeys(("cpu-offloading", "optimizer-cpu-offload"), "everything stays on the device here; leave it out"),
+    **_each(
+        """cpu-offloading optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload
+        overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params offload-modules min-offloaded-tensor-size
+        delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks activation-offload-fraction""",
+        "everything stays on the device here; leave it out",
+    ),
     **dict.fromkeys(
         ("data-args-path", "per-split-data-args-path"), "give what the file has to --data-path, or to --train-data-path"
     ),
     "test-data-path": "there is no test set here; leave it out, and use tools/evaluate.py",
-    "window-size": "attention sees all earlier tokens here; leave it out",
+    **_each("window-size window-attn-skip-freq", "attention sees all earlier tokens here; leave it out"),
     "yaml-cfg": "give --config FILE, a TOML file of options",
     "save-retain-interval": "give --keep-last 1 --keep-every in its place",
     **dict.fromkeys(
@@ -120,11 +182,120 @@ _REFUSED: Mapping[str, str] = {
     "iterations-to-skip": "no iteration is left out here; --snip-guard goes back when the loss breaks",
     "load-main-params-from-ckpt": "master weights are float32 and always loaded; leave it out",
     "distributed-timeout-seconds-after-init": "give --distributed-timeout-minutes, which holds from the start",
-    "inprocess-restart": "give torchrun --max-restarts",
+    **_each("inprocess-restart enable-ft-package calc-ft-timeouts ft-num-warmup-iters", _RESTARTS),
     **dict.fromkeys(("adlr-autoresume", "adlr-autoresume-interval"), "give --exit-duration-in-mins, or send SIGTERM"),
     **dict.fromkeys(("rank", "local-rank"), "torchrun tells each process by its environment; leave it out"),
     "wandb-entity": "set the environment variable WANDB_ENTITY",
+    **_each("nproc-per-node nproc_per_node nnodes node-rank node_rank master-addr master_addr master-port master_port",
+            "give it to torchrun, before the program"),
+    "batch-size": "give --micro-batch-size",
+    "model-parallel-size": "give --tensor-model-parallel-size",
+    "warmup": "give --lr-warmup-fraction",
+    "checkpoint-activations": "give --recompute-granularity full",
+    "distribute-saved-activations": "give --sequence-parallel, which shares out what is saved",
+    "step-batch-size-schedule": "give --rampup-batch-size START INCREMENT SAMPLES, with --train-samples",
+    "phase-transition-iterations": "the batch grows by --rampup-batch-size alone; leave it out",
+    "decrease-batch-size-if-needed": "give a --global-batch-size that --micro-batch-size x data parallel size divides",
+    "encoder-seq-length": "give --seq-length",
+    **_each("encoder-num-layers decoder-num-layers", "give --num-layers"),
+    "padded-vocab-size": "give --vocab-size and --make-vocab-size-divisible-by",
+    **_each("no-pad-vocab-size disable-pad-vocab-size", "give --make-vocab-size-divisible-by 1"),
+    **_each("tokenizer-special-tokens tiktoken-special-tokens", "give a --tokenizer-model that has them; leave it out"),
+    "null-tokenizer-eod-id": "NullTokenizer ends documents with its last id; leave it out",
+    "trust-remote-code": "no code of a tokenizer's folder is run here; leave it out",
+    "allow-ambiguous-pad-tokens": "no token is taken for padding here; leave it out",
+    "dataloader-inter-document-masking": "give --reset-attention-mask",
+    **_each("object-storage-cache-path enable-msc", "data and checkpoints are files here; leave it out"),
+    **_each("openai-gelu squared-relu quick-geglu activation-func-clamp-value glu-linear-offset "
+            "use-fused-weighted-squared-relu", "MLPs are SwiGLU here; leave it out"),
+    **_each("rotary-interleaved no-rope-freq",
+            "each block rotates the two halves of a head against each other; leave it out"),
+    "rotary-seq-len-interpolation-factor": "give --use-rope-scaling, which is Llama 3's, or leave it out",
+    **_each("use-kitchen-attention kitchen-attention-backend", "attention is not quantised here; leave it out"),
+    "fp32-residual-connection": "residuals have the type of the rest, BF16 under --bf16; leave it out",
+    "apply-residual-connection-post-layernorm": "residuals go around the norms here; leave it out",
+    "output-logit-dtype": "the loss is computed in float32 from logits of the model's type; leave it out",
+    **_each("init-method-xavier-uniform embedding-init-method-std", "give --init-method-std, which holds for all"),
+    "data-parallel-random-init": "all replicas begin with the same weights; leave it out",
+    **_each("apply-wd-to-qk-layernorm no-weight-decay-cond-type", "norms have no weight decay here; leave it out"),
+    **_each("sgd-momentum lion-beta1 lion-beta2", _OPTIMIZER),
+    "freeze-all-layers": "all weights are trained here; leave it out",
+    "disable-bf16-reduced-precision-matmul": "GEMMs have torch's defaults here; leave it out",
+    **_each("batch-invariant-mode batch-invariant-backend", "give --deterministic-mode, which repeats a run's bits"),
+    **_each("hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+            "give --context-parallel-size alone"),
+    "use-tp-pp-dp-mapping": "processes are numbered along tp, cp, dp and then pp here; leave it out",
+    "microbatch-group-size-per-virtual-pipeline-stage": "it is the number of stages here; leave it out",
+    **_each("tensor-parallel-num-weight-shards enable-full-sharding-in-hsdp", _SHARDS),
+    "torch-fsdp2-no-reshard-after-forward": "give --data-parallel-sharding-strategy optim_grads",
+    "ddp-param-name-patterns-for-fp32-local-accumulation": "gradients are summed in float32 here; leave it out",
+    "persistent-save-interval": "give --save-interval",
+    **_each("replication replication-jump replication-factor", "each save goes to --save; leave it out"),
+    **_each("save-params-interval save-activations-interval save-wgrads-interval save-dgrads-interval",
+            "tensors are written by checkpoints alone; leave it out"),
+    "use-mp-args-from-checkpoint-args": "give the layout's options; a checkpoint loads in any layout",
+    "override-ckpt-iteration": "give --finetune to count from 0, or leave it out",
+    **_each("ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
+            "tools/convert_checkpoint.py converts checkpoints; leave it out"),
+    **_each("log-memory-interval log-device-memory-used record-memory-history memory-snapshot-path",
+            "give --log-memory"),
+    **_each("pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra record-shapes nvtx-ranges "
+            "run-workload-inspector-server", "give --profile, which writes torch.profiler's trace"),
+    **_each("check-for-large-grads result-rejected-tracker-filename",
+            "give --rerun-mode validate_results, which looks at the loss"),
+    "check-weight-hash-across-dp-replicas-interval": "replicas' weights are not compared here; leave it out",
+    "gpu-sniff-test-interval": "GPUs are not tested beside the run; leave it out",
+    "config-logger-dir": "config.json in --run-dir has the options; leave it out",
+    "dump-param-to-param-group-map": "matrices have weight decay and norms have none; leave it out",
+    **_each("eval-global-batch-size eval-micro-batch-size start-eval-at-iter full-validation multiple-validation-sets "
+            "validation-set-names", _VALIDATION),
+    "fake-process-group": "give --dry-run --world-size N",
+    **_each("lazy-mpu-init onnx-safe", "the model lives in this program alone; leave it out"),
+    **_each("sft sft-tokenizer-prompt-format perform-rl-step refit-method", _PRETRAINS),
+    **_each(
+        """flash-decode max-tokens-to-oom use-legacy-static-engine decode-only-cuda-graphs enable-chunked-prefill
+        disable-chunked-prefill nccl-all-reduce-for-prefill num-speculative-tokens
+        use-same-sampling-seed-across-dp-ranks
+        output-bert-embeddings bert-embedder-type""", _SERVES,
+    ),
+    **_each(
+        """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+        rotary-scaling-factor mrope-section mscale
+        mscale-all-dim cache-mla-latents attention-output-gate qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
+        experimental-attention-variant enable-mhc-connections use-mup is-hybrid-model spec disable-mamba-mem-eff-path
+        bert-no-binary-head bert-load decoder-seq-length
+        titles-data-path query-in-block-prob use-one-sent-docs evidence-data-path block-data-path embedding-path
+        indexer-batch-size indexer-log-interval num-classes img-h img-w num-channels patch-dim classes-fraction
+        data-per-class-fraction no-data-sharding head-lr-mult swin-backbone-type mask-type mask-factor
+        iter-per-epoch""", _MODELS,
+    ),
 }  # fmt: skip
+#: Beginnings of names of options that a run cannot have here, for names that are in none of the tables.
+_FAMILIES: Mapping[str, str] = {
+    **_each("moe- expert- overlap-moe- overlap-dispatch- ep-overlap- use-grouped-gemm- high-priority-a2a- gtp-expert- "
+            "save-tokens-per-expert-", _EXPERTS),
+    **_each("mtp- mamba- gdp- hybrid- linear-attention- linear-conv- linear-key- linear-value- linear-num- dsa- "
+            "no-dsa- disable-dsa- mla- mhc- mup- yarn- no-yarn- relative-attention- heterogeneous- biencoder- ict- "
+            "retriever- vision- dino-", _MODELS),
+    **_each("rl- no-rl- grpo- langrl- no-langrl- logits-save- logits-load-", _PRETRAINS),
+    **_each("inference- no-inference-", _SERVES),
+    "muon-": _OPTIMIZER,
+    "fim-": "documents are trained on as they are here; leave it out",
+    "gtp-": _SHARDS,
+    **_each("fp8- disable-fp8-", _FP8),
+    "fp4-": _FP4,
+    **_each("cpu-offloading- fine-grained-", "everything stays on the device here; leave it out"),
+    **_each("fault-injector- error-injection-", "no faults are made here; leave it out"),
+    "inprocess-": _RESTARTS,
+    "otel-": "give --wandb-project or --tensorboard-dir",
+    **_each("flight-recorder- no-flight-recorder- disable-flight-recorder-",
+            "set torch's own environment variables of the flight recorder"),
+}  # fmt: skip
+
+
+def instead_of(name: str) -> str:
+    """What to give in place of an option of Megatron-LM that a run cannot have here; nothing for other names."""
+    return _REFUSED.get(name) or next((text for start, text in _FAMILIES.items() if name.startswith(start)), "")
 
 
 def _is_value(word: str) -> bool:
@@ -149,25 +320,24 @@ def without_megatrons(words: Sequence[str]) -> list[str]:
     kept: list[str] = []
     dropped: list[str] = []
     refused: list[str] = []
-    ours, switches, left = option_groups(), set(_SWITCHES.split()), list(words)
+    ours, switches, lists, left = option_groups(), set(_SWITCHES.split()), set(_LISTS.split()), list(words)
     while left:
         word = left.pop(0)
         name, joined, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name.replace("-", "_") in ours:
-            kept.append(word)
-            continue
-        if name not in _VALUES and name not in _REFUSED and name not in switches:
+        known = name in switches or name in lists or name in _VALUES
+        instead = "" if known else instead_of(name)
+        if not word.startswith("--") or name.replace("-", "_") in ours or not (known or instead):
             kept.append(word)
             continue
         values = [value] if joined else []
         while not joined and name not in switches and left and _is_value(left[0]):
             values.append(left.pop(0))
         shown = " ".join([f"--{name}", *values])
-        allowed, instead = _VALUES.get(name, ((), _REFUSED.get(name, "")))
-        if name in switches or (name in _VALUES and len(values) == 1 and _same(values[0], allowed)):
+        allowed, instead = _VALUES.get(name, ((), instead))
+        if name in switches or (name in lists and values) or (len(values) == 1 and _same(values[0], allowed)):
             dropped.append(shown)
         else:
-            refused.append(f"{shown}: {instead or 'give it one value'}")
+            refused.append(f"{shown}: {instead or ('give it a value' if name in lists else 'give it one value')}")
     if refused:
         raise UserError(f"options of Megatron-LM that are not here: {'; '.join(refused)}")
     if dropped:

@@ -27,10 +27,10 @@ Range = tuple[int, int]
 def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
     """The ranges [first, last) of sequences for training, validation and test; None for a share of zero.
 
-    ``split`` is up to three shares with commas between, "99,1,0".  Raises UserError if it is not.
+    ``split`` is up to three shares with commas between, "99,1,0", perhaps in quotes.  Raises UserError if it is not.
     """
     try:
-        shares = [float(share) for share in split.split(",")]
+        shares = [float(share) for share in split.strip(" '\"").split(",")]
     except ValueError:
         shares = []
     finite = all(np.isfinite(share) and share >= 0 for share in shares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_snip import megatron_options
 from megatron_snip.arguments import parse
 from megatron_snip.config import option_groups
 from megatron_snip.errors import UserError
-from megatron_snip.megatron_options import without_megatrons
+from megatron_snip.megatron_options import instead_of, without_megatrons
 from megatron_snip.train.validate import validate
 
 #: Those of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh, with its values.
@@ -26,7 +27,7 @@ LLAMA3_8B = """
 --empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce
 --overlap-param-gather --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
 --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer
---vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0
+--vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split '99,1,0'
 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32
 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save saves --load saves --tensorboard-dir logs
@@ -96,6 +97,18 @@ def test_what_is_not_here_names_the_way_out(words, said):
     assert said in str(info.value)
 
 
+def test_grouped_attention_without_a_number_of_groups_is_refused(tmp_path):
+    """Megatron-LM would take one group there, which a script that leaves it out rarely means."""
+    with pytest.raises(
+        UserError, match="--group-query-attention without --num-query-groups .*; give --num-query-groups"
+    ):
+        parse(["--num-attention-heads", "8", "--group-query-attention"])
+    assert parse(["--group-query-attention", "--num-query-groups", "2"]).model.num_query_groups == 2
+    (tmp_path / "run.toml").write_text("num-query-groups = 4\n")
+    assert parse(["--group-query-attention", "--config", str(tmp_path / "run.toml")]).model.num_query_groups == 4
+    assert parse(["--num-attention-heads", "8"]).model.num_query_groups is None
+
+
 def test_what_changes_nothing_goes_and_all_else_stays():
     words = [
         "--lr",
@@ -118,8 +131,65 @@ def test_what_changes_nothing_goes_and_all_else_stays():
         parse(words)
 
 
+SWITCHES, LISTS = set(megatron_options._SWITCHES.split()), set(megatron_options._LISTS.split())
+VALUES, REFUSED = set(megatron_options._VALUES), set(megatron_options._REFUSED)
+#: Every option of Megatron-LM; those that take a value end in =, or in =* for several.
+MEGATRONS = {
+    name.rstrip("=*"): name[len(name.rstrip("=*")) :]
+    for line in Path(__file__).with_name("megatron_lm_options.txt").read_text().splitlines()
+    for name in line.split()
+    if not line.startswith("#")
+}
+
+
 def test_the_tables_name_no_option_of_ours_and_none_twice():
-    tables = (set(megatron_options._SWITCHES.split()), set(megatron_options._VALUES), set(megatron_options._REFUSED))
-    names = [name for table in tables for name in table]
+    names = [*SWITCHES, *LISTS, *VALUES, *REFUSED]
     assert len(names) == len(set(names))
-    assert not {name.replace("-", "_") for name in names} & option_groups().keys()
+    ours = option_groups().keys()
+    assert not {name.replace("-", "_") for name in names} & ours
+    assert not [name for name in ours if instead_of(name.replace("_", "-"))]
+
+
+def test_every_option_of_megatron_is_ours_or_left_out_or_told_what_to_give():
+    ours = {name.replace("_", "-") for name in option_groups()}
+    known = {*ours, *SWITCHES, *LISTS, *VALUES}
+    assert len(MEGATRONS) > 900
+    assert not [name for name in MEGATRONS if name not in known and not instead_of(name)]
+
+
+def test_the_tables_take_as_many_values_as_megatron_does():
+    assert not {name for name in SWITCHES if MEGATRONS.get(name)}
+    assert not {name for name in VALUES if MEGATRONS.get(name, "=") != "="}
+    assert not {name for name in LISTS if MEGATRONS.get(name) != "=*"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-experts 8 --moe-router-topk 2", "--moe-router-topk 2: there are no experts here; leave it out"),
+        ("--expert-tensor-parallel-size 4", "--expert-tensor-parallel-size 4: there are no experts here"),
+        ("--squared-relu", "--squared-relu: MLPs are SwiGLU here; leave it out"),
+        ("--fp8-quantizer-factory x", "give --precision fp8, mxfp8 or snip"),
+        ("--step-batch-size-schedule 0:16 2.4B:320", "0:16 2.4B:320: give --rampup-batch-size"),
+        ("--fake-process-group", "--fake-process-group: give --dry-run --world-size N"),
+        ("--log-memory-interval 10", "--log-memory-interval 10: give --log-memory"),
+        ("--muon-momentum 0.9", "--muon-momentum 0.9: there is AdamW alone"),
+        ("--outer-dp-sharding-strategy optim", "give no_shard"),
+        ("--nproc_per_node 8", "--nproc_per_node 8: give it to torchrun, before the program"),
+        ("--master-addr=h", "--master-addr h: give it to torchrun"),
+        ("--use-tp-pp-dp-mapping", "processes are numbered along tp, cp, dp and then pp here"),
+    ],
+)
+def test_options_of_experts_and_other_models_and_programs_name_the_way_out(words, said):
+    with pytest.raises(UserError) as info:
+        parse(["--lr", "1", *words.split(), "--bf16"])
+    assert said in str(info.value)
+
+
+def test_lists_and_values_that_change_nothing_go():
+    words = (
+        "--cuda-graph-impl local --cuda-graph-scope attn mlp --cp-comm-type p2p a2a --dist-ckpt-optim-fully-reshardable"
+    )
+    assert without_megatrons([*words.split(), "--bf16", "--expert-tensor-parallel-size", "1"]) == ["--bf16"]
+    with pytest.raises(UserError, match="--cuda-graph-scope: give it a value"):
+        without_megatrons(["--cuda-graph-scope"])

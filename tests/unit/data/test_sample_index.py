@@ -105,6 +105,18 @@ def test_split_by_hand():
     assert split_ranges("0,1", 10) == (None, (0, 10), None)
 
 
+@pytest.mark.parametrize("split", ["'99,1,0'", '"99,1,0"', " '99, 1, 0' "])
+def test_quotes_around_a_split_are_no_part_of_it(split):
+    """Megatron-LM's example for Llama 3 passes them on."""
+    assert split_ranges(split, 1000) == split_ranges("99,1,0", 1000)
+
+
+@pytest.mark.parametrize("split", ["''", "9'9,1", "'99','1'"])
+def test_quotes_elsewhere_in_a_split_are_refused(split):
+    with pytest.raises(ValueError, match="give up to three shares"):
+        split_ranges(split, 10)
+
+
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan,1", "inf", "1,2,3,4", "99;1"])
 def test_bad_split_is_named(split):
     with pytest.raises(ValueError, match=f"--split is '{split}'"):
