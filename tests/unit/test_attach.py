@@ -150,6 +150,24 @@ def test_a_probe_measures_what_its_definition_says(mixed):
     assert stats.loss == pytest.approx(float(loss_of(mixed).detach()), rel=1e-6)
 
 
+@pytest.mark.parametrize("lengths", [(128, 32), (32, 128)])
+def test_batches_of_unequal_size_count_alike(lengths, mixed):
+    """What is added to the mean of their losses is the mean of what is added to each."""
+    option = [LinearPrecision.uniform("fp4")]
+
+    def probed(*batches):
+        def loss(ids):
+            return F.cross_entropy(mixed(ids).flatten(0, 1), ids.flatten())
+
+        stats = attach(mixed).probe(*(lambda ids=ids: loss(ids) for ids in batches))
+        return loss_divergence(stats, option)[:, 0], stats.loss
+
+    batches = [IDS[:, :length] for length in lengths]
+    (one, first), (other, second) = probed(batches[0]), probed(batches[1])
+    found, loss = probed(*batches)
+    assert found == pytest.approx((one + other) / 2, rel=1e-12) and loss == pytest.approx((first + second) / 2)
+
+
 def test_a_probe_between_microbatches_leaves_their_random_bits(mixed):
     def gradient(probed):
         snip = attach(mixed)
