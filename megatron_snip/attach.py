@@ -162,6 +162,8 @@ class Snip:
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
         """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
 
+        What they show is that of the mean of these losses, on all processes, however many tokens each of them has.
+        Microbatches with means of their own are losses of their own: within one, all tokens count alike.
         Backward runs here.  Gradients, buffers, torch's random numbers and weights are what they were afterwards; under
         FSDP2 call it between updates, where none are accumulated.  Every process calls it alike.  ProbeFailed (of
         megatron_snip.snip.measure.probe), on every process, if a loss is not finite, backward does not come to a
@@ -207,12 +209,15 @@ class Snip:
         seen = self._most_rows()
         kept.note(loss)
         (loss / size).sum().backward()
-        mean = loss.detach().double().sum() / size
-        if size > 1:
-            dist.all_reduce(mean)
         # recomputation counts rows once more, or, where torch calls it reentrant, for the first time
-        self._probe.tokens = size * (seen or self._most_rows())
-        return Pass(loss=float(mean), grad_norm=0.0, clip=1.0)
+        rows = seen or self._most_rows()
+        mean = float(loss.detach().double().sum()) / size
+        sums = torch.tensor([mean, rows], dtype=torch.float64, device=loss.device)
+        if size > 1:
+            dist.all_reduce(sums)
+        mean, tokens = sums.tolist()
+        self._probe.tokens = round(tokens)
+        return Pass(loss=mean, grad_norm=0.0, clip=1.0, tokens=size * rows)
 
     def _most_rows(self) -> int:
         return max(linear.rows_seen for linear in self.linears.values())

@@ -209,17 +209,30 @@ def to_modelopt(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], l
         if fmt:
             config |= {f"{name}.{which}_quantizer": MODELOPT[fmt] for which in ("weight", "input")}
     body = pprint.pformat({"quant_cfg": config, "algorithm": "max"}, width=116, sort_dicts=False)
-    return {"modelopt_config.py": f"{_header(plan)}QUANT_CFG = {body}\n"}, chosen.notes
+    header = f"{_header(plan)}# Forward alone: gradients are not quantised.\n"
+    count = sum(fmt != "" for fmt in chosen.linears.values())
+    note = f"{count} linears are quantised in forward alone: ModelOpt has no setting for gradients"
+    return {"modelopt_config.py": f"{header}QUANT_CFG = {body}\n"}, [*chosen.notes, *([note] if count else [])]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def to_torchao(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], list[str]]:
     """A module with each linear's format and filters for torchao's converters."""
     chosen = Chosen(plan, _own, {fmt: (fmt, "") for fmt in RECIPES})
+    found = [fmt for fmt in chosen.by_format() if fmt != "bf16"]
+    found.sort(key=lambda name: -get_format(name).element_bits)
+    fp4 = [fmt for fmt in found if get_format(fmt).element_bits <= 4]
+    lines = [
+        f"    convert_to_float8_training(model, config=..., module_filter_fn=in_formats({_quoted(found)}))\n",
+        f"    quantize_(model, NVFP4DynamicActivationNVFP4WeightConfig(), filter_fn=in_formats({_quoted(fp4)}))\n",
+    ]
+    uses = "".join(line for line, formats in zip(lines, (found, fp4)) if formats)
     text = f'''"""{_header(plan, "Generated from").strip()}
 
-    convert_to_float8_training(model, config=..., module_filter_fn=in_formats("fp8", "fp4"))
-    quantize_(model, NVFP4DynamicActivationNVFP4WeightConfig(), filter_fn=in_formats("fp4", "nvfp4"))
-
+{uses}
 Hugging Face's module names.  Which of torchao's configurations stands for which format is yours to say.
 """
 
@@ -230,7 +243,9 @@ def in_formats(*formats):
     """A filter of modules whose plan is one of these formats."""
     return lambda module, fqn: FORMATS.get(fqn) in formats
 '''
-    return {"torchao_filters.py": text}, chosen.notes
+    count = sum(fmt == "nvfp4_rht" for fmt in chosen.linears.values())
+    note = f"{count} in nvfp4_rht: torchao's NVFP4 transforms nothing, and its weights' blocks are 1x16"
+    return {"torchao_filters.py": text}, [*chosen.notes, *([note] if count else [])]
 
 
 TARGETS: Mapping[str, Callable[[Plan, int], tuple[dict[str, str], list[str]]]] = {

@@ -33,6 +33,7 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
     if fmt.scale == "e4m3":
         assert tensor_amax is not None
         return _e4m3(amax, fmt.element, tensor_amax)
+    assert fmt.scale in ("fp32", "fp32_pow2"), f"no rule for scale {fmt.scale}"
     encode = _divide(fmt.element.max, amax)
     if fmt.scale == "fp32_pow2":
         # below the smallest normal number, which E2M5 alone reaches (3.94 / 3.4e38), the masked bits would be 0

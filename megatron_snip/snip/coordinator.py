@@ -148,23 +148,22 @@ class Coordinator:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: the plan in force, and the solve under way started anew with its matrices."""
-        self._cancel()
-        self.pending = self.plan = self.predictions = None
-        for linear in self.linears.values():
-            linear.precision = LinearPrecision.parse(self.snip.snip_warmup_precision)
-        if state["plan"]:
-            plan = Plan.from_dict(state["plan"], "checkpoint")
+        """Go on from `state`, a solve under way started anew; one that cannot be read changes and writes nothing."""
+        plan = Plan.from_dict(state["plan"], "checkpoint") if state["plan"] else None
+        if plan:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
-            self._set(plan)
+        pending = Pending.from_dict(state["pending"]) if state["pending"] else None
+        found = state.get("predictions")  # checkpoints of before have none
+        predictions, self.history = Predictions.from_dict(found) if found else None, list(state["history"])
+        self._cancel()
+        self.plan, self.pending, self.predictions = plan, None, predictions
+        for name, linear in self.linears.items():
+            linear.precision = plan.linears[name] if plan else LinearPrecision.parse(self.snip.snip_warmup_precision)
         self._unwritten = dict(state.get("unwritten", {})) if self.mesh.rank == 0 else {}
         if self._unwritten:
             self._failed.attempt(self._write_all)
-        self.history = list(state["history"])
-        if state.get("predictions"):  # checkpoints of before have none
-            self.predictions = Predictions.from_dict(state["predictions"])
-        if state["pending"]:
-            self._start(Pending.from_dict(state["pending"]))
+        if pending:
+            self._start(pending)
 
     def write_plan_in_force(self) -> None:
         """Rank 0 keeps the file of a plan that holds already, in a run folder that does not have it."""
@@ -308,12 +307,13 @@ class Coordinator:
 
     def _solution(self, solver: BackgroundSolver, pending: Pending) -> Solution:
         """The solver's answer, or another's to the same request where somebody killed it: the plan is the same."""
+        end = time.monotonic() + self.snip.snip_solve_timeout
         try:
             return solver.result(self.snip.snip_solve_timeout)
         except SolverKilled as error:
             LOGGER.warning(f"iteration {pending.due}: {error}; solving again")
             with BackgroundSolver(pending.request) as again:
-                return again.result(self.snip.snip_solve_timeout)
+                return again.result(max(0.0, end - time.monotonic()))
 
     def _agreed(self, plan: Plan) -> bool:
         """Whether every process holds this very plan; every process calls it."""

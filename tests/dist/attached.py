@@ -15,6 +15,7 @@ from megatron_snip.attach import Snip, attach
 from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import hf_config
 from megatron_snip.model.spec import spec_of
+from megatron_snip.snip.measure.statistics import Statistics
 from tests.dist.runs import make
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "num_query_groups": 2, "precision": "snip", "snip_apply_lag": 0}
@@ -91,6 +92,14 @@ def over_processes(wrapped: str) -> dict[str, Any]:
         both = nn.parallel.DistributedDataParallel(model)
         return _plan_of(both, attach(both, options="fp8,fp4"), samples)
     return _plan_of(model, attach(model, options="fp8,fp4"), samples)
+
+
+def of_unequal_batches() -> Statistics:
+    """Statistics of a mean over processes with one sequence and with three; of one process, over two such batches."""
+    model, parts = tiny_llama(), tokens_of(4).split([1, 3])
+    mine = [parts[dist.get_rank()]] if dist.is_initialized() and dist.get_world_size() > 1 else parts
+    snip = attach(nn.parallel.DistributedDataParallel(model) if len(mine) == 1 else model, options="fp8,fp4")
+    return snip.probe(*(lambda part=part: model(input_ids=part, labels=part).loss for part in mine))
 
 
 def failing_solve() -> str:

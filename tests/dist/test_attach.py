@@ -6,7 +6,13 @@ import dataclasses
 import pytest
 
 from megatron_snip.snip.predict.divergence import Predictions
-from tests.dist.attached import after_a_validation, beside_the_trainer, failing_solve, over_processes
+from tests.dist.attached import (
+    after_a_validation,
+    beside_the_trainer,
+    failing_solve,
+    of_unequal_batches,
+    over_processes,
+)
 from tests.dist.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
 
@@ -48,6 +54,17 @@ def test_data_parallel_processes_plan_together(wrapped):
     means = [sum(each) / 2 for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert means == pytest.approx(alone["losses"], rel=2e-3), "training under the plan goes the same way"
     assert means[-1] < means[0]
+
+
+def test_processes_with_unequal_batches_count_alike():
+    """As several batches do, for the gradient is the mean of theirs."""
+    (alone,) = run_ranks(of_unequal_batches, 1)
+    expected, options = Predictions.of(alone).loss, ("fp4", "fp8")
+    for stats in run_ranks(of_unequal_batches, 2):
+        found = Predictions.of(stats).loss
+        assert stats.tokens == 512 and found.keys() == expected.keys()
+        for name, by_format in expected.items():
+            assert [found[name][fmt] for fmt in options] == pytest.approx([by_format[f] for f in options], rel=1e-4)
 
 
 def test_a_probe_after_a_validation_leaves_no_gradient():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,6 +147,24 @@ def test_a_probe_measures_what_its_definition_says(mixed):
     found = loss_divergence(stats, [LinearPrecision.uniform("fp4")])[1, 0]
     assert found == pytest.approx(expected, rel=1e-4) and found > 0
     assert stats.loss == pytest.approx(float(loss_of(mixed).detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(128, 32), (32, 128)])
+def test_batches_of_unequal_size_count_alike(lengths, mixed):
+    """What is added to the mean of their losses is the mean of what is added to each."""
+    option = [LinearPrecision.uniform("fp4")]
+
+    def probed(*batches):
+        def loss(ids):
+            return F.cross_entropy(mixed(ids).flatten(0, 1), ids.flatten())
+
+        stats = attach(mixed).probe(*(lambda ids=ids: loss(ids) for ids in batches))
+        return loss_divergence(stats, option)[:, 0], stats.loss
+
+    batches = [IDS[:, :length] for length in lengths]
+    (one, first), (other, second) = probed(batches[0]), probed(batches[1])
+    found, loss = probed(*batches)
+    assert found == pytest.approx((one + other) / 2, rel=1e-12) and loss == pytest.approx((first + second) / 2)
 
 
 def test_a_probe_between_microbatches_leaves_their_random_bits(mixed):
@@ -364,22 +381,6 @@ def test_half_precision_is_refused(mixed):
         ValueError, match="blocks.0: x is torch.float16; quantised linears compute in bfloat16 or float32; conv"
     ):
         mixed.half()(IDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "said"),
-    [
-        ("llama_adamw.py", ["--steps", "14", "--every", "3"], "step 13: loss "),
-        ("trainer_callback.py", ["--steps", "14", "--output"], "75.0% of the linears' FLOPs in FP4"),
-    ],
-)
-def test_examples(name, words, said, tmp_path, monkeypatch, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
-    output = [str(tmp_path / "out")] if words[-1] == "--output" else []
-    monkeypatch.setattr(sys, "argv", [name, "--data", str(text), *words, *output])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    assert said in capsys.readouterr().out
 
 
 def test_a_resumed_trainer_plans_at_once(mixed):

@@ -43,6 +43,7 @@ class Pass:
     loss: float  # nats, over the global batch
     grad_norm: float  # of the whole model, before clipping
     clip: float  # what gradients are multiplied by
+    tokens: int | None = None  # 1 / the weight of a token of this process in the loss, where it is not 1 / Probe.tokens
 
 
 class PassRunner(Protocol):
@@ -114,7 +115,7 @@ class Probe:
             if updates:
                 self._sum_weight_errors(probes.values())
                 self._attempt(failure, lambda: self._add_updates(probes.values(), result.clip))
-            return self._reduce(probes, result.loss, iteration, updates=updates)
+            return self._reduce(probes, result, iteration, updates=updates)
         finally:
             zero_grad()
 
@@ -189,7 +190,7 @@ class Probe:
             probe.add_updates(self.updates, clip)
             probe.weight_error.clear()
 
-    def _reduce(self, probes: Mapping[str, LinearProbe], loss: float, iteration: int, *, updates: bool) -> Statistics:
+    def _reduce(self, probes: Mapping[str, LinearProbe], result: Pass, iteration: int, *, updates: bool) -> Statistics:
         """One all-reduce over the world of a matrix indexed by global linear."""
         found = [probe.sums.names for probe in probes.values()]  # none where a process has no blocks
         names = sorted(set().union(*found) if found else names_of_sums(self.formats, updates=updates))
@@ -197,6 +198,8 @@ class Probe:
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
                 table[row] = probes[shape.name].sums.read(names)
+        if result.tokens is not None:  # T/2 times token sums is then what this process's tokens cost
+            table[:, [name.startswith("token/") for name in names]] *= result.tokens / self.tokens
         if self.mesh.world_size > 1:
             dist.all_reduce(table, group=self.mesh.world)
         sums = dict(zip(names, table.T.cpu().numpy()))
@@ -208,4 +211,4 @@ class Probe:
             elif kind != "nonzero":
                 columns[name] = np.where(np.isfinite(values), values, np.nan)
         matrix = np.stack(list(columns.values()), axis=1)
-        return Statistics(iteration, loss, self.tokens, self.shapes, tuple(columns), matrix)
+        return Statistics(iteration, result.loss, self.tokens, self.shapes, tuple(columns), matrix)

@@ -120,11 +120,16 @@ class Statistics:
 
     @classmethod
     def mean(cls, several: Sequence[Statistics]) -> Statistics:
-        """The mean of every number over several probes of one state; iteration and tokens are the first's."""
+        """The mean of every number over several probes of one state; iteration and tokens are the first's.
+
+        Token sums come in units of 2 / tokens, and first are converted to the first's: dL is the mean of all dL.
+        """
         first = several[0]
         assert all(one.shapes == first.shapes and one.columns == first.columns for one in several)
-        loss, values = (np.mean([getattr(one, name) for one in several], axis=0) for name in ("loss", "values"))
-        return cls(first.iteration, float(loss), first.tokens, first.shapes, first.columns, values)
+        token = np.array([column.startswith("token/") for column in first.columns])
+        values = [one.values * np.where(token, one.tokens / first.tokens, 1.0) for one in several]
+        loss = float(np.mean([one.loss for one in several]))
+        return cls(first.iteration, loss, first.tokens, first.shapes, first.columns, np.mean(values, axis=0))
 
     def save(self, path: str | Path) -> None:
         """Write JSON, whole or not at all."""

@@ -23,7 +23,7 @@ BUDGET_TOLERANCE = 1e-9
 
 
 class InfeasibleTarget(UserError):
-    """No choice reaches the target.  ``reachable`` is the highest target that some choice reaches."""
+    """No choice reaches the target.  ``reachable`` is the highest target that some choice reaches; -inf if none is."""
 
     def __init__(self, message: str, reachable: float) -> None:
         super().__init__(message)
@@ -44,6 +44,11 @@ class Budget:
     most: float
     full: float
     slack: float
+
+    @property
+    def share(self) -> float:
+        """The highest target of a stage: a share of ``full``; -inf if that is nothing."""
+        return self.most / self.full if self.full > 0 else -np.inf
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,14 @@ def check_feasible(program: Program) -> None:
     if not short:
         return
     if program.per_stage:
-        listed = ", ".join(f"stage {budget.stage}: {budget.most / budget.full:.6g}" for budget in short)
+        listed = ", ".join(
+            f"stage {one.stage}: {f'{one.share:.6g}' if one.full > 0 else 'nothing, as no option saves anything there'}"
+            for one in short
+        )
         raise InfeasibleTarget(
             f"target {program.target:.6g} per stage is out of reach: at most {listed}; "
             "lower the target, free fixed linears or allow cheaper options",
-            min(budget.most / budget.full for budget in short),
+            min(budget.share for budget in short),
         )
     held = f" and {program.held} fixed linears" if program.held else ""
     raise InfeasibleTarget(

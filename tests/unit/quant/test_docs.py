@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 from megatron_snip.formats import format_names, get_format
+from megatron_snip.quant import RoundingKey, quantize
 
 TEXT = (Path(__file__).parents[3] / "docs" / "numerics.md").read_text()
 
@@ -14,6 +18,37 @@ def test_the_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) == 3
     exec("\n".join(blocks), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "heavy", "share", "beyond", "relative", "bias"),
+    [
+        ("mxfp4", False, 0.024, 0.82, 0.114, (0.040, 0.042)),
+        ("mxfp4", True, 0.015, 0.91, 0.125, (0.05, 0.15)),
+        ("nvfp4", False, 0.035, 0.135, 0.022, (0.0099, 0.0103)),
+        ("nvfp4", True, 0.033, 0.140, 0.0225, (0.011, 0.023)),
+        ("fp4", False, 0.0, 0.0, 0.0, (0.0, 1e-7)),
+        ("fp4_pow2", True, 0.0, 0.0, 0.0, (0.0, 0.0)),
+    ],
+)
+def test_the_clamp_takes_what_its_table_says(name, heavy, share, beyond, relative, bias):
+    """Of numbers of one seed; in every draw a clamped element is the largest value."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 1024, generator=random)
+    if heavy:
+        x = x * torch.randn(512, 1024, generator=random).exp() ** 2
+    fmt = get_format(name)
+    q = quantize(x, fmt, role="grad_output", dim=1, key=RoundingKey(1, 1, 1))
+    scales = q.scales.double() * (1.0 if q.tensor_scale is None else q.tensor_scale.double())
+    step = scales.repeat_interleave(fmt.tile, dim=1)
+    size = x.abs() / step
+    over = size > fmt.element.max * (1 + 1e-6)
+    torch.testing.assert_close(q.dequantize().double().abs()[over], fmt.element.max * step[over], rtol=1e-6, atol=0.0)
+    excess = torch.where(over, size - fmt.element.max, 0.0)
+    assert over.double().mean() == pytest.approx(share, rel=0.04)
+    assert excess.sum() / over.sum().clamp(min=1) == pytest.approx(beyond, rel=0.02)
+    assert (excess / size).sum() / over.sum().clamp(min=1) == pytest.approx(relative, rel=0.02)
+    assert bias[0] <= (excess * step).norm() / x.double().norm() <= bias[1]
 
 
 def test_the_table_is_that_of_the_formats():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import Format, get_format
+from megatron_snip.formats import format as format_module
 from megatron_snip.formats.element import E2M1, element_named
 from megatron_snip.quant.scales import block_scales, tensor_scale
 from tests.unit.quant.elements import ELEMENTS, NAMES, all_bf16
@@ -33,6 +34,13 @@ def test_fp32_scales_are_two_true_divisions(element):
     expected = divide(element.max, AMAX.numpy())
     np.testing.assert_array_equal(encode.numpy(), expected)
     np.testing.assert_array_equal(scale.numpy(), np.where(AMAX.numpy() > 0, divide(1, expected), np.float32(0)))
+
+
+def test_a_kind_without_a_rule_is_not_taken_for_another(monkeypatch):
+    """As one that is new in format.py, which refuses unknown ones."""
+    monkeypatch.setitem(format_module._SCALE_BITS, "odd", 8)
+    with pytest.raises(AssertionError, match="no rule for scale odd"):
+        block_scales(AMAX, format_of(E2M1, "odd"), None)
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=NAMES)

@@ -192,6 +192,15 @@ def test_a_solver_that_is_killed(again, make, monkeypatch, caplog):
     assert "killed by signal 9); solving again" in caplog.messages[0]
 
 
+def test_a_second_solve_has_the_time_that_is_left(make, monkeypatch):
+    """The other processes wait for both, and --snip-solve-timeout is checked against the time for which they do."""
+    child(monkeypatch, "import os, time; time.sleep(0.7); os.kill(os.getpid(), 9)")
+    one, waited, result = with_plan_in_force(make(snip_solve_timeout=30.0)), [], BackgroundSolver.result
+    monkeypatch.setattr(BackgroundSolver, "result", lambda self, s: waited.append(s) or result(self, s))
+    run(one, [3, 4])
+    assert len(waited) == 2 and waited[0] == 30.0 and 0.0 < waited[1] < 29.5
+
+
 @pytest.mark.parametrize("kind", [SolverFailed, OSError, RuntimeError])
 def test_a_solver_that_cannot_start(kind, make, monkeypatch):
     """Whatever it lacks: a process, a disk, a thread."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
@@ -39,6 +41,19 @@ def test_a_checkpoint_holds_the_files_that_could_not_be_written(make, monkeypatc
     assert Statistics.load(again.run_dir / "stats/iter_0000003.json").iteration == 3
     assert Plan.load(again.run_dir / "plans/iter_0000004.json").hash == killed.plan.hash
     assert again.state()["unwritten"] == {}
+
+
+@pytest.mark.parametrize("damaged", [{"pending": {"due": 9}}, {"predictions": {"due": 9}}, {"history": 9}])
+def test_a_state_that_cannot_be_read_changes_nothing(damaged, make):
+    """Neither files of the run folder nor what is in force."""
+    one = make()
+    run(one, range(1, 5))
+    before, plan = one.state(), Plan.uniform(one.plan.linears, "fp4").to_dict()
+    state = {**before, "plan": plan, "unwritten": {"plans/iter_0000009.json": "{}"}, **damaged}
+    with pytest.raises((KeyError, TypeError)):
+        one.load_state(state)
+    assert one.state() == before and not (one.run_dir / "plans/iter_0000009.json").exists()
+    assert precisions(one).count("fp4") == 2
 
 
 def test_a_disk_that_stays_full_is_the_end_at_last(make, monkeypatch):

@@ -95,6 +95,30 @@ def test_what_cannot_be_said_is_told(save, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_modelopt_quantises_no_gradients(save, capsys):
+    """And a linear in FP4 in fprop alone loses it."""
+    out = export(save("nvfp4", o="bf16", down="nvfp4/mxfp8/mxfp8"), "modelopt")
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: {BLOCKS} linears whose GEMMs differ take their most precise format",
+        f"note: {6 * BLOCKS} linears are quantised in forward alone: ModelOpt has no setting for gradients",
+    ]
+    assert "# Forward alone" in (out / "modelopt_config.py").read_text()
+    export(save("bf16"), "modelopt")
+    assert capsys.readouterr().err == ""
+
+
+def test_torchao_s_filters_name_every_format_of_the_plan(save, capsys):
+    out = export(save("nvfp4_rht", "mxfp8", "bf16", o="fp4"), "torchao")
+    said = (out / "torchao_filters.py").read_text()
+    assert 'module_filter_fn=in_formats("mxfp8", "nvfp4_rht", "fp4"))' in said
+    assert 'filter_fn=in_formats("nvfp4_rht", "fp4"))' in said
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: {sum(s.kind != 'o' for s in SHAPES[::3])} in nvfp4_rht: torchao's NVFP4 transforms nothing, and its "
+        "weights' blocks are 1x16",
+    ]
+    assert "filter_fn=in_formats()" not in (export(save("bf16"), "torchao") / "torchao_filters.py").read_text()
+
+
 def test_torchtitan_skips_what_another_converter_takes(save):
     """As its filter does: a name is skipped if an entry is a part of it."""
     found = tomllib.loads((export(save("fp8", down="bf16", o="mxfp8"), "torchtitan") / "torchtitan.toml").read_text())

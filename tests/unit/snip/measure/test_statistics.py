@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from megatron_snip.quant import LinearShape
+from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.predict.divergence import loss_divergence
 from tests.unit.snip.made_up import assert_same, changed, statistics
 
 NAME = "layers.3.mlp.up_proj"
@@ -126,13 +127,23 @@ def test_linears_with_a_number_that_is_not_finite(column, bad):
 
 
 def test_the_mean_over_batches():
-    mean = Statistics.mean([stats(1.0, loss=1.0), stats(4.0, loss=4.0, iteration=101, tokens=5)])
+    mean = Statistics.mean([stats(1.0, loss=1.0), stats(4.0, loss=4.0, iteration=101)])
     assert (mean.iteration, mean.loss, mean.tokens, mean.shapes) == (100, 2.5, 4096, (UP,))
     assert mean.columns == stats().columns and mean.column("token/fp4").tolist() == [2.5]
     assert mean.column("error/fp4/fprop/input")[0] == pytest.approx(2.5 + 1e-3)
     assert mean.column("update").tolist() == [3.5] and mean.column("token/fp8").tolist() == [1e-300]
     assert_same(Statistics.mean([stats()]), stats())
     assert_same(Statistics.mean([stats(), stats()]), stats())
+
+
+def test_batches_of_unequal_size_have_the_mean_of_their_divergences():
+    several = [stats(1.0, tokens=4096), stats(4.0, tokens=1024)]
+    options = [LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")]
+    expected = np.mean([loss_divergence(one, options) for one in several], axis=0)
+    for order in (several, several[::-1]):
+        mean = Statistics.mean(order)
+        assert mean.tokens == order[0].tokens and loss_divergence(mean, options) == pytest.approx(expected, rel=1e-15)
+        assert mean.column("error/fp4/fprop/input")[0] == pytest.approx(2.5 + 1e-3)
 
 
 def test_the_mean_with_a_nan_is_nan():

@@ -226,6 +226,17 @@ def test_infeasible_targets_say_what_is_possible():
     assert caught.value.reachable == pytest.approx(0.5)
 
 
+def test_a_stage_whose_options_save_nothing_has_no_share_of_it():
+    """By measured times a fixed linear may take longer than in any of the others' options."""
+    saved = np.array([[0, 0, -0.5], [0, 1, 1]])
+    with pytest.raises(
+        InfeasibleTarget, match=r"at most stage 4: nothing, as no option saves anything there;"
+    ) as caught:
+        solve(np.zeros((2, 3)), saved, 0.5, stage=[4, 7], fixed=[2, -1], reserved=[False, False, True])
+    assert caught.value.reachable == -np.inf
+    assert solve(np.zeros((2, 3)), saved, 0.5, stage=[4, 7]).choice.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

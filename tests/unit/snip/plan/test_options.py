@@ -256,6 +256,15 @@ def test_a_table_of_times_is_counted_with(tmp_path):
     check_choices(SnipConfig(gemm_times=table(tmp_path / "w.json", fp8=1.5, fp4=1.6)), SHAPES)
 
 
+def test_a_fix_that_costs_time_where_nothing_saves_it(tmp_path):
+    """The first stage is to save a share of nothing, and takes longer than in BF16."""
+    shapes = [dataclasses.replace(shape, stage=int(i > 0)) for i, shape in enumerate(SHAPES)]
+    path = table(tmp_path / "t.json", fp8=1.5, fp4=0.5)
+    fixed = SnipConfig(gemm_times=path, snip_options="bf16", snip_fix=f"{NAMES[0]}=fp8", snip_target=0.0)
+    with pytest.raises(ValueError, match=r"--snip-target with --snip-fix .* stage 0: nothing, as no option saves any"):
+        check_choices(fixed, shapes)
+
+
 def test_what_snip_can_save_is_checked():
     assert [str(option) for option in check_snip(SnipConfig(), SHAPES).options] == ["fp8", "fp4"]
     check_snip(SnipConfig(snip_target=1.0), SHAPES)
