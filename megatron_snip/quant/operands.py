@@ -233,9 +233,8 @@ class Casts:
 
     def free_tensor(self, x: Tensor, needed: Sequence[Wanted], dtype: torch.dtype) -> None:
         """Free the memory of ``x`` [R, C], as FSDP2 does, if all that is needed until ``clear`` has been made."""
-        storage = x.untyped_storage()
-        if storage.size() and all(form is not None and _shared(form, output) in self._made for form, output in needed):
-            storage.resize_(0)
+        if all(form is not None and _shared(form, output) in self._made for form, output in needed):
+            x.untyped_storage().resize_(0)
             self._of = _identity(x, dtype)
 
     def get(

@@ -266,7 +266,7 @@ def _weight(
     if training and kept and output in OPERANDS and output == backends.dgrad.output("weight", kept=kept):
         wanted.append((call.form("dgrad", "weight"), output))
     made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]
-    if casts.frees and call.observer is None and (training or gemm == "dgrad"):
+    if casts.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
         gemms = (("fprop", backends.fprop), ("dgrad", backends.dgrad))
         casts.free_tensor(w, [(call.form(g, "weight"), b.output("weight", kept=kept)) for g, b in gemms], dtype)
     return made
