@@ -38,6 +38,7 @@ from megatron_snip.train.report_page import Section, page
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
+from megatron_snip.train.validate import check_ranges
 
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
@@ -69,8 +70,7 @@ def make_planner(config: Config, path: Path) -> Planner:
             f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
             "model that they were collected from, or none"
         )
-    if not 0 <= config.snip.snip_target <= 1:
-        raise UserError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
+    check_ranges(config, "snip")
     if config.snip.snip_options == "auto":
         config = config.replace(snip_options=measured_options(stats.formats))
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))

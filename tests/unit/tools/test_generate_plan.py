@@ -178,6 +178,8 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
     ("words", "said"),
     [
         (["--efficiency-saving", "1.5"], "generate_plan: --efficiency-saving is 1.5; give a share, 0 to 1"),
+        (["--snip-weight", "-1"], "--snip-weight is -1.0; give 0 or more"),
+        (["--snip-weight", "nan"], "--snip-weight is nan; give 0 or more"),
         (["--efficiency-saving", "0.5", "--options", "fp8"],
          r"--efficiency-saving 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
         (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
