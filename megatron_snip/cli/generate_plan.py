@@ -148,6 +148,15 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     return table(rows, objective) + held + why
 
 
+def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
+    """What is wrong if an option is given by its short name and by the trainer's: one of the two would be lost."""
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    for short, name in ((f"--{a}".replace("_", "-"), f"--{b}".replace("_", "-")) for a, b in _SHORT.items()):
+        if getattr(own, short[2:].replace("-", "_")) is not None and name in given:
+            return f"{short} and {name} are one option, and both are given; drop one"
+    return None
+
+
 def in_own_words(message: str, own: argparse.Namespace) -> str:
     """An error with the options' names as they were given."""
     for short, name in _SHORT.items():
@@ -171,6 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
     own, rest = parser.parse_known_args(arguments)
+    if twice := given_twice(own, rest):
+        print(f"generate_plan: {twice}", file=sys.stderr)
+        return 1
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)

@@ -193,12 +193,20 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
+        (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are one option, and both are given; drop"),
         (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),
     ],
 )  # fmt: skip
 def test_bad_options(words, said, generate):
     with pytest.raises(ValueError, match=said):
         generate(*words)
+
+
+def test_a_target_by_two_names_is_refused(generate):
+    with pytest.raises(ValueError) as error:
+        generate("--efficiency-saving", "0.6", "--snip-target", "0.3")
+    words = "--efficiency-saving and --snip-target are one option, and both are given; drop one"
+    assert str(error.value) == f"generate_plan: {words}"
 
 
 UP = "layers.0.mlp.up_proj"
