@@ -89,6 +89,9 @@ def test_the_frontier(generate, tmp_path):
     at_target = next(p for p in frontier if p["target"] == 0.62)
     assert at_target["quality_loss"] == pytest.approx(best["quality_loss"], rel=1e-4)
     assert found["plans"].keys() == set(NAMES)
+    for name, row in found["plans"].items():  # in one unit: that of the best's objective
+        assert row["bound"] == best["bound"] <= row["quality_loss"], name
+        assert row["objective"] == Plan.load(tmp_path / f"plans/{name}.json").objective
     traces = named(shown(tmp_path / "plans/pareto.html")["Trade-off"][0])
     assert len(traces["solved for each share"]["x"]) == len(found["frontier"]) and traces["best"]["text"] == ["best"]
 
@@ -108,7 +111,10 @@ def test_the_trainers_options_hold(generate, tmp_path):
             part = [shape for shape in shapes() if shape.name.startswith(f"layers.{block}.")]
             kept = {shape.name: plan.linears[shape.name] for shape in part}
             assert Plan(0, kept).fp4_share(part) >= 0.5
-    generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    said = generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    heads, *rows = [re.split(r"  +", line) for line in said.splitlines()[:-1]]
+    assert heads[:3] == ["plan", "time saved", "FP4 share"]
+    assert all(float(row[1].rstrip("%")) >= 30 and row[2] == "0.00%" for row in rows)
     assert json.loads((tmp_path / "plans/pareto.json").read_text())["measure"] == "time"
     assert {str(p) for p in Plan.load(tmp_path / "plans/best.json").linears.values()} == {"bf16", "fp8"}
 
