@@ -131,6 +131,20 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
 
 
+def test_a_target_out_of_reach_of_what_is_finite(generate, finished_run, tmp_path):
+    """The linears that are held are named; nobody fixed them."""
+    stats = Statistics.load(finished_run / "stats/iter_0000003.json")
+    changed(stats, "layers.0.mlp.up_proj", "update", math.nan).save(tmp_path / "nan.json")
+    held = "held at the base option, because their statistics are not finite: "
+    with pytest.raises(ValueError, match=rf"target 1 is out of reach: .*; {held}layers\.0\.mlp\.up_proj$"):
+        generate("--efficiency-saving", "1", stats=tmp_path / "nan.json")
+    for name in stats.names:
+        stats = changed(stats, name, "token/fp4", math.nan)
+    stats.save(tmp_path / "nan.json")
+    with pytest.raises(ValueError, match=rf"at most 0 .*; {held}layers\.0\..*_proj and 10 more$"):
+        generate("--efficiency-saving", "0.5", stats=tmp_path / "nan.json")
+
+
 def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
     loss = tmp_path / "loss.json"
     without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(loss)
