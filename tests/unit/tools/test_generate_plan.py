@@ -213,7 +213,7 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
-        (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are one option, and both are given; drop"),
+        (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are one option, and both are given"),
         (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),
     ],
 )  # fmt: skip
@@ -272,6 +272,11 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
         generate(stats=damaged)
     with pytest.raises(ValueError, match="iter_1.json: this statistics is no JSON"):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)
+    Plan.uniform(["layers.0.mlp.up_proj"], "fp4").save(tmp_path / "plan.json")
+    with pytest.raises(
+        ValueError, match="plan.json: this is a plan, no statistics; give the file that it was made from"
+    ):
+        generate(stats=tmp_path / "plan.json")
 
 
 def test_every_plan_trains(generate, finished_run, tmp_path, monkeypatch):
