@@ -10,14 +10,12 @@ from BF16's.  The table is printed and written to DIR/schemes.md.  Losses are na
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
-from megatron_snip.snip.jsonfile import read_json, write_atomic
+from megatron_snip.files import one_line, parse_json
+from megatron_snip.snip.jsonfile import is_object, read_json, write_atomic
 
 KEY = "lm loss validation"
 
@@ -26,7 +24,10 @@ def last_validation(run: Path, plan: str | None) -> tuple[int, float]:
     """Iteration and loss of a run's last validation.  UserError if it has none, or it ran under another plan's hash."""
     found = None
     for line in (run / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+        try:
+            row = parse_json(line)
+        except ValueError:  # a kill cut it short
+            continue
         if KEY in row:
             found = row["iteration"], row[KEY]
         if plan is not None and row.get("snip/plan_hash", plan) != plan:
@@ -44,7 +45,10 @@ def rows(folder: Path) -> list[list[str]]:
     runs = {path.name: path for path in sorted((folder / "schemes").iterdir()) if (path / "metrics.jsonl").is_file()}
     if "bf16" not in runs:
         raise UserError(f"{folder / 'schemes'} has no run bf16 to compare with; run the step schemes first")
-    plans: dict[str, Any] = read_json(folder / "plans/pareto.json", "plans", "run the step plans first")["plans"]
+    file = folder / "plans/pareto.json"
+    plans = read_json(file, "table of plans", "run the step plans first").get("plans")
+    if not is_object(plans) or not all(map(is_object, plans.values())):
+        raise UserError(f"{file}: field plans is missing or damaged; run the step plans again")
     losses = {name: last_validation(path, plans.get(name, {}).get("hash")) for name, path in runs.items()}
     end, reference = losses["bf16"]
     if late := [name for name, (iteration, _) in losses.items() if iteration != end]:

@@ -20,6 +20,8 @@ import torch
 from examples.study.pieces import Worker, write_json
 from examples.study.setting import Setting, read_setting
 from examples.study.study import Study
+from megatron_snip.errors import UserError
+from megatron_snip.files import one_line
 
 #: In the order in which they tell most: a checkpoint's measurements and plans at the setting's first target, steps with
 #: these plans ("further-"), plans at the other targets ("targets-").
@@ -73,7 +75,11 @@ def main(words: list[str] | None = None) -> int:
     if unknown := set(args.phases.split(",")) - set(PHASES):
         parser.error(f"unknown phases {sorted(unknown)}; known: {', '.join(PHASES)}")
     torch.set_num_threads(1)  # the same bits on every machine of one kind, and no threads that wait for each other
-    setting, folder = read_setting(args.setting), args.output / args.setting.stem
+    try:
+        setting = read_setting(args.setting)
+    except UserError as error:
+        parser.error(one_line(error))
+    folder = args.output / args.setting.stem
     worker = Worker(args.setting.stem, folder / "log.txt")
     study = Study(setting, folder, worker)
     write_json(folder / "about.json", json.loads(json.dumps(about(setting))))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UserError
+from megatron_snip.files import read_file
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,12 @@ def _tuples(value: Any) -> Any:
 
 
 def read_setting(path: Path) -> Setting:
-    """Read a TOML file.  UserError naming the file for names that no field has, and for missing ones."""
-    values = tomllib.loads(path.read_text())
+    """Read a TOML file.  UserError naming the file if it is none, for names that no field has, and for missing ones."""
+    data = read_file(path, "setting", "give one such as examples/study/settings/6_gqa_planted.toml")
+    try:
+        values = tomllib.loads(data.decode())
+    except ValueError as error:
+        raise UserError(f"{path}: this setting is no TOML ({error}); mend it") from None
     known = {field.name for field in dataclasses.fields(Setting)}
     if unknown := sorted(values.keys() - known):
         raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")

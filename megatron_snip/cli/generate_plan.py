@@ -6,6 +6,8 @@ r"""Make plans from statistics: SNIP's, baselines to compare with, and a picture
 Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
 --snip-objective, by default snip), random_0.json ..., layer_id.json, layer_type.json and, if the statistics have what
 they need, abs_err.json and rel_err.json.  pareto.json and pareto.html have the quality loss for each share saved.
+In pareto.json, quality_loss and bound are those of --snip-objective, for every plan; objective, gap and status are
+each plan's own.
 
 The statistics contain the model's shape.  If --load, the run folder of the statistics
 (RUN_DIR/stats/iter_0000100.json) or options also give it, it must be the same.  Pipeline stages and SNIP's options
@@ -38,6 +40,7 @@ from megatron_snip.train.report_page import Section, page
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
+from megatron_snip.train.validate import check_ranges
 
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
@@ -69,8 +72,7 @@ def make_planner(config: Config, path: Path) -> Planner:
             f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
             "model that they were collected from, or none"
         )
-    if not 0 <= config.snip.snip_target <= 1:
-        raise UserError(f"--snip-target is {config.snip.snip_target}; give a share, 0 to 1")
+    check_ranges(config, "snip")
     if config.snip.snip_options == "auto":
         config = config.replace(snip_options=measured_options(stats.formats))
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
@@ -87,32 +89,44 @@ def make_plans(planner: Planner, num_random: int, seed: int) -> dict[str, Plan]:
     return plans | {name: planner.solve(name) for name in planner.baselines}
 
 
-def describe(planner: Planner, plan: Plan, predictions: Predictions, request: SolveRequest) -> dict[str, Any]:
-    """A plan in numbers, for the table and pareto.json."""
+def describe(
+    planner: Planner, plan: Plan, predictions: Predictions, request: SolveRequest, bound: float
+) -> dict[str, Any]:
+    """A plan in numbers, for the table and pareto.json.
+
+    quality_loss is that of the request, and no plan of this target is below ``bound`` in it; gap and status are those
+    of the plan's own objective.
+    """
     return {
+        "objective": plan.objective,
         "target": plan.target,
         "saved": planner.saved_by(plan),
         "fp4_share": plan.achieved,
         "loss_divergence": predictions.total_loss_divergence(plan.linears),
         "weight_divergence": predictions.total_weight_divergence(plan.linears),
         "quality_loss": planner.quality_of(plan, request),
-        "bound": plan.solver.bound,
+        "bound": bound,
         "gap": plan.solver.gap,
         "status": plan.solver.status,
         "hash": plan.hash,
     }
 
 
-def table(rows: dict[str, dict[str, Any]], objective: str) -> str:
-    """A line per plan; the quality loss of all is that of the best's objective, the gap that of its own."""
-    heads = ["plan", "FP4 share", "loss div. (nats)", "weight div.", f"quality loss ({objective})", "gap"]
+def table(rows: dict[str, dict[str, Any]], objective: str, measure: str) -> str:
+    """A line per plan; the quality loss of all is that of the best's objective, the gap that of its own.
+
+    Where the target counts modelled time, what each saves of it has a column too.
+    """
+    saved = ["time saved"] if measure == "time" else []
+    heads = ["plan", *saved, "FP4 share", "loss div. (nats)", "weight div.", f"quality loss ({objective})", "gap"]
     lines = [heads]
     for name, row in rows.items():
         known = [
             "-" if row[key] is None else f"{row[key]:.4g}"
             for key in ("loss_divergence", "weight_divergence", "quality_loss")
         ]
-        lines.append([name, f"{row['fp4_share']:.2%}", *known, f"{row['gap']:.1e}"])
+        shares = [f"{row['saved']:.2%}"] * len(saved) + [f"{row['fp4_share']:.2%}"]
+        lines.append([name, *shares, *known, f"{row['gap']:.1e}"])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
@@ -125,8 +139,9 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     planner, objective = make_planner(config, stats), config.snip.snip_objective
     plans, frontier = make_plans(planner, num_random, seed), planner.frontier(objective)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
-    rows = {name: describe(planner, plan, predictions, request) for name, plan in plans.items()}
-    points = [describe(planner, plan, predictions, request) for plan in frontier]
+    bound = plans["best"].solver.bound
+    rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
+    points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
         plan.save(output_dir / f"{name}.json")
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
@@ -145,7 +160,16 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
     why = f"\nno {' and '.join(left)}: these statistics have fprop's operands alone; {WHERE_UPDATES}" if left else ""
-    return table(rows, objective) + held + why
+    return table(rows, objective, planner.choices.measure) + held + why
+
+
+def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
+    """What is wrong if an option is given by its short name and by the trainer's: one of the two would be lost."""
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    for short, name in ((f"--{a}".replace("_", "-"), f"--{b}".replace("_", "-")) for a, b in _SHORT.items()):
+        if getattr(own, short[2:].replace("-", "_")) is not None and name in given:
+            return f"{short} and {name} are one option, and both are given; drop one"
+    return None
 
 
 def in_own_words(message: str, own: argparse.Namespace) -> str:
@@ -171,6 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
     own, rest = parser.parse_known_args(arguments)
+    if twice := given_twice(own, rest):
+        print(f"generate_plan: {twice}", file=sys.stderr)
+        return 1
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)

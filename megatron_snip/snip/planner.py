@@ -54,8 +54,16 @@ class Planner:
         )  # fmt: skip
 
     def solve(self, objective: str, seed: int = 0) -> Plan:
-        """The plan of an objective."""
-        return self.plan(self.request(objective, seed).solve(), objective, self.config.snip.snip_target)
+        """The plan of an objective.  InfeasibleTarget also names the linears whose statistics are not finite."""
+        try:
+            solution = self.request(objective, seed).solve()
+        except InfeasibleTarget as error:
+            if not (bad := self.stats.not_finite):
+                raise
+            names = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+            said = f"{error}; held at the base option, because their statistics are not finite: {names}"
+            raise InfeasibleTarget(said, error.reachable) from None
+        return self.plan(solution, objective, self.config.snip.snip_target)
 
     def frontier(self, objective: str, **limits: float) -> list[Plan]:
         """Plans from no saving to the most that can be reached, the target's own among them, by rising target.

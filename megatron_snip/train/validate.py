@@ -61,10 +61,13 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _in_range(config: Config) -> None:
+def check_ranges(config: Config, *only: str) -> None:
+    """Raise UserError for a number outside its range; ``only``: groups of options to look at, such as snip."""
     groups = option_groups()
     for kind, names in RANGES.items():
         for name in names:
+            if only and groups[name] not in only:
+                continue
             value = getattr(getattr(config, groups[name]), name)
             if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
                 raise UserError(f"--{name.replace('_', '-')} is {value}; give {kind}")
@@ -84,7 +87,7 @@ def validate(config: Config, world_size: int) -> None:
             "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
             "--config FILE with them, such as examples/llama_1b/llama_1b.toml"
         )
-    _in_range(config)
+    check_ranges(config)
     check_samples(config)
     m, p, t = config.model, config.parallel, config.training
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size

@@ -147,6 +147,10 @@ class Plan:
     def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
         """The plan of ``to_dict``.  Raises UserError naming ``source``, the field and the way out."""
         try:
+            if "columns" in values:
+                raise JsonFileError("these are statistics, no plan")
+            if "frontier" in values:
+                raise JsonFileError("this is a table of plans, no plan")
             check_version(values, VERSION)
             values = {**_DEFAULTS, **values}
             check_fields(values, _FIELDS, "")

@@ -66,6 +66,22 @@ def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no such step: eval; give prepare, train" in done.stderr
 
 
+def compare(folder: Path) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(folder)]
+    return subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"plans": []}', '{"plans": {"best": 1}}', "{"])
+def test_a_table_of_plans_that_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "schemes/bf16").mkdir(parents=True)
+    (tmp_path / "schemes/bf16/metrics.jsonl").write_text("")
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans/pareto.json").write_text(content)
+    done = compare(tmp_path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "plans/pareto.json: " in done.stderr and "run the step plans" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
@@ -85,11 +101,12 @@ def test_the_table_is_made_of_runs_that_ended_alike(tmp_path: Path, ends: dict[s
             under = {} if name == "bf16" else {"snip/plan_hash": "old"}
             rows += [{"iteration": i, "lm loss validation": value, **under} for i, value in ((1, 9.0), (end, loss))]
         (tmp_path / "schemes" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with (tmp_path / "schemes" / name / "metrics.jsonl").open("a") as file:
+            file.write('{"iteration": 9, "lm lo')  # a kill cut it short
     (tmp_path / "plans").mkdir()
     plans = {"best": {"fp4_share": 0.751, "loss_divergence": 2e-3, "hash": "old"}, "random_0": {"hash": "new"}}
     (tmp_path / "plans/pareto.json").write_text(json.dumps({"plans": plans}))
-    script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(tmp_path)]
-    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = compare(tmp_path)
     if said:
         assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
     else:

@@ -80,6 +80,20 @@ def test_setting_with_an_unknown_name_is_refused(tmp_path):
         read_setting(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot read the setting"), ("name =", "no TOML"), ("plants = []", "unknown plants")]
+)
+def test_a_setting_that_is_none_ends_with_one_line(tmp_path, capsys, content, said):
+    path = tmp_path / "a.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as left:
+        run.main([str(path), "--output", str(tmp_path / "study")])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 2 and f"error: {path}: " in last and said in last
+    assert not (tmp_path / "study").exists()
+
+
 def test_keys_tell_plans_apart():
     a, b = ({"x": FP8, "y": FP4}, {"x": FP4, "y": FP8})
     assert key_of(a) == key_of(dict(reversed(a.items()))) != key_of(b)

@@ -89,6 +89,9 @@ def test_the_frontier(generate, tmp_path):
     at_target = next(p for p in frontier if p["target"] == 0.62)
     assert at_target["quality_loss"] == pytest.approx(best["quality_loss"], rel=1e-4)
     assert found["plans"].keys() == set(NAMES)
+    for name, row in found["plans"].items():  # in one unit: that of the best's objective
+        assert row["bound"] == best["bound"] <= row["quality_loss"], name
+        assert row["objective"] == Plan.load(tmp_path / f"plans/{name}.json").objective
     traces = named(shown(tmp_path / "plans/pareto.html")["Trade-off"][0])
     assert len(traces["solved for each share"]["x"]) == len(found["frontier"]) and traces["best"]["text"] == ["best"]
 
@@ -108,7 +111,10 @@ def test_the_trainers_options_hold(generate, tmp_path):
             part = [shape for shape in shapes() if shape.name.startswith(f"layers.{block}.")]
             kept = {shape.name: plan.linears[shape.name] for shape in part}
             assert Plan(0, kept).fp4_share(part) >= 0.5
-    generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    said = generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    heads, *rows = [re.split(r"  +", line) for line in said.splitlines()[:-1]]
+    assert heads[:3] == ["plan", "time saved", "FP4 share"]
+    assert all(float(row[1].rstrip("%")) >= 30 and row[2] == "0.00%" for row in rows)
     assert json.loads((tmp_path / "plans/pareto.json").read_text())["measure"] == "time"
     assert {str(p) for p in Plan.load(tmp_path / "plans/best.json").linears.values()} == {"bf16", "fp8"}
 
@@ -123,6 +129,20 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
     assert f"held at the base option, statistics not finite: {name}\n" in said
     for plan in NAMES:
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
+
+
+def test_a_target_out_of_reach_of_what_is_finite(generate, finished_run, tmp_path):
+    """The linears that are held are named; nobody fixed them."""
+    stats = Statistics.load(finished_run / "stats/iter_0000003.json")
+    changed(stats, "layers.0.mlp.up_proj", "update", math.nan).save(tmp_path / "nan.json")
+    held = "held at the base option, because their statistics are not finite: "
+    with pytest.raises(ValueError, match=rf"target 1 is out of reach: .*; {held}layers\.0\.mlp\.up_proj$"):
+        generate("--efficiency-saving", "1", stats=tmp_path / "nan.json")
+    for name in stats.names:
+        stats = changed(stats, name, "token/fp4", math.nan)
+    stats.save(tmp_path / "nan.json")
+    with pytest.raises(ValueError, match=rf"at most 0 .*; {held}layers\.0\..*_proj and 10 more$"):
+        generate("--efficiency-saving", "0.5", stats=tmp_path / "nan.json")
 
 
 def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
@@ -178,6 +198,8 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
     ("words", "said"),
     [
         (["--efficiency-saving", "1.5"], "generate_plan: --efficiency-saving is 1.5; give a share, 0 to 1"),
+        (["--snip-weight", "-1"], "--snip-weight is -1.0; give 0 or more"),
+        (["--snip-weight", "nan"], "--snip-weight is nan; give 0 or more"),
         (["--efficiency-saving", "0.5", "--options", "fp8"],
          r"--efficiency-saving 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
         (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
@@ -191,12 +213,20 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
+        (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are one option, and both are given"),
         (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),
     ],
 )  # fmt: skip
 def test_bad_options(words, said, generate):
     with pytest.raises(ValueError, match=said):
         generate(*words)
+
+
+def test_a_target_by_two_names_is_refused(generate):
+    with pytest.raises(ValueError) as error:
+        generate("--efficiency-saving", "0.6", "--snip-target", "0.3")
+    words = "--efficiency-saving and --snip-target are one option, and both are given; drop one"
+    assert str(error.value) == f"generate_plan: {words}"
 
 
 UP = "layers.0.mlp.up_proj"
@@ -242,6 +272,11 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
         generate(stats=damaged)
     with pytest.raises(ValueError, match="iter_1.json: this statistics is no JSON"):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)
+    Plan.uniform(["layers.0.mlp.up_proj"], "fp4").save(tmp_path / "plan.json")
+    with pytest.raises(
+        ValueError, match="plan.json: this is a plan, no statistics; give the file that it was made from"
+    ):
+        generate(stats=tmp_path / "plan.json")
 
 
 def test_every_plan_trains(generate, finished_run, tmp_path, monkeypatch):

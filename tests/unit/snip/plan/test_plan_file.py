@@ -125,6 +125,19 @@ def test_unreadable_files(tmp_path, content):
         Plan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"version": 4, "columns": []}', "these are statistics, no plan; use a plan that"),
+        ('{"objective": "snip", "plans": {}, "frontier": []}', "this is a table of plans, no plan; use a plan that"),
+    ],
+)
+def test_files_that_lie_beside_a_plan(tmp_path, content, said):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match=f"x.json: {said}"):
+        Plan.load(tmp_path / "x.json")
+
+
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     plan().save(path)
