@@ -140,7 +140,9 @@ def check_model(folder: Path, m: ModelConfig) -> None:
         old, new = getattr(theirs, name), getattr(m, name)
         if old != new:
             option = options.get(name, name).replace("_", "-")
-            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
+            own = f"give --vocab-size {old} --make-vocab-size-divisible-by {theirs.make_vocab_size_divisible_by}"
+            way_out = own if name == "padded_vocab_size" else "give its own"
+            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; {way_out}")
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> list[str]:

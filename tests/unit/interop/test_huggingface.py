@@ -198,6 +198,7 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     [
         ("num_attention_heads", 2, "--num-attention-heads comes to 2"),
         ("vocab_size", 600, "--vocab-size comes to 600"),
+        ("make_vocab_size_divisible_by", 128, "comes to 384, .* has 300; give --vocab-size 300 --make-vocab.*-by 4$"),
         ("num_query_groups", 2, "--num-query-groups comes to 2"),
         ("norm_epsilon", 1e-6, "--norm-epsilon comes to 1e-06"),
     ],
