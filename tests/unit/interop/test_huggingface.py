@@ -117,6 +117,24 @@ def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
         load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            lambda name: name.removeprefix("model."),
+            r"no model.embed_tokens.weight; they have embed_tokens.weight, as",
+        ),
+        (lambda name: name.replace("lm_head", "x"), r"no lm_head.weight; .* or set tie_word_embeddings to true in its"),
+    ],
+)
+def test_a_name_that_is_missing_has_a_way_out(names, message, lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    weights = {names(LLAMA.hf_name(name)): tensor.detach() for name, tensor in stage.named_parameters()}
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
 def test_a_tensor_that_two_files_have_is_refused(lone_mesh, tmp_path):
     """Of an older copy beside the shards, torch takes some tensors from one and some from the other."""
     stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
@@ -168,6 +186,31 @@ def test_older_configurations_are_read(tmp_path):
     scaled = ModelConfig(**model_options(tmp_path))
     assert (scaled.rotary_base, scaled.use_rope_scaling, scaled.rope_scaling_factor) == (500000.0, True, 8.0)
     assert scaled.query_groups == 2 and not scaled.untie_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": "16"}, "head_dim is '16', not a number above 0; correct the file"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0, not a number above 0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None, not a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
+        ({"rope_theta": "big"}, "rope_theta is 'big', not a number above 0"),
+        ({"rope_scaling": [8]}, r"rope_scaling is \[8\], not a table"),
+        (
+            {"rope_scaling": {
+                "rope_type": "llama3", "factor": "8", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }},
+            "factor is '8', not a number above 0",
+        ),
+    ],
+)  # fmt: skip
+def test_an_entry_of_another_type_is_named(change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, **change}))
+    with pytest.raises(UserError, match=message):
+        model_options(tmp_path)
 
 
 def test_a_qwen3_s_configuration_is_read(tmp_path):
