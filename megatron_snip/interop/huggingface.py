@@ -39,8 +39,8 @@ _LLAMA3 = {
 #: Numbers above 0 that a config.json may leave out, and those of them that it may set to null.
 _MAY_MISS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim")
-#: A tied model has none.
-_OUTPUT = "lm_head.weight"
+#: A tied model has the first alone; bytes of each that are compared at a time where both are there.
+_EMBEDDING, _OUTPUT, _COMPARED = "model.embed_tokens.weight", "lm_head.weight", 1 << 26
 
 
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
@@ -108,6 +108,8 @@ def model_options(folder: Path) -> dict[str, Any]:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(f"{path}: the weights are quantised ({kind}); give the model's folder in BF16, FP16 or float32")
     _check_entries(path, found)
+    if found.get("tie_word_embeddings"):
+        _refuse_other_output(folder)
     options: dict[str, Any] = {"model_name": spec.name, **{ours: found[theirs] for ours, theirs in _SAME.items()}}
     options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
     options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
@@ -240,6 +242,32 @@ def _file_of_each(folder: Path) -> dict[str, Path]:
                     )
                 file_of[name] = path
     return file_of
+
+
+def _refuse_other_output(folder: Path) -> None:
+    """UserError if the files of a tied model have an output layer that is not its embedding.
+
+    transformers 5 would not tie them.
+    """
+    if not {_EMBEDDING, _OUTPUT} <= _tensors(folder).keys():
+        return
+    from safetensors import safe_open
+
+    file_of = _file_of_each(folder)
+    with safe_open(file_of[_EMBEDDING], "pt") as one, safe_open(file_of[_OUTPUT], "pt") as other:
+        embedding, output = one.get_slice(_EMBEDDING), other.get_slice(_OUTPUT)
+        shape = embedding.get_shape()
+        same = shape == output.get_shape() and len(shape) == 2
+        rows = max(1, _COMPARED // (4 * shape[-1])) if same else 1
+        same = same and all(
+            torch.equal(embedding[row : row + rows].float(), output[row : row + rows].float())
+            for row in range(0, shape[0], rows)
+        )
+    if not same:
+        raise UserError(
+            f"{folder}: tie_word_embeddings is true in config.json, and {_OUTPUT} is not {_EMBEDDING}; set "
+            "tie_word_embeddings to false there"
+        )
 
 
 def _reader(folder: Path) -> Any:

@@ -100,6 +100,21 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
     assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
 
 
+def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_path):
+    """transformers does not tie it, whatever config.json says; a copy of the embedding is left where it is."""
+    m = ModelConfig(**BASE)
+    model = their_model(m, tied=False)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight; set tie_word_embeddings to"):
+        model_options(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    safetensors_torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert not model_options(tmp_path)["untie_embeddings_and_output_weights"]
+
+
 @pytest.mark.parametrize("case", ["multi-head", "qwen3"])
 def test_names_are_theirs(case, lone_mesh):
     m = ModelConfig(**(BASE | CASES[case][0]))
