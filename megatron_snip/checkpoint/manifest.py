@@ -16,7 +16,8 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ _ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
 
 class Damaged(UserError):
     """A checkpoint is not what was written; the message is the reason, without the folder's name."""
+
+
+@contextmanager
+def naming(folder: Path, iteration: int) -> Iterator[None]:
+    """UserError that names a checkpoint which turns out damaged, for those who take no other instead."""
+    try:
+        yield
+    except Damaged as error:
+        raise UserError(f"{folder_of(folder, iteration)}: {error}; load another iteration") from error
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import cast
 from torch import nn
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.manifest import naming
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
@@ -78,7 +79,9 @@ def prepare(
     if not updates:  # nobody asks for the linears' weight gradients: a third of the pass
         for linear in parts.coordinator.probe.linears.values():
             cast(nn.Module, linear).requires_grad_(False)
-    read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
+    assert start.load is not None
+    with naming(start.load, start.load_iteration):
+        read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
     consumed = state.get("consumed_samples", 0)
     size = parts.train_loader.size(consumed)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from megatron_snip import __version__, runtime
-from megatron_snip.checkpoint.manifest import check, read_state
+from megatron_snip.checkpoint.manifest import check, naming, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import CheckedReader, load_tensors
 from megatron_snip.config import CheckpointConfig, Config
@@ -228,7 +228,8 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, iteration: in
     tensors = {}
     for entry in entries:
         tensor = torch.empty(entry.shape)
-        load_tensors(folder, iteration, {entry.ours: tensor})
+        with naming(folder, iteration):
+            load_tensors(folder, iteration, {entry.ours: tensor})
         tensors[entry.theirs] = tensor.to(DTYPES[dtype])
         bar.update(entry.size)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.manifest import naming
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
@@ -190,7 +191,9 @@ def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Ru
         refuse_other_model(config, start.state, finetune=True)
     start = agree_on(config, start)
     (stage,) = build_model(config, mesh_of(config, here), here.device).values()
-    read_tensors(start, {f"model.{name}": p.detach() for name, p in stage.named_parameters()})
+    assert start.load is not None
+    with naming(start.load, start.load_iteration):
+        read_tensors(start, {f"model.{name}": p.detach() for name, p in stage.named_parameters()})
     for name, linear in stage.linears().items():
         linear.precision = plan.linears[name] if plan else LinearPrecision.parse(config.precision.precision)
     return stage.eval()

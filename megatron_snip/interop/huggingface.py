@@ -36,6 +36,11 @@ _LLAMA3 = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
 }  # fmt: skip
+#: Numbers above 0 that a config.json may leave out, and those of them that it may set to null.
+_MAY_MISS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+#: A tied model has the first alone; bytes of each that are compared at a time where both are there.
+_EMBEDDING, _OUTPUT, _COMPARED = "model.embed_tokens.weight", "lm_head.weight", 1 << 26
 
 
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
@@ -102,6 +107,9 @@ def model_options(folder: Path) -> dict[str, Any]:
     if quantised := found.get("quantization_config"):
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(f"{path}: the weights are quantised ({kind}); give the model's folder in BF16, FP16 or float32")
+    _check_entries(path, found)
+    if found.get("tie_word_embeddings"):
+        _refuse_other_output(folder)
     options: dict[str, Any] = {"model_name": spec.name, **{ours: found[theirs] for ours, theirs in _SAME.items()}}
     options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
     options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
@@ -112,10 +120,28 @@ def model_options(folder: Path) -> dict[str, Any]:
     return options | _rope_options(path, found)
 
 
+def _check_entries(path: Path, found: Mapping[str, Any]) -> None:
+    """UserError for an entry that may be left out, but not be this."""
+    for key in _MAY_MISS:
+        if key in found and not (found[key] is None and key in _MAY_BE_NULL):
+            _check_number(path, key, found[key], (int, float) if key == "rms_norm_eps" else (int,))
+    if type(tied := found.get("tie_word_embeddings", False)) is not bool:
+        raise UserError(f"{path}: tie_word_embeddings is {tied!r}, not true or false; correct the file")
+
+
+def _check_number(path: Path, key: str, value: object, kinds: tuple[type, ...] = (int, float)) -> None:
+    if type(value) not in kinds or not cast(float, value) > 0:
+        raise UserError(f"{path}: {key} is {value!r}, not a number above 0; correct the file")
+
+
 def _rope_options(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the rotary embedding, which newer files have in one table and older ones in two places."""
-    rope: dict[str, Any] = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    name = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
+    rope: dict[str, Any] = found.get(name) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: {name} is {rope!r}, not a table; correct the file")
     base = rope.get("rope_theta") or found.get("rope_theta") or 10000.0
+    _check_number(path, "rope_theta", base)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return {"rotary_base": float(base)}
@@ -124,6 +150,8 @@ def _rope_options(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [theirs for theirs in _LLAMA3.values() if theirs not in rope]:
         raise UserError(f"{path}: {missing[0]} of rope_type llama3 is missing; correct the file")
     scaling = {ours: rope[theirs] for ours, theirs in _LLAMA3.items()}
+    for theirs in _LLAMA3.values():
+        _check_number(path, theirs, rope[theirs])
     return {"rotary_base": float(base), "use_rope_scaling": True, **scaling}
 
 
@@ -140,7 +168,9 @@ def check_model(folder: Path, m: ModelConfig) -> None:
         old, new = getattr(theirs, name), getattr(m, name)
         if old != new:
             option = options.get(name, name).replace("_", "-")
-            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; give its own")
+            own = f"give --vocab-size {old} --make-vocab-size-divisible-by {theirs.make_vocab_size_divisible_by}"
+            way_out = own if name == "padded_vocab_size" else "give its own"
+            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; {way_out}")
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> list[str]:
@@ -153,14 +183,22 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
         theirs = spec.hf_name(name)
         size = getattr(saved.get(theirs), "size", None)
         if size is None:
-            raise UserError(f"{folder}: its .safetensors have no {theirs}; download the missing files")
+            raise UserError(f"{folder}: its .safetensors have no {theirs}; {_way_to(theirs, saved)}")
         if tuple(size) != tuple(tensor.shape):
             raise UserError(
                 f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
             )
-    known = {*map(spec.hf_name, weights), "lm_head.weight"}  # of a tied model a copy
+    known = {*map(spec.hf_name, weights), _OUTPUT}  # of a tied model a copy
     return sorted(name for name in saved if name not in known and not name.endswith("rotary_emb.inv_freq"))
+
+
+def _way_to(missing: str, saved: Mapping[str, Any]) -> str:
+    """What to do about a tensor that is not there."""
+    if (bare := missing.removeprefix("model.")) != missing and bare in saved:
+        return f"they have {bare}, as of a model without its output layer; save the whole model with transformers"
+    more = ", or set tie_word_embeddings to true in its config.json if the output layer is the embedding"
+    return "download the missing files" + (more if missing == _OUTPUT else "")
 
 
 def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
@@ -178,10 +216,10 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> Non
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """torch's description of every tensor; UserError if two files have the same, as torch would take any."""
+    """torch's description of every tensor; UserError if two files have the same."""
     try:
         found = dict(_reader(folder).read_metadata().state_dict_metadata)
-        _refuse_twice(folder)
+        _file_of_each(folder)
         return found
     except UserError:
         raise
@@ -189,18 +227,47 @@ def _tensors(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: its .safetensors cannot be read ({error}); copy them again") from error
 
 
-def _refuse_twice(folder: Path) -> None:
+def _file_of_each(folder: Path) -> dict[str, Path]:
+    """File of each tensor; UserError if two have the same, as torch would take any."""
     from safetensors import safe_open
 
-    file_of: dict[str, str] = {}
+    file_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 if name in file_of:
                     raise UserError(
-                        f"{folder}: {name} is in {file_of[name]} and in {path.name}; leave the model's own files there"
+                        f"{folder}: {name} is in {file_of[name].name} and in {path.name}; "
+                        "leave the model's own files there"
                     )
-                file_of[name] = path.name
+                file_of[name] = path
+    return file_of
+
+
+def _refuse_other_output(folder: Path) -> None:
+    """UserError if the files of a tied model have an output layer that is not its embedding.
+
+    transformers 5 would not tie them.
+    """
+    if not {_EMBEDDING, _OUTPUT} <= _tensors(folder).keys():
+        return
+    from safetensors import safe_open
+
+    file_of = _file_of_each(folder)
+    with safe_open(file_of[_EMBEDDING], "pt") as one, safe_open(file_of[_OUTPUT], "pt") as other:
+        embedding, output = one.get_slice(_EMBEDDING), other.get_slice(_OUTPUT)
+        shape = embedding.get_shape()
+        same = shape == output.get_shape() and len(shape) == 2
+        rows = max(1, _COMPARED // (4 * shape[-1])) if same else 1
+        same = same and all(
+            torch.equal(embedding[row : row + rows].float(), output[row : row + rows].float())
+            for row in range(0, shape[0], rows)
+        )
+    if not same:
+        raise UserError(
+            f"{folder}: tie_word_embeddings is true in config.json, and {_OUTPUT} is not {_EMBEDDING}; set "
+            "tie_word_embeddings to false there"
+        )
 
 
 def _reader(folder: Path) -> Any:

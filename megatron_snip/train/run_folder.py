@@ -19,7 +19,16 @@ from torch import Tensor
 
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.lock import living_holder
-from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iteration_of, iterations, newest, read_state
+from megatron_snip.checkpoint.manifest import (
+    Damaged,
+    check,
+    folder_of,
+    iteration_of,
+    iterations,
+    naming,
+    newest,
+    read_state,
+)
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config, ModelConfig, option_groups
 from megatron_snip.errors import UserError
@@ -72,10 +81,8 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
             raise UserError(f"{folder} holds no checkpoint itself, but {folder}/checkpoints does; give that folder")
         return folder, found
     if folder_of(folder, step).is_dir():
-        try:
+        with naming(folder, step):
             check(folder, step)
-        except Damaged as error:
-            raise UserError(f"{folder_of(folder, step)}: {error}; load another iteration") from error
         return folder, step
     held = ", ".join(map(str, iterations(folder))) or "none"
     raise UserError(f"--load {load}: no whole checkpoint of iteration {step} is there; those of this folder: {held}")

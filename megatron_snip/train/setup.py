@@ -71,10 +71,14 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         )
     tp = config.parallel.tensor_model_parallel_size
     if config.model.padded_vocab_size % tp:
-        raise UserError(
-            f"the padded vocabulary {config.model.padded_vocab_size} is not a multiple of tensor parallel {tp}; "
-            "change --make-vocab-size-divisible-by"
-        )
+        way_out = "change --make-vocab-size-divisible-by"
+        if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
+            way_out = (
+                f"change --tensor-model-parallel-size, or, for new weights, --make-vocab-size-divisible-by (a model of "
+                f"Hugging Face: pad it by transformers' resize_token_embeddings with pad_to_multiple_of={tp})"
+            )
+        vocabulary = config.model.padded_vocab_size
+        raise UserError(f"the padded vocabulary {vocabulary} is not a multiple of tensor parallel {tp}; {way_out}")
     if p.linear_impl not in linear_implementations():
         raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
     check_optimizer_impl(config.training)

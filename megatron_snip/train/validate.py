@@ -83,9 +83,12 @@ def validate(config: Config, world_size: int) -> None:
     check_batches(config.training)
     config = config.with_iterations()
     if not (config.model.num_layers or config.model.hidden_size):
+        example = "examples/llama_1b/llama_1b.toml"
+        if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
+            example = "the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
         raise UserError(
             "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
-            "--config FILE with them, such as examples/llama_1b/llama_1b.toml"
+            f"--config FILE with them, such as {example}"
         )
     check_ranges(config)
     check_samples(config)

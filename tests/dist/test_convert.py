@@ -220,6 +220,21 @@ def test_a_card_tells_of_no_training_that_was_not(tmp_path):
     assert said == "--hf . has no name of its own; give a new folder"
 
 
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    """By every tool that reads its tensors, as none takes an earlier one instead."""
+    imported(tmp_path, **CASES["small"])
+    path = tmp_path / "in/iter_0000000/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+    (said,) = run_ranks(convert, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
+    assert said.startswith(f"{tmp_path}/in/iter_0000000: __0_0.distcp") and said.endswith("; load another iteration")
+    run = "--seq-length 128 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --train-iters 1"
+    words = ["--load", str(tmp_path / "in"), "--output", str(tmp_path / "x.json"), "--snip-probe-tokens", "1", *run.split()]
+    with pytest.raises(AssertionError, match="UserError: .*in/iter_0000000: __0_0.distcp .*; load another iteration"):
+        run_ranks(collect, 1, *words)
+
+
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     _, options = imported(tmp_path, **CASES["small"])
     for more, message in (

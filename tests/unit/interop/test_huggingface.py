@@ -100,6 +100,21 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
     assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
 
 
+def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_path):
+    """transformers does not tie it, whatever config.json says; a copy of the embedding is left where it is."""
+    m = ModelConfig(**BASE)
+    model = their_model(m, tied=False)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight; set tie_word_embeddings to"):
+        model_options(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    safetensors_torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert not model_options(tmp_path)["untie_embeddings_and_output_weights"]
+
+
 @pytest.mark.parametrize("case", ["multi-head", "qwen3"])
 def test_names_are_theirs(case, lone_mesh):
     m = ModelConfig(**(BASE | CASES[case][0]))
@@ -114,6 +129,24 @@ def test_a_missing_tensor_is_named(lone_mesh, tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"have no model.layers.1.mlp.up_proj.weight; download the missing files"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            lambda name: name.removeprefix("model."),
+            r"no model.embed_tokens.weight; they have embed_tokens.weight, as",
+        ),
+        (lambda name: name.replace("lm_head", "x"), r"no lm_head.weight; .* or set tie_word_embeddings to true in its"),
+    ],
+)
+def test_a_name_that_is_missing_has_a_way_out(names, message, lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    weights = {names(LLAMA.hf_name(name)): tensor.detach() for name, tensor in stage.named_parameters()}
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
         load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
 
 
@@ -170,6 +203,31 @@ def test_older_configurations_are_read(tmp_path):
     assert scaled.query_groups == 2 and not scaled.untie_embeddings_and_output_weights
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": "16"}, "head_dim is '16', not a number above 0; correct the file"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0, not a number above 0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None, not a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
+        ({"rope_theta": "big"}, "rope_theta is 'big', not a number above 0"),
+        ({"rope_scaling": [8]}, r"rope_scaling is \[8\], not a table"),
+        (
+            {"rope_scaling": {
+                "rope_type": "llama3", "factor": "8", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }},
+            "factor is '8', not a number above 0",
+        ),
+    ],
+)  # fmt: skip
+def test_an_entry_of_another_type_is_named(change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, **change}))
+    with pytest.raises(UserError, match=message):
+        model_options(tmp_path)
+
+
 def test_a_qwen3_s_configuration_is_read(tmp_path):
     """What it leaves out has Qwen3Config's defaults, and what we do not have is refused."""
     found = {**OLD, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": False}
@@ -198,6 +256,7 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     [
         ("num_attention_heads", 2, "--num-attention-heads comes to 2"),
         ("vocab_size", 600, "--vocab-size comes to 600"),
+        ("make_vocab_size_divisible_by", 128, "comes to 384, .* has 300; give --vocab-size 300 --make-vocab.*-by 4$"),
         ("num_query_groups", 2, "--num-query-groups comes to 2"),
         ("norm_epsilon", 1e-6, "--norm-epsilon comes to 1e-06"),
     ],

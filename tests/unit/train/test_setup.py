@@ -111,6 +111,8 @@ def test_a_vocabulary_that_tensor_parallel_cannot_split(config):
     assert refused(odd, 2) == (
         "the padded vocabulary 129 is not a multiple of tensor parallel 2; change --make-vocab-size-divisible-by"
     )
+    loaded = refused(odd.replace(load="llama"), 2)
+    assert "change --tensor-model-parallel-size" in loaded and "resize_token_embeddings" in loaded
 
 
 def test_wandb_that_is_not_installed(config, monkeypatch):

@@ -302,5 +302,9 @@ def test_a_time_that_no_clock_holds_is_refused(option):
 
 def test_no_model_has_so_many_blocks_or_none():
     assert error(num_layers=0, hidden_size=0).startswith("no model: give --num-layers, --hidden-size, ")
+    loaded = error(num_layers=0, hidden_size=0, load="llama")
+    assert loaded.endswith(
+        "such as the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+    )
     assert error(num_layers=0) == "--num-layers is 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"
