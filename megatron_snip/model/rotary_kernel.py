@@ -42,7 +42,7 @@ def rotate_kernel(
         turned_low = to_bfloat16(high * sin_high) + 0.0
         turned_high = 0.0 - to_bfloat16(low * sin_low)
     else:
-        turned_low = -to_bfloat16(high * sin_low)
+        turned_low = to_bfloat16(high * sin_low) * -1.0  # in Triton 3.6, a minus is 0 - x: it loses the sign of 0
         turned_high = to_bfloat16(low * sin_high)
     low = to_bfloat16(low * cos_low) + turned_low
     high = to_bfloat16(high * cos_high) + turned_high
