@@ -184,10 +184,14 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
 
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:
-    """The GPU of a process of this node; over gloo several may share one."""
+    """The GPU of a process of this node; over gloo several may share one.
+
+    A process that was given one GPU (srun's --gpus-per-task=1) sees that one alone, whatever its rank on the node is.
+    """
     device_of(backend, device)
     gpus = torch.cuda.device_count()
-    if local_rank >= gpus and backend == "nccl":
+    given_one = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # if it is another's, too, NCCL says so
+    if local_rank >= gpus and backend == "nccl" and not given_one:
         raise UserError(
             f"local rank {local_rank} has no GPU: {gpus} are here; start one process a GPU "
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"

@@ -95,11 +95,15 @@ class Sensitivity:
             for name in names
         ]
 
-    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Linear -> format -> mean and standard error."""
+    def to_dict(self) -> dict[str, dict[str, dict[str, float | None]]]:
+        """Linear -> format -> mean and standard error, each None if it is not finite, for which JSON has no word."""
+
+        def figure(value: float) -> float | None:
+            return float(value) if math.isfinite(value) else None
+
         return {
             name: {
-                fmt: {"mean": float(self.mean[i, f]), "standard_error": float(self.error[i, f])}
+                fmt: {"mean": figure(self.mean[i, f]), "standard_error": figure(self.error[i, f])}
                 for f, fmt in enumerate(self.formats)
             }
             for i, name in enumerate(self.names)
@@ -270,7 +274,7 @@ def write(
     ]  # fmt: skip
     plan_heads = ["plan", "in FP4", "loss divergence (nats)", "linears without FP4"]
     stats.save(output / "stats.json")
-    write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
     for name, plan in plans.items():
         plan.save(output / f"{name}.json")
     facts = [

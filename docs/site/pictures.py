@@ -1,10 +1,10 @@
-"""The pictures of docs/how_snip_decides.md, from a real run: its statistics, and plans that are made of them.
+"""The pictures of the README and of docs/how_snip_decides.md, from the folder of a real run.
 
-    python docs/site/pictures.py runs/quickstart/stats/iter_0000090.json --output docs/images
+    python docs/site/pictures.py runs/quickstart --output docs/images
 
-Written: snip_formats.png, what values FP8 and FP4 have; snip_costs.png, the predicted loss divergence of every linear
-in FP4; snip_plan.png, the plan for 75%; snip_tradeoff.png, what each share of FP4 costs.  The statistics may be those
-of tools/collect_stats.py, too.  Convention: costs are nats a token.
+Written: snip_run.png, the run's loss and its first plans; and from its last statistics snip_formats.png, what values
+FP8 and FP4 have; snip_costs.png, the predicted loss divergence of every linear in FP4; snip_plan.png, the plan for 75%;
+snip_tradeoff.png, what each share of FP4 costs.  Convention: losses and costs are nats a token.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_snip.cli.generate_plan import main as generate_plan
+from megatron_snip.errors import UserError
+from megatron_snip.files import one_line
 from megatron_snip.formats import get_format
 from megatron_snip.quant import KINDS
-from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.plan_picture import draw_plan
+from megatron_snip.train.report_pictures import Grid, colours_of, smooth
+from megatron_snip.train.run_summary import Run, read_run
 
 TARGET = 0.75
+SHOWN, WINDOW = 3, 2  # plans of a run, and neighbours on either side in a mean of losses
 FP8, FP4, INK, FAINT = "#5b8fbf", "#e8893c", "#1c2430", "#8792a2"
 
 
@@ -118,17 +123,53 @@ def tradeoff(path: Path, found: Mapping[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw(statistics: Path, output: Path) -> None:
-    """All four."""
-    stats = Statistics.load(statistics)
+def run_with_plans(path: Path, run: Run) -> None:
+    """The losses with a line at each new plan, and the first plans below."""
+    shown = run.plans[:SHOWN]
+    figure = Figure(figsize=(9.2, 7.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subfigure(grid := figure.add_gridspec(2, 1, height_ratios=(5, 3))[0]).add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    (iterations, losses), validation = run.column("lm loss"), run.column("lm loss validation")
+    means = smooth(losses, WINDOW)
+    axes.plot(iterations, losses, color=FP8, alpha=0.5, linewidth=0.9, label="training")
+    axes.plot(iterations[WINDOW:-WINDOW], means, color=FP8, label=f"mean of {2 * WINDOW + 1}")
+    axes.plot(*validation, "o-", color=INK, markersize=4, label="validation")
+    low, high = min(losses), max(losses[len(losses) // 20 :])  # the first iterations would take half of the height
+    axes.set_ylim(low - 0.05 * (high - low), high)
+    for plan in run.plans:
+        axes.axvline(plan.iteration, color=FP4, linestyle="--", linewidth=1)
+        axes.text(
+            plan.iteration, high, f" new plan: {plan.achieved:.0%} FP4", color=FP4, rotation=90, va="top", ha="left"
+        )
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats a token)")
+    axes.legend(frameon=False, loc="lower left")
+    formats_used = colours_of(shown)
+    below = figure.add_subfigure(grid.get_gridspec()[1])
+    for axes, plan in zip(np.atleast_1d(below.subplots(1, len(shown))), shown):
+        draw_plan(axes, plan, Grid(plan.linears), formats_used)
+    handles = [Patch(facecolor=colour, label=name) for name, colour in formats_used.items()]
+    below.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
+    figure.savefig(path, dpi=130)
+
+
+def draw(run_dir: Path, output: Path) -> None:
+    """All five."""
+    run = read_run(run_dir)
+    if run.stats is None or not run.plans or not run.metrics:
+        raise UserError(f"{run_dir} has no plans to draw; give the folder of a run under --precision snip")
+    stats = run.stats
     blocks = 1 + max(shape.block for shape in stats.shapes)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
-        words = ["--stats", str(statistics), "--efficiency-saving", str(TARGET), "--options", "fp8,fp4"]
+        stats.save(file := Path(name) / "statistics.json")
+        words = ["--stats", str(file), "--efficiency-saving", str(TARGET), "--options", "fp8,fp4"]
         if generate_plan([*words, "--num-random", "20", "--output-dir", name]):
             raise SystemExit(1)
         found = json.loads((Path(name) / "pareto.json").read_text())
         chosen = Plan.load(Path(name) / "best.json")
+    run_with_plans(output / "snip_run.png", run)
     formats(output / "snip_formats.png")
     costs(output / "snip_costs.png", {name: row["fp4"] for name, row in Predictions.of(stats).loss.items()}, blocks)
     plan(output / "snip_plan.png", chosen, blocks)
@@ -138,10 +179,13 @@ def draw(statistics: Path, output: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("statistics", type=Path)
+    parser.add_argument("run_dir", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
-    draw(arguments.statistics, arguments.output)
+    try:
+        draw(arguments.run_dir, arguments.output)
+    except UserError as error:
+        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ global state.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,7 @@ def plan_png(plan: Plan) -> io.BytesIO:
     figure = Figure(figsize=(width, 1.45 + 0.24 * max(len(grid.kinds), 5)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Axes = figure.add_subplot()
-    _draw(axes, plan, grid, list(formats))
-    axes.images[0].set_cmap(ListedColormap(list(formats.values())))
+    draw_plan(axes, plan, grid, formats)
     handles = [Patch(facecolor=colour, label=name) for name, colour in formats.items()]
     figure.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
     if any(len(set(vars(p).values())) > 1 for p in plan.linears.values()):
@@ -41,13 +41,21 @@ def plan_png(plan: Plan) -> io.BytesIO:
     return png
 
 
-def _draw(axes: Axes, plan: Plan, grid: Grid, formats: list[str]) -> None:
-    bands = len(GEMMS)
+def draw_plan(axes: Axes, plan: Plan, grid: Grid, colours: Mapping[str, str]) -> None:
+    """One plan's heatmap into axes of matplotlib; the colours of its formats are those of ``colours_of``."""
+    bands, formats = len(GEMMS), list(colours)
     table = np.full((len(grid.kinds) * bands, grid.blocks), np.nan)
     for name, (row, block) in grid.cells.items():
         for band, gemm in enumerate(GEMMS):
             table[row * bands + band, block] = formats.index(getattr(plan.linears[name], gemm))
-    axes.imshow(table, aspect="auto", interpolation="nearest", vmin=-0.5, vmax=len(formats) - 0.5)
+    axes.imshow(
+        table,
+        cmap=ListedColormap(list(colours.values())),
+        aspect="auto",
+        interpolation="nearest",
+        vmin=-0.5,
+        vmax=len(formats) - 0.5,
+    )
     axes.set_title(f"iteration {plan.iteration}: {plan.achieved:.1%} FP4", loc="left", fontsize=10, color=_INK)
     axes.set_yticks([row * bands + (bands - 1) / 2 for row in range(len(grid.kinds))], grid.kinds, fontsize=9)
     step = 1 if grid.blocks <= 12 else 2 if grid.blocks <= 24 else 5 if grid.blocks <= 48 else 10

@@ -42,6 +42,16 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         runtime.start("auto", 1.0)
 
 
+def test_a_process_that_sees_one_gpu_alone_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match="local rank 3 has no GPU: 1 are here"):
+        runtime._gpu_of(3, "nccl", "auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 sets it
+    assert runtime._gpu_of(3, "nccl", "auto") == 0
+
+
 def test_device_and_backend_are_two_options(monkeypatch):
     def resolved(gpus: bool) -> list[tuple[str, str]]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
@@ -18,6 +19,14 @@ from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES
 from tools.analyse import Sensitivity, parse_own, plans_of, tokenised, warn_of_repeats, weights_of, write
+
+
+def test_what_json_has_no_word_for_is_null():
+    found = Sensitivity(["a", "b"], ["fp4"], np.array([[0.5], [np.inf]]), np.full((2, 1), np.nan)).to_dict()
+    assert found == {
+        "a": {"fp4": {"mean": 0.5, "standard_error": None}},
+        "b": {"fp4": dict.fromkeys(found["b"]["fp4"])},
+    }
 
 
 @pytest.mark.parametrize(("batches", "said"), [(4, ""), (5, "has 1,024 tokens and 5 batches of 2 x 128 take 1,280")])

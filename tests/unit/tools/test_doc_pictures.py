@@ -16,8 +16,7 @@ def test_all_pictures_of_a_run_are_drawn(finished_run: Path, tmp_path: Path) -> 
     assert spec and spec.loader
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
-    (statistics,) = (finished_run / "stats").iterdir()
-    pictures.draw(statistics, tmp_path)
+    pictures.draw(finished_run, tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (ROOT / "docs/images").glob("snip_*.png")}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
