@@ -20,7 +20,7 @@ from megatron_snip.quant.cast import (
     resolve,
     swiglu_product,
 )
-from megatron_snip.quant.kernels import op
+from megatron_snip.quant.kernels import op, triton_cast
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 from megatron_snip.quant.rounding import RoundingKey
 
@@ -53,7 +53,8 @@ def cast(
         transformed, scaled = transformed or form.transformed, scaled or form.scaled
     if not transformed and not scaled:
         return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
-    x = x if up is None else swiglu_product(x, up)
+    if up is not None and (transformed or not triton_cast.takes_product(x, up)):
+        x, up = swiglu_product(x, up), None
     if dtype is not None and (transformed or not op.rounds(x)):
         x, dtype = x.to(dtype), None
     if transformed:
@@ -61,9 +62,9 @@ def cast(
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
     if amax is None and scaled:
-        amax = op.finite_amax(x, dtype)
+        amax = op.finite_amax(x, dtype, up)
         amax = amax if reduce_amax is None else reduce_amax(amax)
-    return op.cast(x, forms, outputs, amax, dtype=dtype, count=count)
+    return op.cast(x, forms, outputs, amax, dtype=dtype, count=count, up=up)
 
 
 def _cast_with_transform(

@@ -159,6 +159,7 @@ def elementwise(*, rehearse: bool) -> list[str]:
         "its largest magnitude": finite_amax(hadamard(whole)),
         "the Hadamard transform with edges": hadamard(ragged),
         "its largest magnitude with edges": finite_amax(hadamard(ragged)),
+        "the largest magnitude of SwiGLU's product": finite_amax(swiglu_product(gate, up)),
     }
     try:
         with _on_the_cpu() if rehearse else nullcontext():
@@ -167,6 +168,7 @@ def elementwise(*, rehearse: bool) -> list[str]:
                 *(rotary.launch(x, cos, sin, back=back) for back in (False, True)),
                 *triton_cast.hadamard(whole),
                 *triton_cast.hadamard(ragged),
+                triton_cast.finite_amax(gate, up=up),
             )
     except Exception as error:
         return [f"elementwise kernels: {''.join(traceback.format_exception_only(error)).strip()}"]

@@ -73,12 +73,15 @@ def rounds(x: Tensor) -> bool:
     return triton_cast.takes_amax(x)
 
 
-def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar."""
+def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
+    """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar.
+
+    up: of x's shape, for which ``triton_cast.takes_product``; ``swiglu_product(x, up)`` is looked at, and not stored.
+    """
     if rounds(x):
-        return triton_cast.finite_amax(x, dtype)
+        return triton_cast.finite_amax(x, dtype, up)
     x = x if dtype is None else x.to(dtype)
-    return torch.ops.megatron_snip.finite_amax(x.detach()) if _traced(x) else _finite_amax_now(x)
+    return torch.ops.megatron_snip.finite_amax(x.detach(), up) if _traced(x) else _finite_amax_now(x, up)
 
 
 def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -134,12 +137,11 @@ def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     return quantized.dequantize(dtype)
 
 
-def _finite_amax_now(x: Tensor) -> Tensor:
-    if cpu.reads(x):
-        return cpu.finite_amax(x)
+def _finite_amax_now(x: Tensor, up: Tensor | None = None) -> Tensor:
     if triton_cast.takes_amax(x):  # of an operator's call
-        return triton_cast.finite_amax(x)
-    return specification.finite_amax(x)
+        return triton_cast.finite_amax(x, up=up)
+    x = x if up is None else swiglu_product(x, up)
+    return cpu.finite_amax(x) if cpu.reads(x) else specification.finite_amax(x)
 
 
 # --- Forms as integers
@@ -209,12 +211,12 @@ def _(
 
 
 @torch.library.custom_op("megatron_snip::finite_amax", mutates_args=())
-def _finite_amax_op(x: Tensor) -> Tensor:
-    return _finite_amax_now(x)
+def _finite_amax_op(x: Tensor, up: Tensor | None = None) -> Tensor:
+    return _finite_amax_now(x, up)
 
 
 @_finite_amax_op.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, up: Tensor | None = None) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 

@@ -265,18 +265,19 @@ def takes_amax(x: Tensor) -> bool:
     return on_nvidia(x)
 
 
-def finite_amax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read.
+def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
+    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read, or with ``up``
+    of SwiGLU's product that ``takes_product`` has accepted.
 
     It is one launch, and does not wait for the device.
     """
     from megatron_snip.quant.kernels import triton_kernels
 
-    x = _readable(x, dtype).contiguous()
+    x, up = _readable(x, dtype).contiguous(), None if up is None else up.contiguous()
     out, state = torch.empty((), device=x.device), _atomic_state(x.device)
     with torch.cuda.device_of(x):
         triton_kernels.amax_kernel[(-(-x.numel() // _AMAX_SIZE),)](
-            x, out, state, x.numel(), _AMAX_SIZE, dtype not in (None, x.dtype), num_warps=_AMAX_WARPS, **OPTIONS
+            x, up, out, state, x.numel(), _AMAX_SIZE, dtype not in (None, x.dtype), num_warps=_AMAX_WARPS, **OPTIONS
         )
     return out
 

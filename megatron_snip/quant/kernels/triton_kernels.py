@@ -23,6 +23,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     round_nearest,
     round_stochastic,
     silu,
+    swiglu,
     tensor_scales,
     tile,
     to_bfloat16,
@@ -317,18 +318,18 @@ def _store_largest(out, state, sizes):
 
 
 @triton.jit
-def amax_kernel(x, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+def amax_kernel(x, up, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
     """Write the largest finite magnitude of x [count], SIZE elements a program, to out; ROUNDED: to bfloat16 first.
 
-    state: int32 [2], 0 before and after: the bits of the largest yet, and how many programs have added theirs.  The
-    last one writes.
+    up: [count] or None: of silu(x) * up, both bf16.  state: int32 [2], 0 before and after: the bits of the largest yet,
+    and how many programs have added theirs.  The last one writes.
     """
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    at = start + tl.arange(0, SIZE)
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     values = tl.load(x + at, mask=at < count, other=0.0)
-    if ROUNDED:
-        values = values.to(tl.bfloat16)
-    sizes = bits_of(values.to(tl.float32)) & MAGNITUDE
+    values = (values.to(tl.bfloat16) if ROUNDED else values).to(tl.float32)
+    if up is not None:
+        values = swiglu(values, tl.load(up + at, mask=at < count, other=0.0).to(tl.float32))
+    sizes = bits_of(values) & MAGNITUDE
     _store_largest(out, state, tl.where(sizes < INFINITY, sizes, 0))
 
 

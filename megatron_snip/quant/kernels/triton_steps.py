@@ -107,6 +107,12 @@ def silu(x):
 
 
 @triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up of bfloat16 numbers, each rounded to one: float32 [...]."""
+    return to_bfloat16(silu(gate) * up)
+
+
+@triton.jit
 def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
     """A chunk [ROWS, COLS] from (row, col) of what is cast, float32, 0 outside.
 
@@ -120,7 +126,7 @@ def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, H
     chunk = chunk.to(tl.float32)
     if up is not None:
         factor = tl.load(tile(up, row, col, up_stride, 1, ROWS, COLS), mask=mask, other=None if HOW.even else 0.0)
-        chunk = to_bfloat16(silu(chunk) * factor.to(tl.float32))
+        chunk = swiglu(chunk, factor.to(tl.float32))
     return chunk
 
 

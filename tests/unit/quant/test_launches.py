@@ -146,5 +146,8 @@ def test_swiglus_product_is_made_by_the_cast_that_reads_it(monkeypatch):
     names = step("fp8", torch.float32, True, monkeypatch, product=True)
     assert names == ["cast_kernel"] * 2 + [names[2]] + ["cast_kernel"] + names[4:6] + ["swiglu_backward_kernel"]
     assert all("scaled_mm" in name for name in (names[2], *names[4:6]))
+    scaled = step("nvfp4", torch.float32, True, monkeypatch, product=True)  # its largest magnitude needs it, too
+    expected = {"amax_kernel": 3, "cast_kernel": 3, "_scaled_mm_v2": 3, "swiglu_backward_kernel": 1}
+    assert {name: scaled.count(name) for name in set(scaled)} == expected
     plain = step("fp8/fp8/bf16", torch.float32, True, monkeypatch, product=True)
     assert plain.count("silu") == plain.count("mul") == plain.count("swiglu_backward_kernel") == 1

@@ -361,6 +361,16 @@ def largest() -> Iterator[str]:
     for x in (operands((35, 40), torch.float32)[0], torch.tensor([[torch.finfo(torch.float32).max, 1.001]])):
         if not torch.equal(triton_cast.finite_amax(x, torch.bfloat16), finite_amax(x.bfloat16())):
             yield f"finite_amax of float32 {list(x.shape)} in bfloat16"
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    pairs = operands((130, 259), torch.bfloat16)
+    for gate, up in (
+        (every, every.flip(0)),
+        (pairs[0], pairs[1]),
+        (every[:3], every[5:8] * 0),
+        (-every[60:64], every[:4]),
+    ):
+        if not torch.equal(triton_cast.finite_amax(gate, up=up), finite_amax(swiglu_product(gate, up))):
+            yield f"finite_amax of SwiGLU's product {list(gate.shape)}"
 
 
 def main() -> int:

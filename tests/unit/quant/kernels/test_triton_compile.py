@@ -172,7 +172,8 @@ def test_swiglu_fuses_what_torch_does(compiled):
     x = torch.ones(4096, dtype=torch.bfloat16)
     gradients = compiled("swiglu_backward_kernel", HOPPER, lambda: triton_cast.swiglu_backward(x, x, x))
     product = compiled("cast_kernel", HOPPER, LAUNCHES["mxfp8 input of SwiGLU, two of codes"])
-    assert fused(product.asm["ptx"]) == 3 and fused(gradients.asm["ptx"]) == 4
+    largest = compiled("amax_kernel", HOPPER, lambda: triton_cast.finite_amax(x, up=x))
+    assert fused(product.asm["ptx"]) == fused(largest.asm["ptx"]) == 3 and fused(gradients.asm["ptx"]) == 4
     assert set(re.findall(r"ld\.global[.\w:]*", gradients.asm["ptx"])) == {"ld.global.v4.b32"}
     made = resources(gradients)
     assert made.spills == 0 and made.warps_an_sm >= 32
