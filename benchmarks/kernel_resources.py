@@ -147,6 +147,7 @@ LAUNCHES = {
     "fp4 input of SwiGLU, two operands": _both("fp4", "input", "operand", product=True),
     "mxfp8 input of SwiGLU, two of codes": _both("mxfp8", "input", "codes", product=True),
     "mxfp8 input of SwiGLU, two swizzled": _both("mxfp8", "input", "swizzled", product=True),
+    "nvfp4 input of SwiGLU, two swizzled": _both("nvfp4", "input", "swizzled", product=True),
     "mxfp8 input, two of codes": _both("mxfp8", "input", "codes"),
     "mxfp8 input, two swizzled": _both("mxfp8", "input", "swizzled"),
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),

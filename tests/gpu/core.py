@@ -95,7 +95,8 @@ def _each() -> Iterator[Case]:
     for fmt, ragged in itertools.product(FORMATS[:2], (False, True)):
         pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
         yield Case(pair, ("operand", "operand"), ragged=ragged, product=True)
-    yield Case((_form("mxfp8", "input", 1), _form("mxfp8", "input", 0)), ("codes", "codes"), product=True)
+    for fmt in ("mxfp8", "nvfp4"):
+        yield Case((_form(fmt, "input", 1), _form(fmt, "input", 0)), ("codes", "codes"), product=True)
     for fmt in SWIZZLED:
         for role, key, ragged in (("input", None, True), ("grad_output", KEY, False), ("weight", None, True)):
             pair = (_form(fmt, role, 1, key), _form(fmt, role, 0, key))

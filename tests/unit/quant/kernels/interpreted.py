@@ -224,6 +224,8 @@ def products() -> Iterator[Case]:
         gate, up = (operands(shape, torch.bfloat16)[1] for _ in range(2))
         forms = [plain(name, "input", dim, key) for dim in (1, 0)]
         yield Case(gate, forms, ["operand", "operand"], fp8=True, count=False, up=up.flip(0))
+    gate, up = (operands((35, 136), torch.bfloat16)[1] for _ in range(2))
+    yield Case(gate, [plain("nvfp4", "input", dim) for dim in (1, 0)], ["swizzled", "codes"], fp8=True, up=up.flip(0))
     wide = operands((70, 300), torch.bfloat16)[1]
     rows = Rows(32, 128, 32, 64)
     forms = [plain("mxfp4", "input", 1, RoundingKey(7, 3, 9, 5, 3, rows=rows)), plain("mxfp4", "weight", 0)]
@@ -267,14 +269,14 @@ def filled(*args: Any, **kwargs: Any) -> Cast:
 
 def cast_differences(case: Case) -> list[str]:
     """How the kernel differs from the specification."""
-    amax = finite_amax(case.x)
+    x = case.x if case.dtype is None else case.x.to(case.dtype)
+    x = x if case.up is None else swiglu_product(x, case.up)
+    amax = finite_amax(x)
     with (
         mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8),
         mock.patch.object(triton_cast, "allocate", filled),
     ):
         made = triton_cast.cast(case.x, case.forms, case.outputs, amax, case.dtype, case.count, case.up)
-    x = case.x if case.dtype is None else case.x.to(case.dtype)
-    x = x if case.up is None else swiglu_product(x, case.up)
     found = differences(made, cast_reference(x, case.forms, case.outputs, amax, case.count), case.outputs)
     forms = [f"{form.fmt.name} {form.role} {form.dim}" for form in case.forms]
     return [f"{forms} {case.outputs} {case.x.dtype} {list(case.x.shape)} fp8 {case.fp8}: {what}" for what in found]
