@@ -129,6 +129,9 @@ def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
     outputs: list[Output] = ["operand", "operand"]
     yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, outputs, up=up)
     yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms, outputs)
+    scaled, halves = [Form(get_format("nvfp4"), "input", dim) for dim in (1, 0)], list[Output](["swizzled", "swizzled"])
+    yield "nvfp4 SwiGLU's product, two launches", 9.0, lambda: cast(x, scaled, halves, up=up)
+    yield "nvfp4 SwiGLU's product in four launches", 15.0, lambda: cast(swiglu_product(x, up), scaled, halves)
     yield "SwiGLU's gradients, one launch", 10.0, lambda: swiglu_gradients(up, x, up, True, True)
     yield "SwiGLU's gradients in four launches", 22.0, lambda: (
         torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)

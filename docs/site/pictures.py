@@ -139,9 +139,8 @@ def run_with_plans(path: Path, run: Run) -> None:
     axes.set_ylim(low - 0.05 * (high - low), high)
     for plan in run.plans:
         axes.axvline(plan.iteration, color=FP4, linestyle="--", linewidth=1)
-        axes.text(
-            plan.iteration, high, f" new plan: {plan.achieved:.0%} FP4", color=FP4, rotation=90, va="top", ha="left"
-        )
+        words, beside = f"new plan: {plan.achieved:.0%} FP4", {"xytext": (3, 0), "textcoords": "offset points"}
+        axes.annotate(words, (plan.iteration, high), color=FP4, fontsize=9, rotation=90, va="top", **beside)
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats a token)")
     axes.legend(frameon=False, loc="lower left")
