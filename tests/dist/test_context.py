@@ -97,7 +97,8 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(case, checkpoint):
         assert not farther(distances_by_name(result["stats"], expected["stats"]), 1e-5)
 
 
-@pytest.mark.parametrize("case", ["cp2", pytest.param("tp2 x cp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["cp2", "tp2 x cp2"])
 def test_a_compiled_block_has_one_graph_and_the_bits_of_the_eager_one(case):
     world, options = CASES[case]
     options = {**LONG, **options, "recompute_granularity": "none"}

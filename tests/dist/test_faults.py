@@ -119,6 +119,7 @@ def leaves_at_ctrl_c(process: subprocess.Popen, agent: list[str] | None, run: Pa
     assert "Ctrl-C: the run saves and leaves" in (run.parent / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_restart_continues_bit_for_bit(undisturbed, tmp_path):
     """Rank 1 is killed before the first checkpoint, and again after it; Ctrl-C ends the run."""
     run, launch = tmp_path / "run", [*ONE_NODE, "--max-restarts=3"]
