@@ -35,7 +35,9 @@ def test_collectives_and_peaks_are_those_of_a_run() -> None:
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow, id="plain"), pytest.param(1, id="interleaved")])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(None, marks=pytest.mark.slow, id="plain"), pytest.param(1, id="interleaved")]
+)
 def test_microbatches_that_are_left_out_change_nothing(chunk: int | None) -> None:
     """Nor do they take memory: a pipeline holds what is under way, and of the whole batch its tokens alone."""
     options = {
