@@ -18,6 +18,7 @@ from megatron_snip.model.rotary import rotate
 from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, triangles
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import StepContext
+from megatron_snip.quant.matmul import float32_is_faster
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -31,6 +32,8 @@ class Attention(nn.Module):
         self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
         self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
         self.triangles = triangles(self.pieces, build.device)
+        # asked here, because compilers cannot trace how
+        self.in_float32 = float32_is_faster(torch.empty(0, dtype=build.dtype, device=build.device))
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
         )
@@ -63,13 +66,19 @@ class Attention(nn.Module):
             q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
-        k = rotate(k, cos, sin)
+        k, dtype = rotate(k, cos, sin), q.dtype
+        parts = [
+            rotate(part, cos[..., piece, :], sin[..., piece, :])
+            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+        ]
+        if self.in_float32 and not wide:
+            k, v, parts = k.float(), v.float(), [part.float() for part in parts]
         ys = [
-            causal_attention(rotate(part, cos[..., piece, :], sin[..., piece, :]), k, v, piece.start, triangle, mask)
-            for part, piece, triangle in zip(q.chunk(len(self.pieces), dim=2), self.pieces, self.triangles, strict=True)
+            causal_attention(part, k, v, piece.start, triangle, mask)
+            for part, piece, triangle in zip(parts, self.pieces, self.triangles, strict=True)
         ]
         y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
-        return y.float() if wide else y
+        return y.float() if wide else y.to(dtype)
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
