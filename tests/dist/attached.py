@@ -41,6 +41,9 @@ def beside_the_trainer(options: dict[str, Any]) -> dict[str, Any]:
     config, parts = make({**SMALL, **options, "snip_start": 1})
     batch = parts.train_loader.make(0)
     parts.train_loader.close()
+    for stage in parts.stages.values():
+        for block in stage.blocks().values():
+            block.self_attn.in_float32 = False  # as transformers' model attends on any CPU
     m, spec = config.model, spec_of(config.model)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(m.model_name, **hf_config(m, tied=False)))
     theirs.load_state_dict({spec.hf_name(name): p.detach() for name, p in parts.optimizer.parameters.items()})

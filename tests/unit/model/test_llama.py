@@ -8,8 +8,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_snip.config import ModelConfig
+from megatron_snip.model.attention import Attention
 from megatron_snip.model.build import Build, RMSNorm
 from megatron_snip.model.initial import draw_weights, fill_normal
 from megatron_snip.model.llama import LLAMA, LlamaStage, build_stages
@@ -17,7 +19,7 @@ from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import KINDS, LinearPrecision, StepContext, operands
+from megatron_snip.quant import KINDS, LinearPrecision, StepContext, matmul, operands
 from megatron_snip.quant.dispatch import cast
 
 MODEL = ModelConfig(
@@ -107,6 +109,24 @@ def test_tags(make):
     stage.norm.extra = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(AssertionError, match=r"norm.extra has no tags; make it by add_parameter"):
         tags_of(stage)
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_attention_is_computed_in_float32_where_bf16_is_slow(lone_mesh, monkeypatch, lacks):
+    """On CPUs without instructions for BF16, and rounded once; elsewhere it is torch's in bf16."""
+    monkeypatch.setattr(matmul, "_lacks_bf16", lambda: lacks)
+    build = Build(MODEL, lone_mesh, Region(lone_mesh.tp, False), 1, torch.bfloat16, torch.device("cpu"))
+    attention = Attention(build, "layers.0.self_attn")
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 128, width, generator=generator).bfloat16() for width in (128, 64, 64))
+    cos, sin = rotary_tables(MODEL, torch.bfloat16, torch.device("cpu"))
+    made = attention.attend(q, k, v, cos, sin)
+    q, k, v = (x.unflatten(-1, (-1, 32)).transpose(1, 2) for x in (q, k, v))
+    operands_ = (
+        x.to(torch.float32 if lacks else torch.bfloat16) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+    )
+    expected = F.scaled_dot_product_attention(*operands_, is_causal=True, enable_gqa=True)
+    assert made.dtype == torch.bfloat16 and torch.equal(made, expected.bfloat16().transpose(1, 2).flatten(2))
 
 
 def test_initial_weights(make):
