@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -144,14 +145,19 @@ def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
         yield f"{words} in {count} launches", 20.0 + 4.0 * back, partial(plain, heads, cos, sin)
 
 
+def as_a_gpu_rounds(contact: Contact) -> AbstractContextManager[None]:
+    """Inside, a rehearsal's interpreter rounds as a GPU's instructions do."""
+    if not contact.rehearse:
+        return nullcontext()
+    from tests.unit.quant.kernels.instructions import as_instructions_round
+
+    return as_instructions_round()
+
+
 def tilings(contact: Contact) -> Table:
     """Every number of rows and warps a program, for the launches of kernel_resources.py: what TILINGS should say."""
-    if contact.rehearse:
-        from tests.unit.quant.kernels.interpreted import as_instructions_round
-
-        with as_instructions_round():
-            return _tilings(contact)
-    return _tilings(contact)
+    with as_a_gpu_rounds(contact):
+        return _tilings(contact)
 
 
 def _tilings(contact: Contact) -> Table:
@@ -172,15 +178,14 @@ def _tilings(contact: Contact) -> Table:
         kernels = {}
         for tiling in sweep(launch):
             case = partial(_tiled, source, up, launch, amax, tiling)
-            kernels[f"{tiling.chunk} x {tiling.warps}"] = _compiled(case)
-            cases[f"{tiling.chunk} x {tiling.warps}"] = case
+            kernels[str(tiling)] = _compiled(case)
+            cases[str(tiling)] = case
         seconds = _times(contact, cases)
         moved = source.element_size() * (1 + launch.product) + _written(launch.forms, launch.outputs[0])
         best = min(kernels, key=lambda words: seconds[words])
-        now = "{} x {}".format(*launch.tiling)
         for words, kernel in kernels.items():
             share = moved / 4 * seconds["copy"] / seconds[words]
-            marks = f"{' *' if words == now else ''}{' best' if words == best else ''}"
+            marks = f"{' *' if words == str(launch.tiling) else ''}{' best' if words == best else ''}"
             used = [str(getattr(kernel, field, "-")) for field in ("n_regs", "n_spills")]
             table.rows.append((name, words + marks, *used, f"{seconds[words] * 1e3:.3f}", f"{share:.2f}"))
         contact.keep(table)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from gpu import Contact, Table, runs
+from gpu_casts import as_a_gpu_rounds
 from harness import Case, interleaved, live_peak
 from torch import Tensor
 
@@ -121,7 +122,8 @@ def linears(contact: Contact) -> Table:
         cases = {name: case for name, case in cases.items() if runs(name, case, table.bad)}
         _measure(contact, table, f"{k} -> {n}", cases, graphs=set(cases))
         contact.keep(table)
-    table.bad += _repeated(contact)
+    with as_a_gpu_rounds(contact):
+        table.bad += _repeated(contact)
     if not contact.rehearse and contact.left() > 40:  # compiling them takes long
         k, n = shapes[-1]
         plain = {"plain BF16": _plain(*operands[-1])}

@@ -39,7 +39,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
 from megatron_snip.quant.cast import Form
-from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.kernels import triton_cast, triton_launches
 from megatron_snip.train.setup import build, check
 
 LINEARS, SIDE, PRECISIONS = 16, 16, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
@@ -129,7 +129,7 @@ def _no_launches() -> Iterator[None]:
     nothing = type("Nothing", (), {"__getitem__": lambda self, grid: lambda *args, **options: None})()
     with (
         mock.patch.object(triton_kernels, "cast_kernel", nothing),
-        mock.patch.object(triton_cast, "_converts_fp8", lambda device: True),
+        mock.patch.object(triton_cast, "_converts", lambda device: triton_launches.FP8),
     ):
         yield
 

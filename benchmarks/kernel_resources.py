@@ -6,7 +6,8 @@
 Each kernel goes through triton's own launch up to the machine code for the device, which triton's cuobjdump and
 nvdisasm then read.  Rows are the casts that a linear launches under ``scaled_mm``, and values as ``emulated`` takes
 them.  "Warps an SM" is what registers and shared memory leave room for, of 64.  Spills are instructions that store
-registers to local memory or load them from there.
+registers to local memory or load them from there.  Instructions and bytes an element are those that a thread issues and
+loads on its way through the code when all numbers are finite: a loop counts as often as it is passed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
-from megatron_snip.quant.kernels.triton_launches import Tiling
+from megatron_snip.quant.kernels.triton_launches import FP8, FP8_AND_FP4, Tiling
 
 HOPPER, BLACKWELL = 90, 100
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+_SIZES = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}  # of what an instruction loads, in bytes
 # Of an SM of either: 32-bit registers, those a warp is given at a time, bytes of shared memory and those a block takes.
 _REGISTERS, _UNIT, _SHARED, _RESERVED, _MAX_WARPS = 65536, 256, 233472, 1024, 64
 
@@ -62,10 +64,10 @@ class _Compiled:
 
 def compile_ahead(name: str, capability: int, call: Callable[[], object], module: ModuleType = triton_kernels) -> Any:
     """The one kernel of that name that ``call`` would have launched on a device of the capability."""
-    kernel = _Compiled(getattr(module, name))
+    kernel, converts = _Compiled(getattr(module, name)), FP8_AND_FP4 if capability >= BLACKWELL else FP8
     with (
         mock.patch.object(module, name, kernel),
-        mock.patch.object(triton_cast, "_converts_fp8", lambda device: True),
+        mock.patch.object(triton_cast, "_converts", lambda device: converts),
     ):
         driver.set_active(_no_device(capability))
         try:
@@ -83,26 +85,81 @@ class Resources(NamedTuple):
     spills: int
     shared: int
     warps_an_sm: int
-    instructions: int
+
+
+def _read(compiled: Any, tool: str, option: str) -> str:
+    """What a tool says of a compiled kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([_BINARIES / tool, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def resources(compiled: Any) -> Resources:
     """What a compiled kernel needs."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage, code = (
-            subprocess.run([_BINARIES / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+    usage = _read(compiled, "cuobjdump", "-res-usage")
     match = re.search(r"REG:(\d+)", usage)
     assert match is not None, usage
-    operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9]+)", code, re.M)
     registers, warps, shared = int(match[1]), compiled.metadata.num_warps, compiled.metadata.shared
     a_warp = -(-registers * 32 // _UNIT) * _UNIT
     blocks = min(_REGISTERS // a_warp // warps, _SHARED // (shared + _RESERVED), _MAX_WARPS // warps)
-    spills = sum(operation in ("LDL", "STL") for operation in operations)
-    return Resources(registers, spills, shared, blocks * warps, len(operations))
+    spills = sum(one.name.split(".")[0] in ("LDL", "STL") for one in _instructions(compiled))
+    return Resources(registers, spills, shared, blocks * warps)
+
+
+class _Instruction(NamedTuple):
+    """guarded: whether a predicate decides if it does anything.  target: the place of that to which it branches."""
+
+    name: str
+    guarded: bool
+    target: int | None
+
+
+_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@\S+\s+)?([A-Z0-9_.]+)([^;]*)")
+
+
+def _instructions(compiled: Any) -> list[_Instruction]:
+    """The machine code of a kernel, in order."""
+    labels: dict[str, int] = {}
+    lines: list[tuple[str, bool, str]] = []
+    for line in _read(compiled, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif match := _LINE.match(line):
+            lines.append((match[2], match[1] is not None, match[3]))
+    made = []
+    for name, guarded, operands in lines:
+        label = re.search(r"\.L_x_\d+", operands) if name.startswith("BRA") else None
+        made.append(_Instruction(name, guarded, None if label is None else labels[label[0]]))
+    return made
+
+
+def issued(compiled: Any, passes: int) -> tuple[int, int]:
+    """Instructions that a thread issues, and bytes that it loads from global memory.
+
+    Loops are passed so often.  A branch ahead is taken: it skips what is for NaN and infinities alone, and the slow way
+    of a division.
+    """
+    code, place, count, loaded = _instructions(compiled), 0, 0, 0
+    back: dict[int, int] = {}  # passes that end with a branch back
+    while True:
+        one = code[place]
+        count += 1
+        if one.name.startswith("LDG"):
+            loaded += next((size for suffix, size in _SIZES.items() if suffix in one.name), 4)
+        if one.name.startswith("EXIT"):
+            following = next((i for i in range(place, len(code)) if code[i].target is not None), None)
+            if not one.guarded or following is None or back.get(following, 0) + 1 >= passes:
+                return count, loaded
+        if one.target is not None and one.target > place:
+            place = one.target
+        elif one.target is not None and back.get(place, 0) + 1 < passes:
+            back[place] = back.get(place, 0) + 1
+            place = one.target
+        else:
+            back.pop(place, None)
+            place += 1
 
 
 class Launch(NamedTuple):
@@ -157,6 +214,8 @@ LAUNCHES = {
     "nvfp4 grad_output, stochastic, two swizzled": _both("nvfp4", "grad_output", "swizzled", _KEY),
 }
 SWEEP = [Tiling(chunk, warps) for chunk in (16, 32) for warps in (4, 8)]
+#: Of blocks of 16, which programs of more rows have in several chunks.
+SWEEP_OF_16 = [*(Tiling(16, warps, rows) for warps in (4, 8) for rows in (16, 64)), Tiling(32, 4)]
 
 
 def devices(launch: Launch) -> tuple[int, ...]:
@@ -165,9 +224,26 @@ def devices(launch: Launch) -> tuple[int, ...]:
 
 
 def sweep(launch: Launch) -> list[Tiling]:
-    """The tilings to try: SWEEP, and for a product that of a whole block at once."""
+    """The tilings to try: SWEEP or SWEEP_OF_16, and for a product that of a whole block at once."""
     launched = launch.tiling
-    return SWEEP if launched in SWEEP else [*SWEEP, launched]
+    tilings = SWEEP_OF_16 if max(max(form.block) for form in launch.forms) == 16 else SWEEP
+    return tilings if launched in tilings else [*tilings, launched]
+
+
+class Work(NamedTuple):
+    """Of a kernel, per element: instructions that a thread issues, and bytes that it loads."""
+
+    issued: float
+    loaded: float
+
+
+def work(compiled: Any, launch: Launch, tiling: Tiling) -> Work:
+    """What a compiled launch does in a tiling."""
+    kinds = tuple(map(triton_launches.Kind.of, launch.forms, launch.outputs))
+    with in_tiling(tiling):
+        (whole,) = triton_cast.launches(kinds, launch.product, ())
+    elements = whole.rows * triton_launches.COLS / (32 * tiling.warps)
+    return Work(*(each / elements for each in issued(compiled, whole.rows // tiling.chunk)))
 
 
 def compile_tiled(capability: int, launch: Launch, tiling: Tiling | None = None) -> Any:
@@ -203,21 +279,24 @@ def main() -> None:
                 continue
             launched = launch.tiling
             for tiling in sweep(launch) if args.sweep else [launched]:
-                made = resources(compile_tiled(capability, launch, tiling))
-                each = round(made.instructions * 32 * tiling.warps / (tiling.chunk * triton_launches.COLS))
-                told = f"{tiling.chunk} x {tiling.warps}{' *' if tiling == launched else ''}"
-                rows.append([f"sm_{capability}a", name, told, *map(str, made), str(each)])
-                results.append({"device": f"sm_{capability}a", "launch": name, **tiling._asdict(), **made._asdict()})
+                compiled = compile_tiled(capability, launch, tiling)
+                needed, done = resources(compiled), work(compiled, launch, tiling)
+                told = f"{tiling}{' *' if tiling == launched else ''}"
+                counts = [f"{done.issued:.1f}", f"{done.loaded:.1f}"]
+                rows.append([f"sm_{capability}a", name, told, *map(str, needed), *counts])
+                made = {**tiling._asdict(), **needed._asdict(), **done._asdict()}
+                results.append({"device": f"sm_{capability}a", "launch": name, **made})
     about = machine("cpu")
     columns = (
         "device",
         "launch",
         "rows x warps",
         *(field.replace("_", " ") for field in Resources._fields),
-        "an element",
+        "issued an element",
+        "bytes loaded",
     )
     print(report("Triton casts, compiled ahead of time", columns, rows, about))
-    print("* is what is launched; instructions an element: by the rows that a thread has at once")
+    print("* is what is launched")
     save(args.json, about, results)
 
 

@@ -135,7 +135,7 @@ def run(number: int, *, rehearse: bool) -> str:
 
 
 def _on_the_cpu() -> AbstractContextManager[None]:
-    from tests.unit.quant.kernels.interpreted import as_instructions_round
+    from tests.unit.quant.kernels.instructions import as_instructions_round
 
     return as_instructions_round()
 

@@ -105,7 +105,8 @@ def test_the_conversion_instructions_round_every_tie(fmt):
 
 
 def test_draws_that_equal_the_distance():
-    check(draw_ties(KEY).cuda(), [plain("fp4", "input", 1, KEY)], ["values"], draw_ties(KEY))
+    for x in (draw_ties(KEY), draw_ties(KEY, above=True)):
+        check(x.cuda(), [plain("fp4", "input", 1, KEY)], ["values"], x)
 
 
 def test_scales_on_ties():

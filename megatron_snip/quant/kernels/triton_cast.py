@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_snip.formats import Element
 from megatron_snip.quant.cast import OPERANDS, Cast, Form, Output, Quantized, allocate
 from megatron_snip.quant.hadamard import LENGTH, SIGNS
-from megatron_snip.quant.kernels.triton_launches import ANY, COLS, MAX_BLOCK, Kind, Launch, launches
+from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
     from megatron_snip.quant.rounding import RoundingKey, Rows
@@ -37,7 +38,7 @@ _PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
 _HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # groups of 16 rows, and columns
 
 
-_MIN_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
+_MIN_CAPABILITY, _FP8_CAPABILITY, _FP4_CAPABILITY = (8, 0), (8, 9), (10, 0)
 
 #: Of every launch: no fused multiply-add, and subnormal numbers are kept.
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -114,7 +115,7 @@ def cast(
         if made.saturated is not None:
             made.saturated.zero_()
     rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms, outputs))
-    for launch in launches(kinds, up is not None, _converts_fp8(x.device)):
+    for launch in launches(kinds, up is not None, _converts(x.device)):
         written = casts[launch.forms]
         _launch(launch, x, up, forms[launch.forms], written, amax, rounded)
         if count and launch.twins:
@@ -155,16 +156,18 @@ def _launch(
         arguments += (None, None, None, None, 0, 0, *_random(None, x.device))
     even = rows % launch.covered == 0 and cols % COLS == 0
     grid = (-(-rows // launch.covered) * (launch.covered // launch.rows) * -(-cols // COLS),)
-    how, (chunk, warps) = triton_steps.How(even, rounded), launch.tiling
+    chunk, warps = launch.tiling.chunk, launch.tiling.warps
+    how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS))
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
             *arguments, *launch.specs, launch.rows, COLS, chunk, how, num_warps=warps, **OPTIONS
         )
 
 
-def _converts_fp8(device: torch.device) -> bool:
-    """Whether the device has instructions that convert float32 to FP8."""
-    return device.type == "cuda" and _capability(device) >= _FP8_CAPABILITY
+def _converts(device: torch.device) -> tuple[Element, ...]:
+    """The elements to which the device has instructions that convert float32."""
+    capability = _capability(device) if device.type == "cuda" else (0, 0)
+    return FP8_AND_FP4 if capability >= _FP4_CAPABILITY else FP8 if capability >= _FP8_CAPABILITY else ()
 
 
 @cache

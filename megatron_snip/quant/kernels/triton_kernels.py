@@ -14,15 +14,19 @@ from megatron_snip.quant.kernels.triton_steps import (
     INFINITY,
     MAGNITUDE,
     bits_of,
+    block_amax,
     block_scales,
-    draws_of,
     encode_nearest,
     exponential,
     float_of,
+    increments_of,
+    magnitudes,
+    no_sizes,
     read,
     round_nearest,
     round_stochastic,
     silu,
+    sizes_of,
     swiglu,
     tensor_scales,
     tile,
@@ -34,7 +38,9 @@ from megatron_snip.quant.kernels.triton_stores import count_saturated, store_cod
 
 @triton.jit
 def _codes(y, q, size, negative, F: tl.constexpr):
-    """Codes with sign of a rounded tile: uint8 [R, C]; NaN gives anything.  q [R, C]: the rounded magnitudes."""
+    """Codes with sign of a rounded tile: uint8 [R, C], or what ``store_codes`` converts to pairs of codes; NaN gives
+    anything.  q [R, C]: the rounded magnitudes.
+    """
     CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
     if F.direct:
         rounded = y
@@ -44,6 +50,8 @@ def _codes(y, q, size, negative, F: tl.constexpr):
         codes = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif F.hardware == "e5m2":
         codes = rounded.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    elif F.hardware == "e2m1":
+        codes = rounded
     else:
         if F.phase >= 0 or CARRIED:
             size = q
@@ -88,7 +96,7 @@ def _cast_chunk(
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
     broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales, and to the
     count of saturated elements and the tensor's scale or None, the strides of the scales, and the same of a twin.
-    words: as in ``draws_of``.
+    words: as in ``increments_of``.
     """
     out, _, saturated, _, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
@@ -97,8 +105,9 @@ def _cast_chunk(
     y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
     size = tl.minimum(tl.abs(y), F.largest, propagate_nan=tl.PropagateNan.ALL)
     if F.phase >= 0:
-        draws = draws_of(row, col, words, F, ROWS, COLS)
-        q = round_stochastic(size, draws, F.mantissa, F.emin)
+        q = round_stochastic(size, increments_of(row, col, words, F, ROWS, COLS), F.mantissa, F.emin)
+        if F.output == "values":
+            q = tl.where(size != size, size, q)
     else:
         q = round_nearest(size, F.mantissa, F.emin)
     negative = bits_of(y) & -2147483648
@@ -113,8 +122,9 @@ def _cast_chunk(
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
             wrong = y != y if HOW.even else inside & (y != y)
-            if F.packed:
-                store_codes(tl.where(wrong, 15, codes).to(tl.uint8), inside, place, row, col, rows, cols, F, ROWS, COLS)
+            if F.packed:  # by pairs; the code of -6 has all bits, as NaN
+                codes = tl.where(wrong, -6.0 if F.hardware == "e2m1" else 15, codes).to(codes.dtype)
+                store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
             else:
                 codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
                 store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
@@ -125,23 +135,6 @@ def _cast_chunk(
             pass
         elif SATURATES or broken:
             count_saturated(y, saturated, F.saturation)
-
-
-@triton.jit
-def _chunk_amax(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FINITE: tl.constexpr):
-    """Largest magnitude, of the finite elements if FINITE, of the blocks of a chunk x [ROWS, COLS], or of its rows
-    where blocks are taller: int32 bits [row blocks, 1, column blocks, 1].
-    """
-    sizes = bits_of(x) & MAGNITUDE
-    if FINITE:
-        sizes = tl.where(sizes < INFINITY, sizes, 0)
-    NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
-    sizes = tl.reshape(sizes, (NR, ROWS // NR, COLS // F.block_cols, F.block_cols))
-    if F.block_cols > 1:
-        sizes = tl.max(sizes, axis=3, keep_dims=True)
-    if F.block_rows > 1:
-        sizes = tl.max(sizes, axis=1, keep_dims=True)
-    return sizes
 
 
 @triton.jit
@@ -160,17 +153,17 @@ def _cast_short(
     HOW: tl.constexpr,
 ):
     """Everything for a form whose blocks are no taller than the chunk x [ROWS, COLS]; arguments as ``_cast_chunk``."""
-    amax = _chunk_amax(x, F, ROWS, COLS, False)
+    amax = block_amax(magnitudes(x, False), F, ROWS, COLS)
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
-        amax = _chunk_amax(x, F, ROWS, COLS, True)
+        amax = block_amax(magnitudes(x, True), F, ROWS, COLS)
     encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
 @triton.jit
 def _cast_tall(
-    amax,
+    sizes,
     source,
     row,
     col,
@@ -187,14 +180,15 @@ def _cast_tall(
 ):
     """Everything for a form whose blocks are ROWS high, in chunks of x [rows, cols], just read and so in the cache.
 
-    amax: of the blocks, int32 bits [1, 1, column blocks, 1].  The rest as in ``_cast_chunk``.
+    sizes: the largest of ``sizes_of`` of all chunks.  The rest as in ``_cast_chunk``.
     """
+    amax = block_amax(sizes, F, HOW.kept, COLS) if F.block_cols == 1 else sizes
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = tl.zeros_like(amax)
         for part in range(0, ROWS, CHUNK):
             chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
-            amax = tl.maximum(amax, _chunk_amax(chunk, F, CHUNK, COLS, True))
+            amax = tl.maximum(amax, block_amax(magnitudes(chunk, True), F, CHUNK, COLS))
     encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
     for part in range(0, ROWS, CHUNK):
         chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
@@ -240,7 +234,7 @@ def cast_kernel(
     place_a = (out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a, place_b)
     low_a, high_a, now_a = _now(iteration_a, row0_a, A)
     low_b, high_b, now_b = _now(iteration_b, row0_b, B)
-    words_a = (key0_a, key1_a, low_a, high_a, group0_a, now_a, pieces_a)  # of ``draws_of``
+    words_a = (key0_a, key1_a, low_a, high_a, group0_a, now_a, pieces_a)  # of ``increments_of``
     words_b = (key0_b, key1_b, low_b, high_b, group0_b, now_b, pieces_b)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
@@ -252,26 +246,26 @@ def cast_kernel(
     TALL_A: tl.constexpr = A.block_rows > CHUNK
     TALL_B: tl.constexpr = B is not None and B.block_rows > CHUNK
     if TALL_A:
-        amax_a = tl.zeros((1, 1, COLS // A.block_cols, 1), tl.int32)
+        sizes_a = no_sizes(A, COLS, HOW)
     if TALL_B:
-        amax_b = tl.zeros((1, 1, COLS // B.block_cols, 1), tl.int32)
+        sizes_b = no_sizes(B, COLS, HOW)
     for part in range(0, ROWS, CHUNK):
         chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
         if TALL_A:
-            amax_a = tl.maximum(amax_a, _chunk_amax(chunk, A, CHUNK, COLS, False))
+            sizes_a = tl.maximum(sizes_a, sizes_of(chunk, A, CHUNK, COLS, HOW))
         else:
             _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, HOW)
         if TALL_B:
-            amax_b = tl.maximum(amax_b, _chunk_amax(chunk, B, CHUNK, COLS, False))
+            sizes_b = tl.maximum(sizes_b, sizes_of(chunk, B, CHUNK, COLS, HOW))
         elif B is not None:
             _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
     if TALL_A:
         _cast_tall(
-            amax_a, source, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
+            sizes_a, source, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
         )
     if TALL_B:
         _cast_tall(
-            amax_b, source, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
+            sizes_b, source, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
         )
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_snip.formats import SCALES
-from megatron_snip.formats.element import E4M3, E5M2
+from megatron_snip.formats import SCALES, Element
+from megatron_snip.formats.element import E2M1, E4M3, E5M2
 from megatron_snip.quant.cast import OPERANDS, OUTPUTS, Constants, Form, Output
 from megatron_snip.quant.swizzled import TILE_ROWS
 
@@ -25,22 +25,28 @@ COLS = 128
 
 
 class Tiling(NamedTuple):
-    """How many rows of x a program has in registers at once, and by how many warps."""
+    """How many rows of x a program has in registers at once, by how many warps, and how many rows it casts in all where
+    no block is higher than it has at once; else it casts one row of blocks.
+    """
 
     chunk: int
     warps: int
+    rows: int = 32
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
 #: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
-#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, that with the
-#: fewest instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, one that issues
+#: few instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
 TILINGS = {
     (128, False): Tiling(32, 4),
     (128, True): Tiling(16, 4),
     (32, False): Tiling(32, 8),
     (32, True): Tiling(32, 8),
-    (16, False): Tiling(16, 4),
-    (16, True): Tiling(16, 4),
+    (16, False): Tiling(16, 4, 64),  # in one of 16 rows, finding its place would be a fifth of a program's work
+    (16, True): Tiling(16, 4, 64),
 }
 ANY = Tiling(32, 4)  # for other blocks
 # For swizzled operands in blocks of 32, nearest.
@@ -48,7 +54,8 @@ SWIZZLED = Tiling(32, 4)
 # For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
 WHOLE = Tiling(128, 16)
 
-_FP8 = {E4M3: "e4m3", E5M2: "e5m2"}
+#: Elements to which GPUs convert float32 by an instruction: from compute capability 8.9 on, and from 10.0 on.
+FP8, FP8_AND_FP4 = (E4M3, E5M2), (E4M3, E5M2, E2M1)
 
 
 class Kind(NamedTuple):
@@ -80,10 +87,10 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def launches(kinds: tuple[Kind, ...], product: bool, fp8: bool) -> list[Launch]:
+def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ...]) -> list[Launch]:
     """The launches of a cast into forms of these kinds: two forms each, if blocks higher than a chunk are equally high.
 
-    product: whether SwiGLU's product is cast.  fp8: whether the device has instructions that convert to FP8.
+    product: whether SwiGLU's product is cast.  converts: to which elements the device has instructions.
     """
     made: list[Launch] = []
     first = 0
@@ -92,7 +99,7 @@ def launches(kinds: tuple[Kind, ...], product: bool, fp8: bool) -> list[Launch]:
         chunk = tiling(pair, product).chunk
         both = len({kind.constants.block_rows for kind in pair if kind.constants.block_rows > chunk}) < 2
         chosen = slice(first, first + 1 + both)
-        made.append(_launch(chosen, kinds[chosen], product, fp8))
+        made.append(_launch(chosen, kinds[chosen], product, converts))
         first = chosen.stop
     return made
 
@@ -113,10 +120,11 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
     return ANY if high else chosen
 
 
-def _launch(forms: slice, kinds: Sequence[Kind], product: bool, fp8: bool) -> Launch:
+def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequence[Element]) -> Launch:
     twins, chosen = _twins(kinds), tiling(kinds, product)
-    specs = [_spec(kind, fp8, twins) for kind in kinds]
-    rows = max(chosen.chunk, *(kind.constants.block_rows for kind in kinds))
+    specs = [_spec(kind, converts, twins) for kind in kinds]
+    tall = [kind.constants.block_rows for kind in kinds if kind.constants.block_rows > chosen.chunk]
+    rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
     return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen)
@@ -135,13 +143,14 @@ def _twins(kinds: Sequence[Kind]) -> bool:
     return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
 
 
-def _spec(kind: Kind, fp8: bool, twins: bool) -> FormSpec:
+def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
     """What a kernel is compiled for."""
     from megatron_snip.quant.kernels.triton_steps import FormSpec
 
     constants, phase = kind
     element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
-    hardware = _FP8.get(stored, "") if fp8 and output != "values" else ""
+    by_instruction = output != "values" and stored in converts and (stored != E2M1 or constants.packed)
+    hardware = stored.name.lower() if by_instruction else ""
     return FormSpec(
         block_rows=constants.block_rows,
         block_cols=constants.block_cols,

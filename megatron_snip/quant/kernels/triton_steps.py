@@ -20,7 +20,8 @@ class FormSpec(NamedTuple):
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
-    hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, else "".
+    hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, "e2m1" where it has one that
+    converts to pairs of them, else "".
     direct: the same instruction also rounds.  transposed: codes are stored by columns.  twins: codes and scales are
     stored along the other dim too.  packed, each: as Constants has them.  phase: col0 & 7 of the random bits, -1 to
     round to nearest.
@@ -49,10 +50,13 @@ class FormSpec(NamedTuple):
 
 
 class How(NamedTuple):
-    """How x is read.  even: tiles cover it exactly.  rounded: to bfloat16 first."""
+    """How x is read.  even: tiles cover it exactly.  rounded: to bfloat16 first.  kept: rows that a program's threads
+    read at once, 16 elements each; of a chunk, a thread has every kept-th row alone.
+    """
 
     even: bool
     rounded: bool
+    kept: int
 
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias
@@ -137,34 +141,82 @@ def divide(numerator, denominator):
 
 
 @triton.jit
-def _binade(size, EMIN: tl.constexpr):
-    """2**exponent of |x|, at least 2**EMIN, as a bit pattern: float32 [...] -> int32 [...]."""
-    return tl.maximum(bits_of(size) & INFINITY, (EMIN + 127) << 23)
+def _last_bit(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """The bits of the power of two whose last bit is worth the grid step at |x|: float32 [...] -> int32 [...]."""
+    SHIFT: tl.constexpr = (23 - MANTISSA) << 23
+    return tl.maximum((bits_of(size) & INFINITY) + SHIFT, ((EMIN + 127) << 23) + SHIFT)  # one instruction for both
 
 
 @triton.jit
 def round_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
     """|x|, at most the element's largest, to its grid, ties to even: float32 [...]; NaN stays."""
-    c = float_of(_binade(size, EMIN) + ((23 - MANTISSA) << 23))
+    c = float_of(_last_bit(size, MANTISSA, EMIN))
     return (size + c) - c
 
 
 @triton.jit
 def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
     """Codes of |x| rounded to nearest, without sign: float32 [...] -> int32 [...]; NaN gives anything."""
-    binade = _binade(size, EMIN)
-    c = binade + ((23 - MANTISSA) << 23)
+    c = _last_bit(size, MANTISSA, EMIN)
     steps = bits_of(size + float_of(c)) - c
-    return steps + ((binade - ((EMIN + 127) << 23)) >> (23 - MANTISSA))
+    return steps + ((c - ((EMIN + 150 - MANTISSA) << 23)) >> (23 - MANTISSA))
 
 
 @triton.jit
-def round_stochastic(size, draws, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x| to the upper neighbour if draw < its distance to the lower, in grid steps: float32 [...]."""
-    step = _binade(size, EMIN) - (MANTISSA << 23)
-    steps = size * float_of((254 << 23) - step)
-    lower = tl.floor(steps)
-    return tl.where(draws < steps - lower, lower + 1.0, lower) * float_of(step)
+def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """|x|, at most the element's largest, to a neighbour on its grid: float32 [...]; NaN gives anything.
+
+    increments: of ``increments_of``; what they carry into a grid step rounds up, and the bits below are cut off.  Below
+    2**EMIN steps stay equal: 2**EMIN is added first, rounded up, so that what is above a draw stays above it.
+    """
+    TINY: tl.constexpr = 2.0**EMIN
+    low = tl.where(size < TINY, TINY, 0.0)
+    bits = bits_of(libdevice.add_ru(size, low)) + increments
+    return float_of(bits & -(1 << (23 - MANTISSA))) - low
+
+
+@triton.jit
+def magnitudes(x, FINITE: tl.constexpr):
+    """The bits of |x|, or 0 for what is not finite if FINITE: int32 [...]."""
+    sizes = bits_of(x) & MAGNITUDE
+    return tl.where(sizes < INFINITY, sizes, 0) if FINITE else sizes
+
+
+@triton.jit
+def block_amax(sizes, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The largest of the blocks of magnitudes [ROWS, COLS], or of all rows where blocks are taller: int32 bits
+    [row blocks, 1, column blocks, 1].
+    """
+    NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
+    sizes = tl.reshape(sizes, (NR, ROWS // NR, COLS // F.block_cols, F.block_cols))
+    if F.block_cols > 1:
+        sizes = tl.max(sizes, axis=3, keep_dims=True)
+    if F.block_rows > 1:
+        sizes = tl.max(sizes, axis=1, keep_dims=True)
+    return sizes
+
+
+@triton.jit
+def no_sizes(F: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
+    """``sizes_of`` of nothing."""
+    if F.block_cols == 1:
+        sizes = tl.zeros((HOW.kept, COLS), tl.int32)
+    else:
+        sizes = tl.zeros((1, 1, COLS // F.block_cols, 1), tl.int32)
+    return sizes
+
+
+@triton.jit
+def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
+    """Largest magnitudes of a chunk x [ROWS, COLS] of taller blocks: int32 bits, of single columns [HOW.kept, COLS],
+    which no two threads have compared yet, else as ``block_amax`` has them.
+    """
+    sizes = magnitudes(x, False)
+    if F.block_cols == 1:
+        sizes = tl.max(tl.reshape(sizes, (ROWS // HOW.kept, HOW.kept, COLS)), axis=0)
+    else:
+        sizes = block_amax(sizes, F, ROWS, COLS)
+    return sizes
 
 
 @triton.jit
@@ -202,16 +254,17 @@ def block_scales(amax, tensor_amax, F: tl.constexpr):
 def _philox(c0, c1, c2, c3, k0, k1):
     """Philox-4x32-10: uint32 counters, broadcast against each other, and scalar keys -> four uint32 [...]."""
     for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, _MULTIPLIER0), c0 * _MULTIPLIER0
-        high1, low1 = tl.umulhi(c2, _MULTIPLIER1), c2 * _MULTIPLIER1
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        product0, product1 = c0.to(tl.uint64) * _MULTIPLIER0, c2.to(tl.uint64) * _MULTIPLIER1  # one instruction each
+        c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
+        c2, c3 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1, product0.to(tl.uint32)
         k0, k1 = k0 + _WEYL0, k1 + _WEYL1
     return c0, c1, c2, c3
 
 
 @triton.jit
-def draws_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(draw + 1/2) * 2**-16 of elements from (row, col) of x on, draws being 16-bit integers: float32 [ROWS, COLS].
+def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """What makes a float32's bits reach the next grid step if draw + 1/2 is less than 2**16 times its distance to the
+    lower one: int32 [ROWS, COLS] for elements from (row, col) of x on, draws being 16-bit integers.
 
     words: key (two), row0 (low, high), col0 >> 3, of which F.phase is the rest, iteration, all as int32 bit patterns;
     and where rounding.py's Rows lie, or None.
@@ -221,6 +274,7 @@ def draws_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.cons
         number = row // tl.load(pieces)
         begin = tl.load(pieces + 2 + number % 2)
         row = number // 2 * tl.load(pieces + 1) + begin + row % tl.load(pieces)
+    SHIFT: tl.constexpr = 7 - F.mantissa  # a draw's last bit is worth 2**-16 grid steps
     k0, k1, c3 = key0.to(tl.uint32), key1.to(tl.uint32), iteration.to(tl.uint32)
     start = row0_low.to(tl.uint32)
     low = start + (row + tl.arange(0, ROWS)[:, None]).to(tl.uint32)
@@ -229,12 +283,13 @@ def draws_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.cons
         group = group0.to(tl.uint32) + (col // 8 + tl.arange(0, COLS // 8)[None, :]).to(tl.uint32)
         w0, w1, w2, w3 = _philox(group, low, high, c3, k0, k1)
         word = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-        bits = tl.reshape(tl.join(word << 7, word >> 9), (ROWS, COLS))
+        bits = tl.reshape(tl.join(word << SHIFT, word >> (16 - SHIFT)), (ROWS, COLS))
     else:
         at = F.phase + col + tl.arange(0, COLS)[None, :]
         w0, w1, w2, w3 = _philox(group0.to(tl.uint32) + (at >> 3).to(tl.uint32), low, high, c3, k0, k1)
         place = (at >> 1) & 3
         word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
-        bits = tl.where((at & 1) == 0, word << 7, word >> 9)
-    # the draw in bits 7 to 22, the half in bit 6: without an integer's conversion, which is slow
-    return float_of(((bits & 0x007FFF80) | 0x3F800040).to(tl.int32, bitcast=True)) - 1.0
+        bits = tl.where((at & 1) == 0, word << SHIFT, word >> (16 - SHIFT))
+    # the draw's complement, and half a step less one: what equals the draw does not reach
+    DRAW: tl.constexpr = 0xFFFF << SHIFT
+    return (((bits & DRAW) ^ DRAW) | ((1 << (SHIFT - 1)) - 1)).to(tl.int32, bitcast=True)

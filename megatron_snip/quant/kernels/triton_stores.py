@@ -17,10 +17,31 @@ _E4M3_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
+def pairs_of_e2m1(low, high):
+    """E2M1 codes of float32 [...] and [...] in the low and high halves of a byte, to nearest even, at most 6: uint8."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 one, two, three, four;
+        cvt.rn.satfinite.e2m1x2.f32 one, $5, $1;
+        cvt.rn.satfinite.e2m1x2.f32 two, $6, $2;
+        cvt.rn.satfinite.e2m1x2.f32 three, $7, $3;
+        cvt.rn.satfinite.e2m1x2.f32 four, $8, $4;
+        mov.b32 $0, {one, two, three, four};
+        }""",
+        "=r,r,r,r,r,r,r,r,r",
+        [low, high],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds.
 
-    Packed ones are written by pairs: either all that exist, or all.
+    Packed ones are written by pairs: either all that exist, or all; they may be what an instruction makes pairs of,
+    float32.
     """
     _store_along(codes, which, place[0], row, col, rows, cols, F.transposed, F.packed, ROWS, COLS)
     if F.twins:
@@ -49,7 +70,7 @@ def _store_rows(
     """``store_codes`` by rows."""
     if PACKED:
         low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-        codes, col = low | (high << 4), col // 2
+        codes, col = low | (high << 4) if codes.dtype == tl.uint8 else pairs_of_e2m1(low, high), col // 2
         if which is None:
             cols = cols // 2  # an even number, and known for it
         else:

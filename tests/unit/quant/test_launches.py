@@ -20,6 +20,7 @@ from megatron_snip.quant import Casts, Clock, LinearCall, LinearPrecision, Round
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
+from megatron_snip.quant.kernels.triton_launches import FP8
 from megatron_snip.quant.scaled_mm import Hopper
 from megatron_snip.quant.swiglu import swiglu_linear
 from megatron_snip.quant.three_gemms import Backends, three_gemms
@@ -74,7 +75,7 @@ def step(
     launches = Launches()
     monkeypatch.setattr(op, "_traced", lambda x: False)
     monkeypatch.setattr(triton_cast, "on_nvidia", lambda x: True)
-    monkeypatch.setattr(triton_cast, "_converts_fp8", lambda device: True)
+    monkeypatch.setattr(triton_cast, "_converts", lambda device: FP8)
     for name in KERNELS:
         monkeypatch.setattr(triton_kernels, name, launches.kernel(name))
     x = torch.empty(256, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)

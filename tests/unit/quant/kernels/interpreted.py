@@ -2,31 +2,19 @@
 
 ``python -m tests.unit.quant.kernels.interpreted`` with TRITON_INTERPRET=1, which triton reads when it is imported;
 test_triton_cast.py starts it in a process of its own.  Prints what differs and exits 1 if anything does.
-
-The interpreter (3.6 and 3.9) rounds conversions to bf16 and FP8 with ties away from zero, and truncates subnormal
-results, so that here torch converts, as the instructions do: to nearest even, FP8 saturating.  It has no function of
-CUDA's library, so that the exponential is numpy's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import torch
-import triton.language as tl
-from triton.language.extra.cuda import libdevice
-from triton.runtime import interpreter
 
 from megatron_snip.formats import Element, Format, format_names, get_format
 from megatron_snip.model import rotary
@@ -44,8 +32,10 @@ from megatron_snip.quant.cast import (
 )
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.kernels.triton_launches import FP8_AND_FP4
 from megatron_snip.quant.rounding import Rows
 from megatron_snip.quant.scales import tensor_scale
+from tests.unit.quant.kernels.instructions import as_instructions_round
 from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
 
 KEY = RoundingKey(seed=-5, iteration=2**32 - 1, stream=3, row0=2**32 - 3, col0=2**33 + 8)
@@ -54,7 +44,9 @@ SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
 
 
 class Case(NamedTuple):
-    """One call of the cast; fp8: whether the device converts to FP8.  the rest as triton_cast.cast has it."""
+    """One call of the cast.  fp8: whether the device converts to FP8 and to pairs of E2M1.  The rest as
+    triton_cast.cast has it.
+    """
 
     x: torch.Tensor
     forms: list[Form]
@@ -63,58 +55,6 @@ class Case(NamedTuple):
     dtype: torch.dtype | None = None
     count: bool = True
     up: torch.Tensor | None = None
-
-
-_convert = interpreter._convert_float
-
-
-def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
-    """``interpreter._convert_float`` with the rounding of the device's instructions."""
-    if (source, target) == (tl.bfloat16, tl.float32):
-        return torch.from_numpy(array.astype(np.int32) << 16).view(torch.float32).numpy()
-    if source != tl.float32:
-        return _convert(array, source, target, rounding)
-    x = torch.from_numpy(np.array(array).view(np.float32))
-    if target == tl.bfloat16:
-        return x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    dtype = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}[target]
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype).view(torch.uint8).numpy()
-
-
-_np_dtype = cache(interpreter._get_np_dtype)
-
-
-def np_dtype(of: tl.dtype) -> np.dtype:
-    """``interpreter._get_np_dtype``, whose table is made anew at every call."""
-    return np.dtype(np.uint64) if of.scalar.is_ptr() else _np_dtype(of.scalar)
-
-
-def exp(x: Any) -> Any:
-    """In the place of ``libdevice.exp``."""
-    return tl.exp(x)  # of triton as the interpreter has it while it runs
-
-
-@contextmanager
-def as_instructions_round() -> Iterator[None]:
-    """Inside, the interpreter converts and exponentiates as this file's head says, and wastes less time.
-
-    It would change ``triton.language`` anew at every call of a function, and computes each sum of integers twice, for
-    an assertion that is off.
-    """
-    whole = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    with (
-        mock.patch.object(interpreter, "_convert_float", convert),
-        mock.patch.object(interpreter, "_get_np_dtype", np_dtype),
-        mock.patch.object(interpreter, "_patch_lang", lambda fn: type(whole)()),
-        mock.patch.object(interpreter.interpreter_builder, "options", options),
-        mock.patch.object(libdevice, "exp", exp),
-    ):
-        try:
-            yield
-        finally:
-            whole.restore()
 
 
 def differences(made: Sequence[Cast], expected: Sequence[Cast], outputs: Sequence[Output]) -> Iterator[str]:
@@ -242,7 +182,8 @@ def odd_ones() -> Iterator[Case]:
     for unit in (1.0, 1.2345, 1.7, 0.0123, 987.6, 3.3e-5):
         x = scale_ties(float(torch.tensor(unit).bfloat16()))
         yield Case(x, [plain("nvfp4", "input", 1)], ["codes"], fp8=True)
-    yield Case(draw_ties(KEY), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
+    for above in (False, True):
+        yield Case(draw_ties(KEY, above=above), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
     huge = Format("huge", Element(2, 5, "ieee"), scale="fp32_pow2")  # 3.94 / 3.4e38 is a subnormal number
     yield Case(torch.full((3, 40), torch.finfo(torch.float32).max), [Form(huge, "input", 1)], ["codes"], fp8=True)
     half = Format("half", get_format("fp8").element, tile=64, weight_block=64)
@@ -273,7 +214,7 @@ def cast_differences(case: Case) -> list[str]:
     x = x if case.up is None else swiglu_product(x, case.up)
     amax = finite_amax(x)
     with (
-        mock.patch.object(triton_cast, "_converts_fp8", lambda device: case.fp8),
+        mock.patch.object(triton_cast, "_converts", lambda device: FP8_AND_FP4 if case.fp8 else ()),
         mock.patch.object(triton_cast, "allocate", filled),
     ):
         made = triton_cast.cast(case.x, case.forms, case.outputs, amax, case.dtype, case.count, case.up)

@@ -44,8 +44,13 @@ def scale_ties(unit: float) -> torch.Tensor:
     return torch.linspace(-0.9, 1, 16).expand(32, 4, 16).mul(largest.view(32, 4, 1)).reshape(32, 64)
 
 
-def draw_ties(key: RoundingKey) -> torch.Tensor:
-    """An fp4 operand [8, 128] of which each element's distance to its lower neighbour equals its random draw."""
+def draw_ties(key: RoundingKey, *, above: bool = False) -> torch.Tensor:
+    """An fp4 operand [8, 128] of which each element's distance to its lower neighbour equals its random draw.
+
+    above: it is the next float32 number above the draw.
+    """
     x = (random_bits(key, 8, 128) + 0.5) * 2.0**-16 * E2M1.min_subnormal
+    if above:
+        x = x.nextafter(torch.tensor(torch.inf))
     x[:, 0] = E2M1.max
     return x

@@ -134,7 +134,8 @@ def test_ties_of_scales_and_of_draws(isa):
         x = scale_ties(torch.tensor(unit).bfloat16().item())
         check(x, [Form(get_format("nvfp4"), "input", 1)], ["codes"], ISAS[isa])
     key = RoundingKey(1, 2, 3)
-    check(draw_ties(key), [Form(get_format("fp4"), "input", 1, key)], ["codes"], ISAS[isa])
+    for above in (False, True):
+        check(draw_ties(key, above=above), [Form(get_format("fp4"), "input", 1, key)], ["codes"], ISAS[isa])
 
 
 @built

@@ -30,6 +30,7 @@ from benchmarks.kernel_resources import (
     compile_tiled,
     devices,
     resources,
+    work,
 )
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
@@ -114,6 +115,7 @@ def test_two_forms(compiled, fmt, capability):
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
     elif output == "swizzled":
         assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
+        assert "cvt.rn.satfinite.e2m1x2.f32" in text and "min.NaN.f32" not in text, "an instruction rounds and packs"
 
 
 def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
@@ -220,6 +222,22 @@ def test_registers_leave_room_for_warps(compiled, name, capability):
     """As launched, every entry of TILINGS; benchmarks/kernel_resources.py --sweep has the other tilings."""
     made = resources(compiled("cast_kernel", capability, LAUNCHES[name]))
     assert made.spills == 0 and made.registers <= 128 and made.warps_an_sm >= 16
+
+
+#: Bytes that a thread must load an element, and instructions that it may issue.
+WORK = {
+    ("fp8 input, two operands", HOPPER): (4, 24),  # of which it reads each twice
+    ("fp4 grad_output, stochastic, two operands", HOPPER): (4, 60),
+    ("nvfp4 input, two swizzled", BLACKWELL): (2, 50),
+}
+
+
+@pytest.mark.parametrize(("name", "capability"), WORK)
+def test_instructions_and_bytes_of_an_element(compiled, name, capability):
+    """What a thread issues on its way; what it loads shows that the way is the right one."""
+    launch, (loaded, issued) = LAUNCHES[name], WORK[name, capability]
+    done = work(compiled("cast_kernel", capability, launch), launch, launch.tiling)
+    assert loaded <= done.loaded < 1.4 * loaded and issued / 1.2 < done.issued <= issued
 
 
 @pytest.mark.slow
