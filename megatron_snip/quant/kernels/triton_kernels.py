@@ -61,6 +61,12 @@ def _codes(y, q, size, negative, F: tl.constexpr):
 
 
 @triton.jit
+def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
+    """The same [NR, 1, NC, 1]; what is computed before need not be where what comes after is needed."""
+    return tl.reshape(tl.gather(tl.reshape(blocks, (NR * NC,)), tl.arange(0, NR * NC), 0), (NR, 1, NC, 1))
+
+
+@triton.jit
 def _scale_blocks(
     amax, has_nan, row, col, rows, cols, tensor_amax, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
@@ -68,9 +74,16 @@ def _scale_blocks(
 
     amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements, has_nan: of that shape.
     """
+    # Every thread that has an element of a column would divide for it; dealt out, each divides for a few.
+    DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0"
+    if DEALT:
+        amax = _dealt(amax, ROWS // F.block_rows, COLS // F.block_cols)
     encode, scale, decode = block_scales(amax, tensor_amax, F)
     if F.output != "values":
         store_scales(scale, has_nan, place, row, col, rows, cols, F, ROWS, COLS)
+    if DEALT:
+        encode = _dealt(encode, ROWS // F.block_rows, COLS // F.block_cols)
+        decode = _dealt(decode, ROWS // F.block_rows, COLS // F.block_cols)
     return encode, decode
 
 

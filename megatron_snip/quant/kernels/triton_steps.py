@@ -199,8 +199,9 @@ def block_amax(sizes, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def no_sizes(F: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
     """``sizes_of`` of nothing."""
+    KEPT: tl.constexpr = HOW.kept
     if F.block_cols == 1:
-        sizes = tl.zeros((HOW.kept, COLS), tl.int32)
+        sizes = tl.zeros((KEPT, COLS), tl.int32)
     else:
         sizes = tl.zeros((1, 1, COLS // F.block_cols, 1), tl.int32)
     return sizes
@@ -211,9 +212,10 @@ def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl
     """Largest magnitudes of a chunk x [ROWS, COLS] of taller blocks: int32 bits, of single columns [HOW.kept, COLS],
     which no two threads have compared yet, else as ``block_amax`` has them.
     """
+    KEPT: tl.constexpr = HOW.kept
     sizes = magnitudes(x, False)
     if F.block_cols == 1:
-        sizes = tl.max(tl.reshape(sizes, (ROWS // HOW.kept, HOW.kept, COLS)), axis=0)
+        sizes = tl.max(tl.reshape(sizes, (ROWS // KEPT, KEPT, COLS)), axis=0)
     else:
         sizes = block_amax(sizes, F, ROWS, COLS)
     return sizes
