@@ -76,7 +76,7 @@ class LinearCall(NamedTuple):
             return form
         assert self.key is not None, "quantized_linear refuses this call"
         col0 = self.output_col0 if role == "grad_output" else self.input_col0
-        return form.with_key(self.key.for_operand(gemm, role, self.output_col0 if role == "weight" else None, col0))
+        return form.with_key(self.key.for_operand(role, self.output_col0 if role == "weight" else None, col0))
 
 
 @cache

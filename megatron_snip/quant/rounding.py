@@ -1,6 +1,6 @@
 """Random bits for stochastic rounding, as a function of position: no generator state.
 
-Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), in plain
+Philox-4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose tests it passes), in plain
 torch int64 arithmetic.  Element (row, col) of an operand, both counted over the whole tensor
 whatever the layout, reads one of eight draws of 16 bits from the words of
 
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import ROLES
-from megatron_snip.quant.precision import GEMMS
 
 RANDOM_BITS = 16
 
@@ -34,7 +33,7 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+_ROUNDS = 7
 
 
 def mix64(z: int) -> int:
@@ -95,10 +94,10 @@ class Clock(NamedTuple):
 class RoundingKey:
     """Names the random bits of one operand.
 
-    seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, GEMM, role); start
-    from ``name_stream`` and let ``for_operand`` add the rest.  row0, col0: global position of the
-    operand's first element, row = global sample index * seq-length + position, col = channel.  rows: where the
-    operand's rows stand, counted from row0; None: one after another.
+    seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, role); start from ``name_stream`` and let
+    ``for_operand`` add the role.  Both GEMMs that read an operand round it by the same bits, which are drawn once.
+    row0, col0: global position of the operand's first element, row = global sample index * seq-length + position, col =
+    channel.  rows: where the operand's rows stand, counted from row0; None: one after another.
     clock: what a GPU's kernels read in place of iteration and row0 (of tokens; a weight's rows never move); without
     one they read numbers that are written once for all keys that have them.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
@@ -123,10 +122,10 @@ class RoundingKey:
         """Philox's key: two 32-bit words made of seed and stream."""
         return _words(self.seed, self.stream)
 
-    def for_operand(self, gemm: str, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
-        """The key of one operand of one GEMM; positions left out stay this key's, a row0 counts one after another.
+    def for_operand(self, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
+        """The key of one operand; positions left out stay this key's, a row0 counts one after another.
 
-        Raises UserError for an unknown GEMM or role.
+        Raises UserError for an unknown role.
         """
         rows, clock = self.rows, self.clock
         if row0 is not None:
@@ -134,7 +133,7 @@ class RoundingKey:
         return RoundingKey(
             self.seed,
             self.iteration,
-            _operand_stream(self.stream, gemm, role),
+            _operand_stream(self.stream, role),
             self.row0 if row0 is None else row0,
             self.col0 if col0 is None else col0,
             clock,
@@ -142,12 +141,11 @@ class RoundingKey:
         )
 
 
-@lru_cache(maxsize=8192)  # six operands of each of a large model's linears
-def _operand_stream(stream: int, gemm: str, role: str) -> int:
-    if gemm not in GEMMS or role not in ROLES:
-        raise UserError(f"gemm={gemm!r}, role={role!r}: choose from {', '.join(GEMMS)} and {', '.join(ROLES)}")
-    operand = 1 + GEMMS.index(gemm) * len(ROLES) + ROLES.index(role)
-    return mix64((stream + (operand << 32)) & _MASK64)
+@lru_cache(maxsize=8192)  # three operands of each of a large model's linears
+def _operand_stream(stream: int, role: str) -> int:
+    if role not in ROLES:
+        raise UserError(f"role={role!r}: choose one of {', '.join(ROLES)}")
+    return mix64((stream + (1 + ROLES.index(role) << 32)) & _MASK64)
 
 
 @lru_cache(maxsize=8192)
@@ -171,7 +169,7 @@ def random_bits(key: RoundingKey, rows: int, cols: int, device: torch.device | s
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10, elementwise: four int64 tensors [R, C] of 32-bit words in, four out."""
+    """Philox-4x32-7, elementwise: four int64 tensors [R, C] of 32-bit words in, four out."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

@@ -32,7 +32,7 @@ struct Philox {
     }
     uint32_t key0 = k0, key1 = k1;
 #pragma GCC unroll 8
-    for (int round = 2; round < 10; ++round) {
+    for (int round = 2; round < 7; ++round) {
       key0 += 0x9E3779B9u;
       key1 += 0xBB67AE85u;
 #pragma GCC unroll 8

@@ -157,7 +157,8 @@ def _launch(
     even = rows % launch.covered == 0 and cols % COLS == 0
     grid = (-(-rows // launch.covered) * (launch.covered // launch.rows) * -(-cols // COLS),)
     chunk, warps = launch.tiling.chunk, launch.tiling.warps
-    how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS))
+    alike = len(forms) == 2 and forms[0].key is not None and forms[0].key == forms[1].key
+    how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS), alike)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
             *arguments, *launch.specs, launch.rows, COLS, chunk, how, num_warps=warps, **OPTIONS

@@ -16,7 +16,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     bits_of,
     block_amax,
     block_scales,
-    encode_nearest,
+    codes_of,
     exponential,
     float_of,
     increments_of,
@@ -32,32 +32,9 @@ from megatron_snip.quant.kernels.triton_steps import (
     tile,
     to_bfloat16,
     within,
+    words_of,
 )
 from megatron_snip.quant.kernels.triton_stores import count_saturated, store_codes, store_scales
-
-
-@triton.jit
-def _codes(y, q, size, negative, F: tl.constexpr):
-    """Codes with sign of a rounded tile: uint8 [R, C], or what ``store_codes`` converts to pairs of codes; NaN gives
-    anything.  q [R, C]: the rounded magnitudes.
-    """
-    CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
-    if F.direct:
-        rounded = y
-    elif F.phase >= 0 or CARRIED or F.hardware != "":
-        rounded = float_of(bits_of(q) | negative)
-    if F.hardware == "e4m3":
-        codes = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif F.hardware == "e5m2":
-        codes = rounded.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    elif F.hardware == "e2m1":
-        codes = rounded
-    else:
-        if F.phase >= 0 or CARRIED:
-            size = q
-        codes = encode_nearest(size, F.code_mantissa, F.code_emin)
-        codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
-    return codes
 
 
 @triton.jit
@@ -130,7 +107,7 @@ def _cast_chunk(
         values = tl.reshape(tl.reshape(q, SHAPE) * decode, (ROWS, COLS))
         tl.store(tile(out, row, col, cols, 1, ROWS, COLS), values.to(out.dtype.element_ty), mask=inside)
     else:
-        codes = _codes(y, q, size, negative, F)
+        codes = codes_of(y, q, size, negative, F)
         store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
@@ -175,7 +152,7 @@ def _cast_short(
 
 
 @triton.jit
-def _cast_tall(
+def _tall_scales(
     sizes,
     source,
     row,
@@ -184,16 +161,15 @@ def _cast_tall(
     cols,
     tensor_amax,
     place,
-    words,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     CHUNK: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """Everything for a form whose blocks are ROWS high, in chunks of x [rows, cols], just read and so in the cache.
+    """``_scale_blocks`` of a form whose blocks are ROWS high, and whether there are NaN or infinities.
 
-    sizes: the largest of ``sizes_of`` of all chunks.  The rest as in ``_cast_chunk``.
+    sizes: the largest of ``sizes_of`` of all chunks of x [rows, cols], just read and so in the cache.
     """
     amax = block_amax(sizes, F, HOW.kept, COLS) if F.block_cols == 1 else sizes
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
@@ -203,22 +179,7 @@ def _cast_tall(
             chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, block_amax(magnitudes(chunk, True), F, CHUNK, COLS))
     encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
-    for part in range(0, ROWS, CHUNK):
-        chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
-        _cast_chunk(chunk, encode, decode, broken, row + part, col, rows, cols, place, words, F, CHUNK, COLS, HOW)
-
-
-@triton.jit
-def _now(iteration, row0, F: tl.constexpr):
-    """Where a form's draws stand: the halves of row0, and the iteration; zeros for a form that draws nothing."""
-    low = 0
-    high = 0
-    now = 0
-    DRAWS: tl.constexpr = F is not None and F.phase >= 0
-    if DRAWS:
-        first = tl.load(row0)
-        low, high, now = first.to(tl.int32), (first >> 32).to(tl.int32), tl.load(iteration).to(tl.int32)
-    return low, high, now
+    return encode, decode, broken
 
 
 # fmt: off
@@ -238,17 +199,15 @@ def cast_kernel(
 
     up: of x's shape, with its own row stride too, or None: what is cast is silu(x) * up, both bf16.
     The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
-    take their amax on the first way, and are cast on a second one.
+    take their amax on a first way, and then everything is cast.
     iteration, row0: int64 each, in memory, which may change between two replays of a CUDA graph.  pieces: int64 [4] in
     memory, rounding.py's Rows; None: rows stand one after another.
     """
     source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a, place_b)
-    low_a, high_a, now_a = _now(iteration_a, row0_a, A)
-    low_b, high_b, now_b = _now(iteration_b, row0_b, B)
-    words_a = (key0_a, key1_a, low_a, high_a, group0_a, now_a, pieces_a)  # of ``increments_of``
-    words_b = (key0_b, key1_b, low_b, high_b, group0_b, now_b, pieces_b)
+    words_a = words_of(key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a, A)
+    words_b = words_a if HOW.alike else words_of(key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b, B)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
@@ -262,24 +221,32 @@ def cast_kernel(
         sizes_a = no_sizes(A, COLS, HOW)
     if TALL_B:
         sizes_b = no_sizes(B, COLS, HOW)
-    for part in range(0, ROWS, CHUNK):
-        chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
-        if TALL_A:
-            sizes_a = tl.maximum(sizes_a, sizes_of(chunk, A, CHUNK, COLS, HOW))
-        else:
-            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, HOW)
-        if TALL_B:
-            sizes_b = tl.maximum(sizes_b, sizes_of(chunk, B, CHUNK, COLS, HOW))
-        elif B is not None:
-            _cast_short(chunk, row + part, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
+    if TALL_A or TALL_B:
+        for part in range(0, ROWS, CHUNK):
+            chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
+            if TALL_A:
+                sizes_a = tl.maximum(sizes_a, sizes_of(chunk, A, CHUNK, COLS, HOW))
+            if TALL_B:
+                sizes_b = tl.maximum(sizes_b, sizes_of(chunk, B, CHUNK, COLS, HOW))
     if TALL_A:
-        _cast_tall(
-            sizes_a, source, row, col, rows, cols, tensor_amax, place_a, words_a, A, ROWS, COLS, CHUNK, HOW
+        encode_a, decode_a, broken_a = _tall_scales(
+            sizes_a, source, row, col, rows, cols, tensor_amax, place_a, A, ROWS, COLS, CHUNK, HOW
         )
     if TALL_B:
-        _cast_tall(
-            sizes_b, source, row, col, rows, cols, tensor_amax, place_b, words_b, B, ROWS, COLS, CHUNK, HOW
+        encode_b, decode_b, broken_b = _tall_scales(
+            sizes_b, source, row, col, rows, cols, tensor_amax, place_b, B, ROWS, COLS, CHUNK, HOW
         )
+    for part in range(0, ROWS, CHUNK):
+        at = row + part
+        chunk = read(source, at, col, rows, cols, CHUNK, COLS, HOW)
+        if TALL_A:
+            _cast_chunk(chunk, encode_a, decode_a, broken_a, at, col, rows, cols, place_a, words_a, A, CHUNK, COLS, HOW)
+        else:
+            _cast_short(chunk, at, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, HOW)
+        if TALL_B:
+            _cast_chunk(chunk, encode_b, decode_b, broken_b, at, col, rows, cols, place_b, words_b, B, CHUNK, COLS, HOW)
+        elif B is not None:
+            _cast_short(chunk, at, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
 
 
 @triton.jit

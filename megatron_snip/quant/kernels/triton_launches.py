@@ -37,16 +37,13 @@ class Tiling(NamedTuple):
         return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
-#: By the longest side of a block and whether a form rounds stochastically.  Chosen by counts of the compiled code, not
+#: By the longest side of a block.  Chosen by counts of the compiled code, not
 #: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, one that issues
 #: few instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
 TILINGS = {
-    (128, False): Tiling(32, 4),
-    (128, True): Tiling(16, 4),
-    (32, False): Tiling(32, 8),
-    (32, True): Tiling(32, 8),
-    (16, False): Tiling(16, 4, 64),  # in one of 16 rows, finding its place would be a fifth of a program's work
-    (16, True): Tiling(16, 4, 64),
+    128: Tiling(16, 4),
+    32: Tiling(32, 8),
+    16: Tiling(16, 4, 64),  # in one of 16 rows, finding its place would be a fifth of a program's work
 }
 ANY = Tiling(32, 4)  # for other blocks
 # For swizzled operands in blocks of 32, nearest.
@@ -115,7 +112,7 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
         return WHOLE
     if _swizzled(kinds) and side == 32 and not stochastic:
         return SWIZZLED
-    chosen = TILINGS.get((side, stochastic), ANY)
+    chosen = TILINGS.get(side, ANY)
     high = any(chosen.chunk < rows <= ANY.chunk for rows, _ in blocks)
     return ANY if high else chosen
 

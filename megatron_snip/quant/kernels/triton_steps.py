@@ -51,12 +51,14 @@ class FormSpec(NamedTuple):
 
 class How(NamedTuple):
     """How x is read.  even: tiles cover it exactly.  rounded: to bfloat16 first.  kept: rows that a program's threads
-    read at once, 16 elements each; of a chunk, a thread has every kept-th row alone.
+    read at once, 16 elements each; of a chunk, a thread has every kept-th row alone.  alike: both forms have the same
+    random bits.
     """
 
     even: bool
     rounded: bool
     kept: int
+    alike: bool
 
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias
@@ -176,6 +178,30 @@ def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexp
 
 
 @triton.jit
+def codes_of(y, q, size, negative, F: tl.constexpr):
+    """Codes with sign of a rounded tile: uint8 [R, C], or what ``store_codes`` converts to pairs of codes; NaN gives
+    anything.  q [R, C]: the rounded magnitudes.
+    """
+    CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
+    if F.direct:
+        rounded = y
+    elif F.phase >= 0 or CARRIED or F.hardware != "":
+        rounded = float_of(bits_of(q) | negative)
+    if F.hardware == "e4m3":
+        codes = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif F.hardware == "e5m2":
+        codes = rounded.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    elif F.hardware == "e2m1":
+        codes = rounded
+    else:
+        if F.phase >= 0 or CARRIED:
+            size = q
+        codes = encode_nearest(size, F.code_mantissa, F.code_emin)
+        codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
+    return codes
+
+
+@triton.jit
 def magnitudes(x, FINITE: tl.constexpr):
     """The bits of |x|, or 0 for what is not finite if FINITE: int32 [...]."""
     sizes = bits_of(x) & MAGNITUDE
@@ -254,13 +280,29 @@ def block_scales(amax, tensor_amax, F: tl.constexpr):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Philox-4x32-10: uint32 counters, broadcast against each other, and scalar keys -> four uint32 [...]."""
-    for _ in tl.static_range(10):
+    """Philox-4x32-7: uint32 counters, broadcast against each other, and scalar keys -> four uint32 [...]."""
+    for _ in tl.static_range(7):
         product0, product1 = c0.to(tl.uint64) * _MULTIPLIER0, c2.to(tl.uint64) * _MULTIPLIER1  # one instruction each
         c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
         c2, c3 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1, product0.to(tl.uint32)
         k0, k1 = k0 + _WEYL0, k1 + _WEYL1
     return c0, c1, c2, c3
+
+
+@triton.jit
+def words_of(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
+    """What a form draws by, for ``increments_of``: row0, by halves, and iteration are read from memory.
+
+    A form that draws nothing has zeros.
+    """
+    low = 0
+    high = 0
+    now = 0
+    DRAWS: tl.constexpr = F is not None and F.phase >= 0
+    if DRAWS:
+        first = tl.load(row0)
+        low, high, now = first.to(tl.int32), (first >> 32).to(tl.int32), tl.load(iteration).to(tl.int32)
+    return key0, key1, low, high, group0, now, pieces
 
 
 @triton.jit

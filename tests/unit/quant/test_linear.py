@@ -81,14 +81,14 @@ def test_bf16_is_exactly_torchs_linear(dtype, sizes):
 def test_every_gemm_multiplies_its_quantised_operands(fmt, dtype):
     x, w, g = (t.detach() for t in tensors(dtype))
 
-    def q(operand: Tensor, gemm: str, role: str, dim: int, row0: int, col0: int) -> Tensor:
-        key = RoundingKey(KEY.seed, KEY.iteration, KEY.for_operand(gemm, role).stream, row0, col0)
+    def q(operand: Tensor, role: str, dim: int, row0: int, col0: int) -> Tensor:
+        key = RoundingKey(KEY.seed, KEY.iteration, KEY.for_operand(role).stream, row0, col0)
         return fake_quantize(operand, fmt, role=role, dim=dim, key=key)
 
     expected = {
-        "fprop": q(x, "fprop", "input", 1, 256, 384) @ q(w, "fprop", "weight", 1, 128, 384).T,
-        "dgrad": q(g, "dgrad", "grad_output", 1, 256, 128) @ q(w, "dgrad", "weight", 0, 128, 384),
-        "wgrad": q(g, "wgrad", "grad_output", 0, 256, 128).T @ q(x, "wgrad", "input", 0, 256, 384),
+        "fprop": q(x, "input", 1, 256, 384) @ q(w, "weight", 1, 128, 384).T,
+        "dgrad": q(g, "grad_output", 1, 256, 128) @ q(w, "weight", 0, 128, 384),
+        "wgrad": q(g, "grad_output", 0, 256, 128).T @ q(x, "input", 0, 256, 384),
     }
     results = run(LinearPrecision.uniform(fmt), dtype, input_col0=384, output_col0=128)
     for gemm, result in results.items():

@@ -11,14 +11,14 @@ from megatron_snip.quant import RoundingKey, name_stream
 from megatron_snip.quant.rounding import Rows, mix64, philox, random_bits
 
 ONES = 0xFFFFFFFF
-# Known-answer vectors of Random123 (kat_vectors, philox4x32 10): counter, key, output.
+# Known-answer vectors of Random123 (kat_vectors, philox4x32 7): counter, key, output.
 VECTORS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((ONES,) * 4, (ONES,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
 
@@ -67,7 +67,7 @@ def test_every_field_changes_the_bits():
         RoundingKey(1, 2, 4, 4, 8),
         RoundingKey(1, 2, 3, 5, 8),
         RoundingKey(1, 2, 3, 4, 12),
-        *(base.for_operand(g, r) for g in ("dgrad", "wgrad") for r in ("input", "weight", "grad_output")),
+        *(base.for_operand(role) for role in ("input", "weight", "grad_output")),
     ]
     draws = [random_bits(key, 4, 8) for key in (base, *others)]
     for a, b in itertools.combinations(draws, 2):
@@ -84,7 +84,7 @@ def test_bits_are_16_and_uniform():
 
 def test_an_operands_key_keeps_or_replaces_the_position():
     key = RoundingKey(1, 2, 3, 4, 5)
-    kept, moved = key.for_operand("dgrad", "weight"), key.for_operand("dgrad", "weight", row0=7, col0=0)
+    kept, moved = key.for_operand("weight"), key.for_operand("weight", row0=7, col0=0)
     assert (kept.row0, kept.col0, moved.row0, moved.col0) == (4, 5, 7, 0)
     assert kept.stream == moved.stream != key.stream
 
@@ -101,7 +101,5 @@ def test_bad_keys_raise():
         RoundingKey(0, -1, 0)
     with pytest.raises(ValueError, match="row0=-2"):
         RoundingKey(0, 0, 0, row0=-2)
-    with pytest.raises(ValueError, match="'backward'"):
-        RoundingKey(0, 0, 0).for_operand("backward", "input")
     with pytest.raises(ValueError, match="'bias'"):
-        RoundingKey(0, 0, 0).for_operand("fprop", "bias")
+        RoundingKey(0, 0, 0).for_operand("bias")

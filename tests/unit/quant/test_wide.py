@@ -32,15 +32,15 @@ def test_it_is_float64_products_of_operands_cast_in_float32(tensors, dtype):
     x, w, g = tensors
     y, dx, dw = run(wide_linear, x.to(dtype), w, g, LinearCall(LinearPrecision.parse("fp4/fp4/fp8"), KEY), dtype)
 
-    def q(tensor: Tensor, fmt: str, gemm: str, role: str, dim: int) -> Tensor:
-        return fake_quantize(tensor, fmt, role=role, dim=dim, key=KEY.for_operand(gemm, role)).double()
+    def q(tensor: Tensor, fmt: str, role: str, dim: int) -> Tensor:
+        return fake_quantize(tensor, fmt, role=role, dim=dim, key=KEY.for_operand(role)).double()
 
     assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
-    expected = q(x, "fp4", "fprop", "input", 1) @ q(w, "fp4", "fprop", "weight", 1).T
+    expected = q(x, "fp4", "input", 1) @ q(w, "fp4", "weight", 1).T
     assert torch.equal(y, expected.to(dtype))
-    expected = q(g, "fp4", "dgrad", "grad_output", 1) @ q(w, "fp4", "dgrad", "weight", 0)
+    expected = q(g, "fp4", "grad_output", 1) @ q(w, "fp4", "weight", 0)
     assert torch.equal(dx, expected.to(dtype))
-    expected = q(g, "fp8", "wgrad", "grad_output", 0).T @ q(x, "fp8", "wgrad", "input", 0)
+    expected = q(g, "fp8", "grad_output", 0).T @ q(x, "fp8", "input", 0)
     assert torch.equal(dw, expected.float())
 
 

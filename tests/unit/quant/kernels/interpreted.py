@@ -99,16 +99,17 @@ def pairs() -> Iterator[Case]:
     """Two directions from one read, whole tiles, special values in all, and positions of every kind."""
     ends = RoundingKey(0, 0, 0, 2**63 - 200, 2**34 - 128)
     shifted = [RoundingKey(7, 3, 2**63, 2**40, 8 * 5 + phase) for phase in (1, 4, 7)]
-    for number, (one, other, key) in enumerate(
+    for number, (one, other, keys) in enumerate(
         [
-            ("fp8", "fp8", None),
-            ("fp4", "fp4", shifted[0]),
-            ("mxfp8", "fp8_e5m2", shifted[1]),
-            ("nvfp4", "mxfp4", shifted[2]),
-            ("fp4_pow2", "nvfp4", ends),
+            ("fp8", "fp8", (None, None)),
+            ("fp4", "fp4", (shifted[0], shifted[0])),
+            ("mxfp8", "fp8_e5m2", (shifted[1], shifted[1])),
+            ("nvfp4", "mxfp4", (shifted[2], shifted[2])),
+            ("fp4_pow2", "nvfp4", (ends, ends)),
+            ("fp4", "fp4", (ends, KEY)),
         ]
     ):
-        forms = [plain(one, "grad_output", 1, key), plain(other, "grad_output", 0, key)]
+        forms = [plain(one, "grad_output", 1, keys[0]), plain(other, "grad_output", 0, keys[1])]
         for output in (*OUTPUTS[:2], "swizzled" if one == "nvfp4" else "operand"):
             x = operands((128, 128), torch.bfloat16)[1]
             yield Case(x, forms, [output, output], fp8=number % 2 == 0)

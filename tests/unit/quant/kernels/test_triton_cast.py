@@ -99,12 +99,11 @@ def test_the_tiling_follows_blocks_and_rounding():
         return triton_launches.tiling([triton_launches.Kind.of(form, output) for form in forms])
 
     fp4, mxfp4 = ([Form(get_format(name), "input", dim, key) for dim in (1, 0)] for name in ("fp4", "mxfp4"))
-    assert tiling(fp4) == tilings[128, True] != tilings[128, False]
-    assert tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128, False]
-    assert tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16, False]
+    assert tiling(fp4) == tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128]
+    assert tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16]
     mxfp8 = [Form(get_format("mxfp8"), "input", 0)]
-    assert tiling(mxfp8, "swizzled") == triton_launches.SWIZZLED != tilings[32, False]
-    assert tilings[128, True].chunk < 32 <= tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
+    assert tiling(mxfp8, "swizzled") == triton_launches.SWIZZLED != tilings[32]
+    assert tilings[128].chunk < 32 <= tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"
     assert tiling([form(tile=64)]) == triton_launches.ANY
 
 
@@ -119,11 +118,9 @@ def test_words_of_a_key_are_its_bits():
 def test_a_clock_stands_for_iteration_and_row_but_a_weights_row():
     clock = Clock.at(RoundingKey(1, 5, 3, row0=6), "cpu")
     key = RoundingKey(1, 0, 3, clock=clock)
-    _, _, _, iteration, row0, _ = triton_cast._random(
-        key.for_operand("dgrad", "grad_output", None, 8), torch.device("cpu")
-    )
+    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("grad_output", None, 8), torch.device("cpu"))
     assert iteration is clock.iteration and row0 is clock.row0
-    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("fprop", "weight", 7, 8), torch.device("cpu"))
+    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("weight", 7, 8), torch.device("cpu"))
     assert iteration is clock.iteration and row0.tolist() == [7]
     clock.set(RoundingKey(1, 2**32 - 1, 3, row0=2**62))
     assert clock.iteration.tolist() == [2**32 - 1] and clock.row0.tolist() == [2**62]

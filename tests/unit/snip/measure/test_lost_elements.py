@@ -100,7 +100,7 @@ def test_gradients_that_are_drawn_to_zero_underflow(gemm, dim, measured):
     for name, (linear, microbatches) in measured.items():
         lost = total = 0
         for m in microbatches:
-            key = RoundingKey(SEED, ITERATION, name_stream(name), row0=m.row0).for_operand(gemm, "grad_output")
+            key = RoundingKey(SEED, ITERATION, name_stream(name), row0=m.row0).for_operand("grad_output")
             lost += int(((fake_quantize(m.g, "fp4", role="grad_output", dim=dim, key=key) == 0) & (m.g != 0)).sum())
             total += int((m.g != 0).sum())
         assert lost > 0 and linear[f"underflow/fp4/{gemm}/grad_output"] == pytest.approx(lost / total, rel=1e-9), name

@@ -123,7 +123,7 @@ def gradient_and_error(name: str, microbatches, fmt: str) -> tuple[Tensor, Tenso
     """The weight's gradient G^T X and E_w = Q(G)^T Q(X) - G^T X, summed over microbatches."""
     gradient = error = 0.0
     for x, _, g, row0 in microbatches:
-        key = RoundingKey(SEED, ITERATION, name_stream(name), row0=row0).for_operand("wgrad", "grad_output")
+        key = RoundingKey(SEED, ITERATION, name_stream(name), row0=row0).for_operand("grad_output")
         exact = g.double().T @ x.double()
         gradient = gradient + exact
         error = error + q(g, fmt, "grad_output", 0, key).T @ q(x, fmt, "input", 0) - exact
@@ -327,7 +327,7 @@ def test_norms_errors_and_lost_elements_are_their_definitions(probed, seen):
         for gemm, dim in (("dgrad", 1), ("wgrad", 0)):
             error = 0.0
             for m in microbatches:
-                key = RoundingKey(SEED, ITERATION, name_stream(name), row0=m.row0).for_operand(gemm, "grad_output")
+                key = RoundingKey(SEED, ITERATION, name_stream(name), row0=m.row0).for_operand("grad_output")
                 error += float((q(m.g, "fp4", "grad_output", dim, key) - m.g.double()).square().sum())
             assert found[f"error/fp4/{gemm}/grad_output"] == pytest.approx(error, rel=1e-3), (name, gemm)
         assert {value for column, value in found.items() if column.startswith("saturated/")} == {0.0}
