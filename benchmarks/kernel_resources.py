@@ -16,7 +16,7 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -135,11 +135,20 @@ def _instructions(compiled: Any) -> list[_Instruction]:
     return made
 
 
+def _shorter(code: Sequence[_Instruction], place: int) -> bool:
+    """Whether a branch ahead goes the shorter way, or the only one: what it skips may end with a branch over it."""
+    target = code[place].target
+    assert target is not None
+    end = code[target - 1]
+    skips = end.target is not None and not end.guarded and end.target > target
+    return not code[place].guarded or not skips or target - place > end.target - target
+
+
 def issued(compiled: Any, passes: int) -> tuple[int, int]:
     """Instructions that a thread issues, and bytes that it loads from global memory.
 
-    Loops are passed so often.  A branch ahead is taken: it skips what is for NaN and infinities alone, and the slow way
-    of a division.
+    Loops are passed so often.  Of two ways ahead the shorter is taken: the other is for NaN and infinities, or the slow
+    way of a division.
     """
     code, place, count, loaded = _instructions(compiled), 0, 0, 0
     back: dict[int, int] = {}  # passes that end with a branch back
@@ -153,7 +162,7 @@ def issued(compiled: Any, passes: int) -> tuple[int, int]:
             if not one.guarded or following is None or back.get(following, 0) + 1 >= passes:
                 return count, loaded
         if one.target is not None and one.target > place:
-            place = one.target
+            place = one.target if _shorter(code, place) else place + 1
         elif one.target is not None and back.get(place, 0) + 1 < passes:
             back[place] = back.get(place, 0) + 1
             place = one.target

@@ -22,6 +22,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     increments_of,
     magnitudes,
     no_sizes,
+    now_of,
     read,
     round_nearest,
     round_stochastic,
@@ -32,7 +33,6 @@ from megatron_snip.quant.kernels.triton_steps import (
     tile,
     to_bfloat16,
     within,
-    words_of,
 )
 from megatron_snip.quant.kernels.triton_stores import count_saturated, store_codes, store_scales
 
@@ -206,8 +206,8 @@ def cast_kernel(
     source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a, place_b)
-    words_a = words_of(key0_a, key1_a, group0_a, iteration_a, row0_a, pieces_a, A)
-    words_b = words_a if HOW.alike else words_of(key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b, B)
+    words_a = (key0_a, key1_a, group0_a, now_of(iteration_a, row0_a, A), pieces_a)  # of ``increments_of``
+    words_b = words_a if HOW.alike else (key0_b, key1_b, group0_b, now_of(iteration_b, row0_b, B), pieces_b)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS

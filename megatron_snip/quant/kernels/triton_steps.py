@@ -290,11 +290,8 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words_of(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
-    """What a form draws by, for ``increments_of``: row0, by halves, and iteration are read from memory.
-
-    A form that draws nothing has zeros.
-    """
+def now_of(iteration, row0, F: tl.constexpr):
+    """The halves of row0 and the iteration, all read from memory; zeros for a form that draws nothing."""
     low = 0
     high = 0
     now = 0
@@ -302,7 +299,7 @@ def words_of(key0, key1, group0, iteration, row0, pieces, F: tl.constexpr):
     if DRAWS:
         first = tl.load(row0)
         low, high, now = first.to(tl.int32), (first >> 32).to(tl.int32), tl.load(iteration).to(tl.int32)
-    return key0, key1, low, high, group0, now, pieces
+    return low, high, now
 
 
 @triton.jit
@@ -310,10 +307,11 @@ def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl
     """What makes a float32's bits reach the next grid step if draw + 1/2 is less than 2**16 times its distance to the
     lower one: int32 [ROWS, COLS] for elements from (row, col) of x on, draws being 16-bit integers.
 
-    words: key (two), row0 (low, high), col0 >> 3, of which F.phase is the rest, iteration, all as int32 bit patterns;
-    and where rounding.py's Rows lie, or None.
+    words: key (two), col0 >> 3, of which F.phase is the rest, and ``now_of``, all as int32 bit patterns; and where
+    rounding.py's Rows lie, or None.
     """
-    key0, key1, row0_low, row0_high, group0, iteration, pieces = words
+    key0, key1, group0, now, pieces = words
+    row0_low, row0_high, iteration = now
     if pieces is not None:  # of which a tile never lies in two
         number = row // tl.load(pieces)
         begin = tl.load(pieces + 2 + number % 2)
