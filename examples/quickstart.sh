@@ -78,7 +78,7 @@ if [ "$fresh" = 1 ] && [ -e "$run" ]; then
     [ ! -e "$run" ] || give_up "$aside is in the way; try again"
 fi
 if [ -e "$run/checkpoints/latest_checkpointed_iteration.txt" ]; then
-    echo "[quickstart] resuming $run (--fresh starts anew)" >&2
+    echo "[quickstart] resuming $run (--fresh starts a new run)" >&2
 fi
 
 # Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.  On SIGTERM it gives

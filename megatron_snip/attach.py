@@ -173,7 +173,7 @@ class Snip:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
         if given := [type(loss).__name__ for loss in losses if not callable(loss)]:
             raise UserError(
-                f"probe: a {given[0]} is no function; give lambda: model(**batch).loss, which runs the model"
+                f"probe: a {given[0]} is not a function; give lambda: model(**batch).loss, which runs the model"
             )
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
@@ -236,7 +236,7 @@ class Snip:
             raise UserError(f"the model has moved from {self._probe.device} to {now} since attach; call attach again")
         for name, linear in self.linears.items():
             if vars(linear.module).get("forward") is not linear:
-                raise UserError(f"{name} is not attached any more; call attach again")
+                raise UserError(f"{name} is no longer attached; call attach again")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
         """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.

@@ -339,7 +339,7 @@ def without_megatrons(words: Sequence[str]) -> list[str]:
         else:
             refused.append(f"{shown}: {instead or ('give it a value' if name in lists else 'give it one value')}")
     if refused:
-        raise UserError(f"options of Megatron-LM that are not here: {'; '.join(refused)}")
+        raise UserError(f"Megatron-LM options that are not supported here: {'; '.join(refused)}")
     if dropped:
-        LOGGER.info(f"options of Megatron-LM that change nothing here: {', '.join(dropped)}")
+        LOGGER.info(f"Megatron-LM options that are ignored here: {', '.join(dropped)}")
     return kept

@@ -142,7 +142,7 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
     try:
         text = read_file(data, "text", "give --data a file of text", most=1 << 28).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"--data {data} is no text in UTF-8 ({error}); give text, JSON lines or a dataset") from None
+        raise UserError(f"--data {data} is not UTF-8 text ({error}); give text, JSON lines or a dataset") from None
     with IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)) as builder:
         builder.add_document(np.array([*tokenizer.encode(text), tokenizer.eod]))
     return str(prefix)
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         shares = [float(word) for word in own.shares.split(",")]
     except ValueError:
-        raise UserError(f"--shares {own.shares} are no numbers; give shares from 0 to 1, by comma") from None
+        raise UserError(f"--shares {own.shares} are not numbers; give shares from 0 to 1, by comma") from None
     if own.batches < 1 or not all(0 <= share <= 1 for share in shares):
         raise UserError(f"--batches is {own.batches}, --shares {own.shares}; give 1 or more, and shares from 0 to 1")
     output = Path(own.output)

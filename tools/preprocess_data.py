@@ -225,7 +225,7 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
         progress = _Progress(all_builders, sum(Path(path).stat().st_size for path in paths), log_interval)
         stack.enter_context(progress.bar)
         if progress.at["pieces"]:
-            print(f"going on from {all_builders.folder}: {progress.at['documents']:,} documents are done", flush=True)
+            print(f"continuing from {all_builders.folder}: {progress.at['documents']:,} documents are done", flush=True)
         tasks = islice(pieces(paths, job.keys), progress.at["pieces"], None)
         for encoded in stack.enter_context(encoded_pieces(job, tasks, workers)):
             for key, builder in builders.items():

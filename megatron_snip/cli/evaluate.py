@@ -67,7 +67,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path} is no folder; give one that holds tasks' YAML files")
+        raise UserError(f"--include-path {include_path} is not a folder; give one that holds tasks' YAML files")
     names = [task for word in words.split(",") for task in PRESETS.get(word.strip(), (word.strip(),))]
     manager = _manager(names, include_path)
     for name in names:
@@ -82,7 +82,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     for name, task in found.items():
         if (kind := task.get_config("output_type")) not in SCORED:
             raise UserError(
-                f"--tasks: {name} is of kind {kind}, and this scores text and writes none; leave it out, or export the "
+                f"--tasks: {name} is of kind {kind}, and this tool only scores text; leave it out, or export the "
                 "model with tools/convert_checkpoint.py and use lm_eval's own command"
             )
     return manager, names
@@ -249,7 +249,7 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
     """What the file of scores holds already; UserError if it is another checkpoint's."""
     found = Evaluation.load(path) if path.is_file() else Evaluation(iteration)
     if found.iteration != iteration:
-        raise UserError(f"{path} is of iteration {found.iteration}, not {iteration}; give another --output")
+        raise UserError(f"{path} is from iteration {found.iteration}, not {iteration}; give another --output")
     if found.model not in ("", model):
         raise UserError(f"{path} has the scores of {found.model}, not {model}; give another --output")
     return dataclasses.replace(found, model=model)

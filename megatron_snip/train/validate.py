@@ -156,7 +156,7 @@ def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
         return
     if c.finetune:
         raise UserError(
-            f"--finetune begins anew at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
+            f"--finetune starts over at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
             f"or --load {config.save_dir} without --finetune once the run has saved"
         )
     if c.load is None or Path(c.load).absolute() != config.save_dir.absolute():

@@ -177,7 +177,7 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
     model.save_pretrained(tmp_path / "more", state_dict=weights)
     words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
     ((refused, said),) = run_ranks(warned, 1, *words)
-    assert refused == "" and "1 tensors are not of the model that its config.json tells of, and stay behind" in said
+    assert refused == "" and "1 tensors do not belong to the model that its config.json describes, and are left out" in said
     assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")

@@ -154,7 +154,7 @@ def refused(place, tmp_path_factory):
     )
     cases = [
         ([hf, *tasks, "writing"], "writing is of kind generate_until"),
-        ([hf, "--tasks", "sums", "--include-path", str(folder / "none")], "is no folder"),
+        ([hf, "--tasks", "sums", "--include-path", str(folder / "none")], "is not a folder"),
         ([hf, "--tasks", str(folder / "odd.yaml")], "cannot be loaded"),
         ([hf, *tasks, "sums", "--batch-size", "0"], "--batch-size is 0"),
         ([hf, *tasks, "sums", "--plan", "own"], "has no precision_plan.json"),

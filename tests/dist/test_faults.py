@@ -116,7 +116,7 @@ def leaves_at_ctrl_c(process: subprocess.Popen, agent: list[str] | None, run: Pa
     assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
     left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
     assert _last_saved(run) == str(left_at)
-    assert "Ctrl-C: the run saves and leaves" in (run.parent / "log").read_text()
+    assert "Ctrl-C: the run saves and ends" in (run.parent / "log").read_text()
 
 
 @pytest.mark.slow

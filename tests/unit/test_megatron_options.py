@@ -53,7 +53,9 @@ def test_a_launch_script_is_told_option_by_option_what_to_change():
     with pytest.raises(UserError) as info:
         parse(LLAMA3_8B.split())
     said = str(info.value)
-    assert "\n" not in said and said.startswith("options of Megatron-LM that are not here: --apply-layernorm-1p: norms")
+    assert "\n" not in said and said.startswith(
+        "Megatron-LM options that are not supported here: --apply-layernorm-1p: norms"
+    )
     assert all(f"--{name}" in said for name in LEFT_OUT.split())
     assert not any(f"--{name}" in said for name in ("swiglu", "num-workers", "context-parallel-size", "ckpt-format"))
     assert "--fp8-format hybrid: give --precision fp8, mxfp8 or snip" in said
@@ -68,9 +70,7 @@ def test_with_these_changes_it_runs(caplog):
     assert config.data.num_workers == 1
     validate(config, 8)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(
-        "options of Megatron-LM that change nothing here: --use-mcore-models, --group-query-attention"
-    )
+    assert line.startswith("Megatron-LM options that are ignored here: --use-mcore-models, --group-query-attention")
     assert "--position-embedding-type rope" in line and config.logging.tensorboard_dir == "logs"
 
 

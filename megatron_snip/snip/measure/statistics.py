@@ -45,7 +45,7 @@ from megatron_snip.snip.jsonfile import (
 Floats = NDArray[np.float64]
 
 VERSION = 4
-_WAY_OUT = "collect the statistics anew"
+_WAY_OUT = "collect the statistics again"
 #: How statistics get updates, and the operands of the backward GEMMs.
 WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
 _FIELDS = {

@@ -239,7 +239,7 @@ UP = "layers.0.mlp.up_proj"
          "statistics of 15 linears, the model has 14; foo is 256 x 128 in the statistics and not there in the model"),
         (lambda linears: linears.update({"lm_head.x": linears[UP]}), "lm_head.x is 256 x 128 in the statistics and"),
         (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj is not there in the statistics"),
-        (lambda linears: linears.clear(), "field linears is empty; collect the statistics anew"),
+        (lambda linears: linears.clear(), "field linears is empty; collect the statistics again"),
         (lambda linears: linears[UP].update(in_features=0), rf"linears\['{UP}'\].out_features or in_features is 0"),
     ],
 )  # fmt: skip

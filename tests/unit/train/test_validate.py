@@ -283,7 +283,7 @@ def test_a_restart_must_be_able_to_continue():
     assert said(load="r/checkpoints") == said(load="s", save="s") == said(restarts=0) == ""
     assert said().startswith("--max-restarts is 3, and a restart would continue from --load None, not from r/check")
     assert "give --load s" in said(load="r/checkpoints", save="s")
-    assert said(load="r/checkpoints", finetune=True).startswith("--finetune begins anew at each start, and --max-res")
+    assert said(load="r/checkpoints", finetune=True).startswith("--finetune starts over at each start, and --max-res")
     r = "r/checkpoints"
     back = f"; to go back once, give --load {r} alone and write 4 into {r}/latest_checkpointed_iteration.txt"
     step = {"load": r, "ckpt_step": 4}
