@@ -3,8 +3,8 @@
     python tools/show_plan.py PLAN.json [--against OTHER.json]
     python tools/show_plan.py PLAN.json --load runs/my/checkpoints
 
-With the model, which --load or the trainer's options tell (--config FILE, --num-layers ...,
---pipeline-model-parallel-size), also what each pipeline stage saves.
+If you name the model (by --load or the trainer's options: --config FILE, --num-layers ...,
+--pipeline-model-parallel-size), it also shows what each pipeline stage saves.
 
 Convention: a cell is the format of all three GEMMs, or fprop/dgrad/wgrad; "*" marks what differs from OTHER.
 """

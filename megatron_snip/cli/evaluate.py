@@ -10,8 +10,8 @@ MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder
 files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised.  --plan FILE, or --plan own for the
 checkpoint's plan or the run's --precision, quantises the linears' forward as in training.  Scores go into
 evaluations/iter_0001000.json of the run folder, report.html, and wandb and TensorBoard if the run logs there; with
---output FILE they go only there.  Tasks in which the model generates text are refused.  Options of the trainer may
-follow.
+--output FILE they go only there.  Tasks in which the model generates text are refused.  You can add
+options of the trainer.
 """
 
 from __future__ import annotations
@@ -292,15 +292,17 @@ def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list
     parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan's FILE, or own")
     parser.add_argument("--include-path", type=path_word, help="folder of your own tasks")
     parser.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=int, help="questions of each task, for a try (default: all)")
+    parser.add_argument("--limit", type=int, help="questions per task, for a quick test (default: all)")
     parser.add_argument("--batch-size", type=int, default=8, help="requests that run at once (default: 8)")
-    parser.add_argument("--max-length", type=int, help="tokens that are read at once (default: the model's)")
+    parser.add_argument("--max-length", type=int, help="context length in tokens (default: the model's)")
     parser.add_argument(
         "--add-bos", action=argparse.BooleanOptionalAction,
         help="begin texts with the tokenizer's BOS (default: as the tokenizer of a Hugging Face folder does; not for a "
         "run's checkpoint, whose training does not)",
     )  # fmt: skip
-    parser.add_argument("--bootstrap", type=int, default=1000, help="draws for a standard error (default: 1000)")
+    parser.add_argument(
+        "--bootstrap", type=int, default=1000, help="bootstrap samples for a standard error (default: 1000)"
+    )
     parser.add_argument(
         "--output", type=path_word, help="file of scores (default: in the run folder, or evaluation.json)"
     )

@@ -89,7 +89,7 @@ def test_what_cannot_be_said_is_told(save, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"note: {BLOCKS} linears whose GEMMs differ take their most precise format",
         f"note: {BLOCKS} modules of several linears in different formats take the most precise",
-        f"note: {4 * BLOCKS} in fp8 become blockwise, and its scales are powers of two",
+        f"note: {4 * BLOCKS} modules in fp8 become blockwise: its scales are powers of two",
     ]
     export(save("mxfp8", down="nvfp4_rht"), "megatron")
     assert capsys.readouterr().err == ""
