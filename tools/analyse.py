@@ -286,7 +286,7 @@ def write(
     figures = [pictures.divergence_heatmap(found.column(fmt), "nats") | {"title": fmt} for fmt in found.formats]
     every = table(heads, [totals, *found.rows([name for name, _ in worst])])
     sections = [
-        Section("Sensitivity", f"Predicted rise of the loss by each linear in {', '.join(found.formats)}.", figures),
+        Section("Sensitivity", "Predicted increase of the loss, in nats, if one linear runs in a format.", figures),
         Section("Plans", "The cheapest plan for each share.", [pictures.plans([*plans.values()], [*plans])],
                 table(plan_heads, planned)),
         Section("All linears", "Loss divergence with its standard error over batches, the costliest first.", (), every),

@@ -56,7 +56,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
     lines = [
         f"plan {plan.hash} from iteration {plan.iteration}, objective {plan.objective}",
         f"{plan.achieved:.2%} of the linears' FLOPs in FP4 (target {plan.asked})",
-        f"{len(plan.linears)} linears: {shares}; {mean:.1%} of their GEMMs in FP4, sizes aside",
+        f"{len(plan.linears)} linears: {shares}; {mean:.1%} of their GEMMs in FP4 (by number)",
     ]
     if solver.status != "none":
         lines.append(
@@ -82,7 +82,7 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
     shapes = snip_shapes(config)
     plan.check_names(shape.name for shape in shapes)
     return "\n".join(
-        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16, nominally"
+        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16 (nominal GEMM times)"
         for stage, (share, taken) in by_stage(shapes, plan.linears).items()
     )
 

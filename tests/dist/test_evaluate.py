@@ -88,7 +88,7 @@ def test_scores_are_those_of_transformers_on_the_exported_model(place, tmp_path)
     assert_equal([*scores.values()][1], planned)
     assert abs(planned["texts"]["bits_per_byte,none"] - plain["texts"]["bits_per_byte,none"]) > 1e-3
     assert scores["bf16"]["sums"]["acc"][1] is not None
-    assert found[0][0].split("\n")[0].split() == ["task", "metric", "0,", "bf16"]
+    assert found[0][0].split("\n")[0].split() == ["task", "metric", "iteration", "0,", "bf16"]
 
 
 @pytest.fixture(scope="module")
