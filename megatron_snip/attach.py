@@ -12,7 +12,7 @@
 
 Linears, probe and solver are those of ``pretrain_llama.py``.  The loss is to be a mean over tokens.  In Hugging Face's
 Llama and Qwen3 errors of q, k and v are judged behind the attention, which is taken to be causal over whole sequences
-without padding; other models' linears are judged at their own output.  The weight divergence is the trainer's alone.
+without padding; other models' linears are judged at their own output.  Only the trainer measures the weight divergence.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Snip:
         named = {f"snip_{name}": value for name, value in options.items()}
         if unknown := sorted(options.keys() - set(_SOLVED_BY)):
             known = f"snip_{unknown[0]}" in {field.name for field in dataclasses.fields(SnipConfig)}
-            what = f"{unknown[0]!r} is the trainer's alone" if known else f"unknown option {unknown[0]!r}"
+            what = f"{unknown[0]!r} is only for the trainer" if known else f"unknown option {unknown[0]!r}"
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
         answer: list[Any] = [None, ""]
         failed: Exception | None = None
@@ -271,7 +271,7 @@ class Snip:
     def _solved(self, snip: SnipConfig) -> Plan:
         if get_objective(snip.snip_objective).needs_operands:
             raise UserError(
-                f"solve: objective {snip.snip_objective!r} needs what the trainer alone measures; choose snip"
+                f"solve: objective {snip.snip_objective!r} needs what only the trainer measures; choose snip"
             )
         choices = check_choices(snip, self.shapes)
         inputs = ObjectiveInputs(self.shapes, choices.options, self.statistics, seed=self._plain_seed)

@@ -360,10 +360,11 @@ def option_groups() -> dict[str, str]:
 
 
 def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
-    """UserError for the first name that is no option, with the nearest one that is."""
+    """UserError for the first name that is no option, with the nearest one that is; where: "" for a command line."""
     known = list(option_groups())
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists all options"
-            raise UserError(f"unknown option {name} in {where}; {hint}")
+            shown = [f"{one} in {where}" if where else f"--{one.replace('_', '-')}" for one in (name, *near)]
+            hint = f"did you mean {shown[1].partition(' ')[0]}?" if near else "--help lists all options"
+            raise UserError(f"unknown option {shown[0]}; {hint}")

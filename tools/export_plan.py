@@ -209,9 +209,9 @@ def to_modelopt(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], l
         if fmt:
             config |= {f"{name}.{which}_quantizer": MODELOPT[fmt] for which in ("weight", "input")}
     body = pprint.pformat({"quant_cfg": config, "algorithm": "max"}, width=116, sort_dicts=False)
-    header = f"{_header(plan)}# Forward alone: gradients are not quantised.\n"
+    header = f"{_header(plan)}# Forward only: gradients are not quantised.\n"
     count = sum(fmt != "" for fmt in chosen.linears.values())
-    note = f"{count} linears are quantised in forward alone: ModelOpt has no setting for gradients"
+    note = f"{count} linears are quantised in forward only: ModelOpt has no setting for gradients"
     return {"modelopt_config.py": f"{header}QUANT_CFG = {body}\n"}, [*chosen.notes, *([note] if count else [])]
 
 

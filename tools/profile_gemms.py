@@ -61,7 +61,8 @@ def shards(config: Config) -> list[Shard]:
     for option in _NEEDED:
         value = getattr(config.model, option)
         if value < 1:
-            raise UserError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
+            found = value or "missing or 0"
+            raise UserError(f"--{option.replace('_', '-')} is {found}; give the model's shape, or --config FILE")
     tp = config.parallel.tensor_model_parallel_size
     counts: dict[tuple[int, int, int, int], int] = {}
     spec = spec_of(config.model)

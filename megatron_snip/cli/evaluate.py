@@ -148,7 +148,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     if p.pipeline_model_parallel_size > 1 or world != p.tensor_model_parallel_size:
         raise UserError(
             f"{world} processes, --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
-            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; evaluate runs tensor parallel alone: "
+            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; only tensor parallelism is supported: "
             "start as many processes as --tensor-model-parallel-size says"
         )
     m = config.model

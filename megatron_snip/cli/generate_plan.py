@@ -159,7 +159,7 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
-    why = f"\nno {' and '.join(left)}: these statistics have fprop's operands alone; {WHERE_UPDATES}" if left else ""
+    why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why
 
 

@@ -133,7 +133,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
     assert load is not None
     state = read_state(load, saved)
     if state.get("weights_alone"):
-        raise UserError(f"--load {c.load} holds weights alone; give --finetune to start a new run from them")
+        raise UserError(f"--load {c.load} holds only weights; give --finetune to start a new run from them")
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
         raise UserError(

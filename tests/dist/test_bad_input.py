@@ -259,7 +259,7 @@ def test_the_program_itself_leaves_with_2(tmp_path):
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert the_error(got.returncode, got.stderr) == (
-        "error: unknown option tensor_model_paralel_size in the command line; did you mean tensor_model_parallel_size?"
+        "error: unknown option --tensor-model-paralel-size; did you mean --tensor-model-parallel-size?"
     )
     assert got.stdout == "" and contents(tmp_path) == {}
 

@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     _, options = imported(tmp_path, **CASES["small"])
     for more, message in (
-        ({"load": str(tmp_path / "in")}, "holds weights alone; give --finetune"),
+        ({"load": str(tmp_path / "in")}, "holds only weights; give --finetune"),
         ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, the model in"),
         ({"load": str(tmp_path / "hf"), "ckpt_step": 3}, "has no iterations; drop --ckpt-step"),
     ):

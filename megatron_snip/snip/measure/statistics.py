@@ -150,7 +150,7 @@ class Statistics:
         """Read ``save``'s file.  Raises UserError naming the file and the field for anything else."""
         values = read_json(path, "statistics", _WAY_OUT)
         if "solver" in values:
-            raise UserError(f"{path}: this is a plan, no statistics; give the file that it was made from")
+            raise UserError(f"{path}: this is a plan, not statistics; give the file that it was made from")
         try:
             check_version(values, VERSION)
             check_fields(values, _FIELDS, "")

@@ -97,7 +97,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
             ["--linear-impl scaled_mm cannot run", "or emulated"],
         ),
         ({"precision": "plan", "precision_plan": "none.json"}, ["none.json: cannot read the plan"]),
-        ({"global_batch_size": 0}, ["--global-batch-size is 0"]),
+        ({"global_batch_size": 0}, ["--global-batch-size is missing or 0"]),
         ({"optimizer_impl": "apex"}, ["--optimizer-impl apex"]),
     ],
 )

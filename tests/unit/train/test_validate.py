@@ -69,7 +69,12 @@ def test_a_lone_process_may_tie_its_embeddings():
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1])
 def test_numbers_that_must_be_positive(name, value):
-    assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give a positive number"
+    said = "missing or 0" if value == 0 and option_default(name) == 0 else value  # whoever leaves it out typed no 0
+    assert error(**{name: value}) == f"--{name.replace('_', '-')} is {said}; give a positive number"
+
+
+def option_default(name: str) -> object:
+    return next(f.default for group in fields(Config) for f in fields(getattr(Config(), group.name)) if f.name == name)
 
 
 def numeric_options() -> set[str]:
@@ -306,5 +311,5 @@ def test_no_model_has_so_many_blocks_or_none():
     assert loaded.endswith(
         "such as the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
     )
-    assert error(num_layers=0) == "--num-layers is 0; give a positive number up to 9999"
+    assert error(num_layers=0) == "--num-layers is missing or 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"
