@@ -3,9 +3,9 @@
 #
 #   bash examples/quickstart.sh [--fresh] [options of pretrain_llama.py]
 #
-# Without --fresh the run in runs/quickstart goes on from its last checkpoint (from iteration 0 if it has none).
-# With --fresh an existing runs/quickstart is moved aside to runs/quickstart.<time> and a new run starts.
-# Other options win over examples/quickstart.toml.  Text, tokenizer and tokens are made once.
+# Without --fresh, the run in runs/quickstart continues from its last checkpoint (from iteration 0 if it has none).
+# With --fresh, an existing runs/quickstart is moved aside to runs/quickstart.<time>, and a new run starts.
+# Other options override examples/quickstart.toml.  Text, tokenizer and tokens are made once.
 #
 # Environment: QUICKSTART_DATA   folder of text, tokenizer and tokens      (data/quickstart)
 #              QUICKSTART_RUN    the run folder                            (runs/quickstart)
