@@ -3,9 +3,9 @@
 #
 #   bash examples/quickstart.sh [--fresh] [options of pretrain_llama.py]
 #
-# Without --fresh the run in runs/quickstart goes on from its last checkpoint (from iteration 0 if it has none).
-# With --fresh an existing runs/quickstart is moved aside to runs/quickstart.<time> and a new run starts.
-# Other options win over examples/quickstart.toml.  Text, tokenizer and tokens are made once.
+# Without --fresh, the run in runs/quickstart continues from its last checkpoint (from iteration 0 if it has none).
+# With --fresh, an existing runs/quickstart is moved aside to runs/quickstart.<time>, and a new run starts.
+# Other options override examples/quickstart.toml.  Text, tokenizer and tokens are made once.
 #
 # Environment: QUICKSTART_DATA   folder of text, tokenizer and tokens      (data/quickstart)
 #              QUICKSTART_RUN    the run folder                            (runs/quickstart)
@@ -78,7 +78,7 @@ if [ "$fresh" = 1 ] && [ -e "$run" ]; then
     [ ! -e "$run" ] || give_up "$aside is in the way; try again"
 fi
 if [ -e "$run/checkpoints/latest_checkpointed_iteration.txt" ]; then
-    echo "[quickstart] resuming $run (--fresh starts anew)" >&2
+    echo "[quickstart] resuming $run (--fresh starts a new run)" >&2
 fi
 
 # Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.  On SIGTERM it gives

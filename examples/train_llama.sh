@@ -7,20 +7,20 @@
 # LOGS_PATH        the run folder: metrics, plans, report                    (runs/<name>)
 # TOKENIZER_ARG    MOCK, a sentencepiece *.model file, or a Hugging Face folder       (MOCK)
 # DATA_ARG         MOCK, the prefix of a .bin/.idx pair, or "weight prefix weight prefix ..."   (MOCK)
-# Further options go to pretrain_llama.py and win over all others.
+# Further options go to pretrain_llama.py and override all others.
 #
 # Environment: GPUS_PER_NODE (8), NUM_NODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (6000); on
 # several nodes the same command runs once on each, with its own NODE_RANK.
-# SAVE_GRACE_SECONDS (840) is the time that processes have to save after SIGTERM reached torchrun.  They look for
-# the signal once an iteration, so it must exceed one iteration plus a save.  torch before 2.12 does not know the
-# variable that it sets: there it is 30 seconds.
+# SAVE_GRACE_SECONDS (840) is the time that processes have to save after SIGTERM reached torchrun.  They check for
+# the signal once per iteration, so it must exceed one iteration plus a save.  torch before 2.12 does not know the
+# variable that it sets, and always gives 30 seconds.
 # Relative paths are relative to the folder the command is given in.
 set -euo pipefail
 
 for argument in "${@:1:4}"; do # an option here would be taken for a path, and its value for the next one
     case "$argument" in
         --*)
-            echo "$argument stands among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG DATA_ARG;" \
+            echo "$argument is among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG DATA_ARG;" \
                 "give all four before options, for example checkpoints/my runs/my MOCK MOCK $argument" >&2
             exit 2
             ;;

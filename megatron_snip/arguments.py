@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
-    check_names([n for n in names if n != "help"], "the command line")
+    check_names([n for n in names if n != "help"], "")
     config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
     _check_texts(config)
     if "--group-query-attention" in argv and config.model.num_query_groups is None:

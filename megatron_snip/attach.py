@@ -8,11 +8,13 @@
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         snip.step()
 
-Linears, probe and solver are those of ``pretrain_llama.py``.  The loss is to be a mean over tokens.  In Hugging Face's
-Llama and Qwen3 errors of q, k and v are judged behind the attention, which is taken to be causal over whole sequences
-without padding; other models' linears are judged at their own output.  The weight divergence is the trainer's alone.
+Linears, probe and solver are those of ``pretrain_llama.py``.  The loss must be a mean over tokens.  In Hugging Face's
+Llama and Qwen3, errors of q, k and v are judged behind the attention, which is assumed to be causal over whole
+sequences without padding.  Other models' linears are judged at their own output.  Only the trainer measures the weight
+divergence.
 """
 
 from __future__ import annotations
@@ -72,15 +74,17 @@ def attach(
     seed: int = 1234,
     impl: str = "auto",
 ) -> Snip:
-    """Make the linears of a model take precisions; until a plan is applied they compute what they did.
+    """Prepare the linears of a model for plans.  Until you apply one, they compute what they did before.
 
-    linears: patterns of names, such as "model.layers.*", or what says whether to take a linear; by default all but
-    the output layer, which is what ``get_output_embeddings`` gives and what is named lm_head.  Weights of other
-    modules, such as experts in one tensor, stay as they are and do not count in a plan's shares.  options: precisions
-    that a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as --linear-impl.
-    Call it on every process alike, where the model lies on its device and torch.distributed is started: after FSDP2's
+    linears: patterns of names, such as "model.layers.*", or a function of name and linear that says whether to take
+    it; by default all but the output layer (what ``get_output_embeddings`` returns, or what is named lm_head).
+    Weights of other modules, such as experts in one tensor, stay as they are and do not count in a plan's shares.
+    options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as
+    --linear-impl.
+
+    Call it on every process, when the model is on its device and torch.distributed has started: after FSDP2's
     ``fully_shard``, before or after DDP and torch.compile, which breaks its graphs at quantised linears.  A copy of the
-    model has its linears as they were.  If any of them was attached before, what that returned is detached.
+    model has its original linears.  If any of these linears was attached before, the earlier ``Snip`` is detached.
     UserError if no linear is left, one has a forward of its own, or an option is unknown or cannot run here.
     """
     model = unwrapped(model)
@@ -119,11 +123,11 @@ def _some(names: Mapping[str, Any]) -> str:
 
 
 class Snip:
-    """A model's linears, and their probe and plans; ``attach`` makes it.
+    """A model's linears, and their probe and plans; ``attach`` returns it.
 
-    A loop that goes on from a checkpoint applies its plan, saved by ``snip.plan.save(path)``, and sets
-    ``snip.iteration``, the number of the coming update, from 1; else linears stay as they are until the next plan, and
-    random bits begin anew.
+    If your loop continues from a checkpoint, apply the plan that you saved with ``snip.plan.save(path)``, and set
+    ``snip.iteration`` to the number of the next update, counted from 1.  Otherwise linears stay unquantised until the
+    next plan, and random bits start over.
     """
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear], *, options: str, seed: int, impl: str):
@@ -162,18 +166,19 @@ class Snip:
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
         """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
 
-        What they show is that of the mean of these losses, on all processes, however many tokens each of them has.
-        Microbatches with means of their own are losses of their own: within one, all tokens count alike.
-        Backward runs here.  Gradients, buffers, torch's random numbers and weights are what they were afterwards; under
-        FSDP2 call it between updates, where none are accumulated.  Every process calls it alike.  ProbeFailed (of
-        megatron_snip.snip.measure.probe), on every process, if a loss is not finite, backward does not come to a
-        linear, or memory does not suffice; catch it to go on with the plan in force.
+        The statistics are those of the mean of these losses over all processes, whatever the number of tokens of each.
+        Give each microbatch that has its own mean as its own loss: within a loss, all tokens count alike.
+
+        ``probe`` runs backward itself.  It leaves gradients, buffers, weights and torch's random numbers as they were.
+        Under FSDP2, call it between updates, when no gradients are accumulated.  Call it on every process.  It raises
+        ProbeFailed (of megatron_snip.snip.measure.probe) on every process if a loss is not finite, backward does not
+        reach a linear, or memory runs out.  Catch it to continue with the current plan.
         """
         if not losses:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
         if given := [type(loss).__name__ for loss in losses if not callable(loss)]:
             raise UserError(
-                f"probe: a {given[0]} is no function; give lambda: model(**batch).loss, which runs the model"
+                f"probe: a {given[0]} is not a function; give lambda: model(**batch).loss, which runs the model"
             )
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
@@ -236,22 +241,21 @@ class Snip:
             raise UserError(f"the model has moved from {self._probe.device} to {now} since attach; call attach again")
         for name, linear in self.linears.items():
             if vars(linear.module).get("forward") is not linear:
-                raise UserError(f"{name} is not attached any more; call attach again")
+                raise UserError(f"{name} is no longer attached; call attach again")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
-        """The plan that costs least with a share ``target`` of the linears' FLOPs in FP4, by the last probe.
+        """The cheapest plan that has a share ``target`` of the linears' FLOPs in FP4, by the last probe.
 
-        Where bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
+        If bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
         options: churn, fix, granularity, objective and options, as --snip-churn and so on, such as granularity="gemm"
-        or fix="layers.0.*=fp8".  Every process calls it alike.  UserError for options that cannot be met, on every
-        process.
+        or fix="layers.0.*=fp8".  Call it on every process.  UserError on every process if the options cannot be met.
         """
         if not isinstance(target, (int, float)) or not 0 <= target <= 1:
             raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
         named = {f"snip_{name}": value for name, value in options.items()}
         if unknown := sorted(options.keys() - set(_SOLVED_BY)):
             known = f"snip_{unknown[0]}" in {field.name for field in dataclasses.fields(SnipConfig)}
-            what = f"{unknown[0]!r} is the trainer's alone" if known else f"unknown option {unknown[0]!r}"
+            what = f"{unknown[0]!r} is only for the trainer" if known else f"unknown option {unknown[0]!r}"
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
         answer: list[Any] = [None, ""]
         failed: Exception | None = None
@@ -271,7 +275,7 @@ class Snip:
     def _solved(self, snip: SnipConfig) -> Plan:
         if get_objective(snip.snip_objective).needs_operands:
             raise UserError(
-                f"solve: objective {snip.snip_objective!r} needs what the trainer alone measures; choose snip"
+                f"solve: objective {snip.snip_objective!r} needs what only the trainer measures; choose snip"
             )
         choices = check_choices(snip, self.shapes)
         inputs = ObjectiveInputs(self.shapes, choices.options, self.statistics, seed=self._plain_seed)
@@ -284,7 +288,7 @@ class Snip:
         )  # fmt: skip
 
     def apply(self, plan: Plan | str | Path) -> None:
-        """Run every linear as a plan, or a plan's file, says; UserError if it is of other linears or cannot run."""
+        """Run the linears under a plan or a plan file; UserError if it has other linears or cannot run here."""
         self._check_wrapped()
         source = "plan" if isinstance(plan, Plan) else str(plan)
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -296,7 +300,7 @@ class Snip:
         self.plan = plan
 
     def step(self) -> None:
-        """After every update of the weights, however it was made: rounding draws anew, and weights are cast anew."""
+        """Call it after every update of the weights: it gives the next random bits, and weights are cast again."""
         self.iteration += 1
         self._forget_rows()
 
@@ -308,17 +312,14 @@ class Snip:
                 linear.casts.clear()
 
     def detach(self) -> None:
-        """Give the model's linears back as they were; weights stay."""
+        """Restore the model's original linears; weights stay."""
         for linear in self.linears.values():
             if vars(linear.module).get("forward") is linear:
                 del linear.module.forward
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:
-        """Inside, all linears compute as without SNIP, for a comparison.
-
-        Backward belongs inside too where activations are recomputed.
-        """
+        """Within it, linears compute as without SNIP; if activations are recomputed, run backward within it too."""
         with self._in(StepContext(precision=_PLAIN)):
             yield
 

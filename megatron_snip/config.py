@@ -35,9 +35,9 @@ class ModelConfig:
     max_position_embeddings: Optional[int] = None  # Longest position; by default the sequence length.
     rotary_base: float = 10000.0  # Base of the rotary embedding.
     use_rope_scaling: bool = False  # Llama 3's frequency scaling of the rotary embedding.
-    rope_scaling_factor: float = 8.0  # Llama 3: how much low frequencies are stretched.
-    rope_low_freq_factor: float = 1.0  # Llama 3: below original length / this many turns, stretch fully.
-    rope_high_freq_factor: float = 4.0  # Llama 3: above original length / this many turns, leave alone.
+    rope_scaling_factor: float = 8.0  # Llama 3: factor by which low frequencies are stretched.
+    rope_low_freq_factor: float = 1.0  # Llama 3: wavelengths above original length / this are stretched fully.
+    rope_high_freq_factor: float = 4.0  # Llama 3: wavelengths below original length / this stay as they are.
     rope_original_max_position_embeddings: int = 8192  # Llama 3: sequence length before stretching.
     norm_epsilon: float = 1e-5  # Epsilon of RMSNorm.
     untie_embeddings_and_output_weights: bool = False  # Give the output layer its own weight.
@@ -70,21 +70,21 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1  # Processes that share each linear.
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
-    num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks a chunk, for interleaved 1F1B.
-    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks a process, in place of blocks a chunk.
+    num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks per chunk, for interleaved 1F1B.
+    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks per process, in place of blocks per chunk.
     decoder_first_pipeline_num_layers: Optional[int] = None  # Blocks of the first process of a pipeline.
     decoder_last_pipeline_num_layers: Optional[int] = None  # Blocks of the last process; the others share the rest.
-    account_for_embedding_in_pipeline_split: bool = False  # Deal out blocks as if the embedding were one.
-    account_for_loss_in_pipeline_split: bool = False  # Deal out blocks as if the output layer and the loss were one.
+    account_for_embedding_in_pipeline_split: bool = False  # Count the embedding as a block of the first stage.
+    account_for_loss_in_pipeline_split: bool = False  # Count output layer and loss as a block of the last stage.
     context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
-    sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor parallel.
-    # What data parallel processes share out: nothing; the optimiser's state; gradients too; weights too.  Each saves
-    # memory, and the last two send more.
+    sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor parallel processes.
+    # What is sharded over data parallel processes: nothing; the optimiser's state; gradients too; weights too.  Each
+    # saves more memory than the one before; the last two also communicate more.
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
-    # Groups of data parallel processes, such as the nodes, each of which holds all that is sharded.
+    # Shard within this many groups of data parallel processes, such as nodes; each group holds a full copy.
     num_distributed_optimizer_instances: int = 1
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, unless the backend is gloo.
-    # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for a try.
+    # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for testing.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     distributed_timeout_minutes: float = 10.0  # The run ends if a collective takes longer.
 
@@ -95,7 +95,7 @@ class TrainingConfig:
 
     micro_batch_size: int = 1  # Sequences that a process runs at once.
     global_batch_size: int = 0  # Sequences in one iteration, over all processes (required).
-    # START INCREMENT SAMPLES: the batch grows from START by INCREMENT again and again over SAMPLES; with train-samples.
+    # START INCREMENT SAMPLES: the batch grows from START in steps of INCREMENT over SAMPLES; needs train-samples.
     rampup_batch_size: tuple[int, ...] = ()
     train_iters: int = 0  # Iterations of the whole run (required, unless you give train-samples).
     train_samples: Optional[int] = None  # Sequences of the whole run, in place of train-iters.
@@ -107,42 +107,42 @@ class TrainingConfig:
     lr_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_warmup_iters: int = 0  # Iterations of linear warm-up.
     lr_warmup_samples: int = 0  # The same in sequences, with train-samples.
-    lr_warmup_fraction: Optional[float] = None  # The same as a share of the time until min-lr.
-    lr_warmup_init: float = 0.0  # Learning rate of the first update, from which it warms up.
-    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay (default: a tenth).
+    lr_warmup_fraction: Optional[float] = None  # The same as a fraction of the decay (lr-decay-iters).
+    lr_warmup_init: float = 0.0  # Learning rate at which the warm-up starts.
+    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay; by default a tenth.
     lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.
-    start_weight_decay: Optional[float] = None  # Weight decay of the first update, if it grows.
+    start_weight_decay: Optional[float] = None  # Weight decay at the start, if it grows.
     end_weight_decay: Optional[float] = None  # Weight decay at the end of training, if it grows.
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"  # How weight decay grows.
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
-    # With eod-mask-loss: tokens of the batch count alike; without it microbatches do, each by its mean.
+    # With eod-mask-loss: average over all tokens of the batch, not over the means of microbatches.
     calculate_per_token_loss: bool = False
-    clip_grad: float = 1.0  # Largest norm of the whole gradient; 0 clips nothing.
+    clip_grad: float = 1.0  # Clip the global gradient norm to this; 0: no clipping.
     seed: int = 1234  # Seed of weights, data order and stochastic rounding.
-    deterministic_mode: bool = False  # Algorithms of torch, cuBLAS and NCCL that repeat their bits; slower on GPUs.
-    manual_gc: bool = False  # Collect garbage at --manual-gc-interval alone, so that processes pause together.
+    deterministic_mode: bool = False  # Use deterministic algorithms of torch, cuBLAS and NCCL; slower on GPUs.
+    manual_gc: bool = False  # Collect garbage only at --manual-gc-interval, so that processes pause together.
     manual_gc_interval: int = 0  # Iterations between two collections under --manual-gc; 0: only at the start.
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it, in float32.
     recompute_granularity: Literal["none", "full", "selective"] = "none"  # What backward recomputes to save memory.
-    # full: each so many blocks as one (uniform, the default), or a stage's first blocks one by one (block).
+    # full: recompute-num-layers blocks at a time (uniform, the default), or only that many of a stage (block).
     recompute_method: Optional[Literal["uniform", "block"]] = None
-    recompute_num_layers: Optional[int] = None  # full: so many blocks; by default 1.
-    recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of every block, core_attn and mlp.
-    compile: bool = False  # Compile each block by torch.compile; its linears run as without it, bit for bit.
-    preflight: bool = True  # Before iteration 1, run what --precision snip will need: each option and a probe.
+    recompute_num_layers: Optional[int] = None  # full: number of blocks for recompute-method; by default 1.
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of each block: core_attn, mlp.
+    compile: bool = False  # Compile each block with torch.compile; linears give the same bits as without.
+    preflight: bool = True  # Before iteration 1, try what --precision snip will run: each option and a probe.
     max_skipped_iterations: int = 10  # The run ends after this many non-finite iterations in a row.
-    # Run an iteration again before it counts if its loss spikes or is not finite; see docs/reliability.md.
+    # validate_results: repeat an iteration whose loss spikes or is not finite; see docs/reliability.md.
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
-    spike_window: int = 64  # A loss spikes if it is above the mean of so many good losses before it ...
-    spike_deviations: float = 6.0  # ... by more than so many of their standard deviations ...
-    spike_nats: float = 0.5  # ... and by more than so many nats.
+    spike_window: int = 64  # A loss is a spike if it exceeds the mean of this many good losses before it ...
+    spike_deviations: float = 6.0  # ... by more than this many of their standard deviations ...
+    spike_nats: float = 0.5  # ... and by more than this many nats.
     exit_interval: Optional[int] = None  # Save and end when the iteration is a multiple of this.
-    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes, the start included.
+    exit_duration_in_mins: Optional[float] = None  # Save and end after this many minutes, startup included.
     exit_signal_handler: bool = True  # Save and end cleanly on SIGTERM or Ctrl-C.
 
     @property
@@ -170,7 +170,7 @@ class DataConfig:
     valid_data_path: tuple[str, ...] = ()  # The same for validation only, in place of --data-path.
     split: str = "969,30,1"  # Shares of --data-path for training, validation, test.
     data_cache_path: Optional[str] = None  # Folder that keeps sample indices between runs.
-    num_workers: int = 0  # Processes that read samples ahead, beside each process; 0: threads of the process itself.
+    num_workers: int = 0  # Worker processes that read ahead, per process; 0: two threads of the process itself.
     reset_position_ids: bool = False  # Restart positions after each end of document.
     reset_attention_mask: bool = False  # Let tokens attend only to their own document.
     eod_mask_loss: bool = False  # Do not train on the token after an end of document.
@@ -185,19 +185,19 @@ class LoggingConfig:
 
     run_dir: str = "runs/default"  # Folder for metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
-    log_throughput: bool = False  # Add TFLOP/s a GPU (model FLOPs) to line and metrics, MFU to the line where known.
-    log_memory: bool = False  # Add memory in use, and at most, to each row of metrics.
+    log_throughput: bool = False  # Add TFLOP/s per GPU (model FLOPs) to line and metrics; MFU to the line if known.
+    log_memory: bool = False  # Add current and peak memory to each row of metrics.
     profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
     profile_step_start: int = 10  # First iteration of the trace.
     profile_step_end: int = 12  # Last iteration of the trace.
-    profile_ranks: tuple[int, ...] = (0,)  # Processes that write one.
-    log_all_ranks: bool = False  # Each process writes its metrics; those beside rank 0 to metrics/ in the run folder.
+    profile_ranks: tuple[int, ...] = (0,)  # Ranks that write a trace.
+    log_all_ranks: bool = False  # All ranks write metrics; ranks other than 0 to metrics/ in the run folder.
     eval_interval: Optional[int] = None  # Iterations between two validations; by default none.
     eval_iters: int = 10  # Batches of one validation.
-    tensorboard_dir: Optional[str] = None  # Folder of TensorBoard's events (needs the tensorboard extra).
+    tensorboard_dir: Optional[str] = None  # Folder for TensorBoard events (needs the tensorboard extra).
     wandb_project: Optional[str] = None  # Log to this wandb project (needs the wandb extra).
     wandb_exp_name: Optional[str] = None  # Name of the wandb run; by default the run folder's.
-    wandb_save_dir: Optional[str] = None  # Folder in which wandb makes its `wandb`; by default the run folder.
+    wandb_save_dir: Optional[str] = None  # Folder for wandb's own `wandb` folder; by default the run folder.
     wandb_mode: Literal["online", "offline"] = "offline"  # offline: sync later with `wandb sync`.
 
 
@@ -205,7 +205,7 @@ class LoggingConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: Optional[str] = None  # Folder of checkpoints; by default <run-dir>/checkpoints.
+    save: Optional[str] = None  # Folder for checkpoints; by default <run-dir>/checkpoints.
     load: Optional[str] = None  # Checkpoints to continue from, or Hugging Face model to start from.
     # If --load holds no checkpoint yet, start from these weights: a folder of checkpoints, or a Hugging Face model.
     pretrained_checkpoint: Optional[str] = None
@@ -213,7 +213,7 @@ class CheckpointConfig:
     save_interval: Optional[int] = None  # Iterations between two checkpoints; by default only at the end.
     async_save: bool = False  # Write checkpoints in the background; training waits while tensors are copied.
     keep_last: Optional[int] = None  # Checkpoints to keep; older ones are deleted. By default all are kept.
-    keep_every: Optional[int] = None  # Beyond --keep-last, keep those whose iteration is a multiple of this.
+    keep_every: Optional[int] = None  # With --keep-last: also keep checkpoints whose iteration is a multiple of this.
     no_load_optim: bool = False  # Do not load the optimiser state; start it from zero.
     finetune: bool = False  # Load only the weights; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.
@@ -226,7 +226,7 @@ class PrecisionConfig:
 
     precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen in training.
     precision_plan: Optional[str] = None  # The plan file of --precision plan.
-    linear_impl: str = "auto"  # Implementation of quantised linears; auto takes the best one available.
+    linear_impl: str = "auto"  # auto (the best that is available), emulated, scaled_mm or transformer_engine.
 
 
 @dataclass(frozen=True)
@@ -237,23 +237,24 @@ class SnipConfig:
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # Iterations from a probe until its plan takes effect; the solver works meanwhile.
-    # Precisions a linear may take, by comma; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else fp8,fp4.
+    # Precisions a linear may take, comma-separated; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else
+    # fp8,fp4.
     snip_options: str = "auto"
-    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # fused: q,k,v and gate,up together.
-    snip_fix: str = ""  # Linears that you decide: PATTERN=PRECISION by comma, such as layers.0.*=fp8.
+    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
+    snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
-    # each: every pipeline stage meets the target; makespan: the slowest is made fast.  auto: each if there are several.
+    # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
-    gemm_times: Optional[str] = None  # Table of tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
+    gemm_times: Optional[str] = None  # Table from tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
     snip_guard_patience: int = 5  # Bad iterations in a row (spike or no update) before it falls back.
-    snip_bf16_eval_interval: int = 0  # Iterations between two extra BF16 forwards that measure the loss divergence.
+    snip_bf16_eval_interval: int = 0  # Iterations between BF16 forwards that measure the loss divergence; 0: none.
 
     def stage_constraint(self, stages: int) -> str:
         """--snip-stage-constraint, under either name, for a number of pipeline stages: none, each or makespan."""
@@ -270,8 +271,8 @@ class DryRunConfig:
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of processes of the run; by default torchrun's.
-    memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than so many GiB.
-    dry_run_json: Optional[str] = None  # With --dry-run: a file for the same figures as JSON.
+    memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than this many GiB.
+    dry_run_json: Optional[str] = None  # With --dry-run: write the same figures to this file as JSON.
 
 
 @dataclass(frozen=True)
@@ -359,10 +360,11 @@ def option_groups() -> dict[str, str]:
 
 
 def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
-    """UserError for the first name that is no option, with the nearest one that is."""
+    """UserError for the first name that is no option, with the nearest one that is; where: "" for a command line."""
     known = list(option_groups())
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists all options"
-            raise UserError(f"unknown option {name} in {where}; {hint}")
+            shown = [f"{one} in {where}" if where else f"--{one.replace('_', '-')}" for one in (name, *near)]
+            hint = f"did you mean {shown[1].partition(' ')[0]}?" if near else "--help lists all options"
+            raise UserError(f"unknown option {shown[0]}; {hint}")

@@ -109,7 +109,7 @@ def check_folder(option: str, path: Path) -> None:
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         below = f" lies below {nearest}, which" if nearest != path else ""
-        raise UserError(f"{option} {path}{below} is no folder; give another")
+        raise UserError(f"{option} {path}{below} is not a folder; give another")
     try:
         _try_to_write(nearest)
     except OSError as error:
@@ -153,7 +153,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise UserError(f"key {shown(counts.most_common(1)[0][0])} is there twice")
+        raise UserError(f"key {shown(counts.most_common(1)[0][0])} appears twice")
     return found
 
 

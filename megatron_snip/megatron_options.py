@@ -68,7 +68,7 @@ _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "normalization": (("RMSNorm",), "models here have RMSNorm; give RMSNorm"),
     "attention-dropout": (("0",), "there is no dropout here; give 0"),
     "hidden-dropout": (("0",), "there is no dropout here; give 0"),
-    "optimizer": (("adam",), "there is AdamW alone; give adam"),
+    "optimizer": (("adam",), "the only optimizer is AdamW; give adam"),
     "dataloader-type": (("single",), "samples come in one order here; give single"),
     **dict.fromkeys(("expert-model-parallel-size", "expert-tensor-parallel-size"), (("1",), _EXPERTS)),
     "rope-type": (("rope",), "models here have rotary positions; give rope"),
@@ -108,7 +108,7 @@ _FP8 = "give --precision fp8, mxfp8 or snip in place of all --fp8-... options"
 _FP4 = "give --precision nvfp4, fp4 or snip in place of all --fp4-... options"
 _BF16_LAYERS = "give --snip-fix, such as layers.0.*=bf16"
 _MODELS = "the models here are Llama and Qwen3's dense ones; leave it out"
-_OPTIMIZER = "there is AdamW alone; leave it out"
+_OPTIMIZER = "the only optimizer is AdamW; leave it out"
 _PRETRAINS = "this program pretrains; leave it out"
 _RESTARTS = "give torchrun --max-restarts"
 _SHARDS = "give --data-parallel-sharding-strategy optim_grads_params"
@@ -194,7 +194,7 @@ _REFUSED: Mapping[str, str] = {
     "checkpoint-activations": "give --recompute-granularity full",
     "distribute-saved-activations": "give --sequence-parallel, which shares out what is saved",
     "step-batch-size-schedule": "give --rampup-batch-size START INCREMENT SAMPLES, with --train-samples",
-    "phase-transition-iterations": "the batch grows by --rampup-batch-size alone; leave it out",
+    "phase-transition-iterations": "the batch grows only by --rampup-batch-size; leave it out",
     "decrease-batch-size-if-needed": "give a --global-batch-size that --micro-batch-size x data parallel size divides",
     "encoder-seq-length": "give --seq-length",
     **_each("encoder-num-layers decoder-num-layers", "give --num-layers"),
@@ -232,7 +232,7 @@ _REFUSED: Mapping[str, str] = {
     "persistent-save-interval": "give --save-interval",
     **_each("replication replication-jump replication-factor", "each save goes to --save; leave it out"),
     **_each("save-params-interval save-activations-interval save-wgrads-interval save-dgrads-interval",
-            "tensors are written by checkpoints alone; leave it out"),
+            "only checkpoints write tensors; leave it out"),
     "use-mp-args-from-checkpoint-args": "give the layout's options; a checkpoint loads in any layout",
     "override-ckpt-iteration": "give --finetune to count from 0, or leave it out",
     **_each("ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
@@ -250,7 +250,7 @@ _REFUSED: Mapping[str, str] = {
     **_each("eval-global-batch-size eval-micro-batch-size start-eval-at-iter full-validation multiple-validation-sets "
             "validation-set-names", _VALIDATION),
     "fake-process-group": "give --dry-run --world-size N",
-    **_each("lazy-mpu-init onnx-safe", "the model lives in this program alone; leave it out"),
+    **_each("lazy-mpu-init onnx-safe", "only this program uses the model; leave it out"),
     **_each("sft sft-tokenizer-prompt-format perform-rl-step refit-method", _PRETRAINS),
     **_each(
         """flash-decode max-tokens-to-oom use-legacy-static-engine decode-only-cuda-graphs enable-chunked-prefill
@@ -339,7 +339,7 @@ def without_megatrons(words: Sequence[str]) -> list[str]:
         else:
             refused.append(f"{shown}: {instead or ('give it a value' if name in lists else 'give it one value')}")
     if refused:
-        raise UserError(f"options of Megatron-LM that are not here: {'; '.join(refused)}")
+        raise UserError(f"Megatron-LM options that are not supported here: {'; '.join(refused)}")
     if dropped:
-        LOGGER.info(f"options of Megatron-LM that change nothing here: {', '.join(dropped)}")
+        LOGGER.info(f"Megatron-LM options that are ignored here: {', '.join(dropped)}")
     return kept

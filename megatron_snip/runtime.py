@@ -117,7 +117,7 @@ def device_of(backend: str, device: str) -> torch.device:
     kind = resolve_backend(backend, device)[1]
     if kind == "cuda" and not torch.cuda.is_available():
         option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
-        raise UserError(f"{option} needs a GPU and none is here; use {'cpu' if device == 'cuda' else 'gloo'}")
+        raise UserError(f"{option} needs a GPU, and there is none; use {'cpu' if device == 'cuda' else 'gloo'}")
     return torch.device(kind)
 
 
@@ -193,7 +193,7 @@ def _gpu_of(local_rank: int, backend: str, device: str) -> int:
     given_one = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # if it is another's, too, NCCL says so
     if local_rank >= gpus and backend == "nccl" and not given_one:
         raise UserError(
-            f"local rank {local_rank} has no GPU: {gpus} are here; start one process a GPU "
+            f"local rank {local_rank} has no GPU: this machine has {gpus}; start one process a GPU "
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
         )
     return local_rank % gpus
@@ -306,7 +306,7 @@ class StopSignal:
                 os.kill(os.getpid(), number)
             if self._interrupted is None:
                 self._interrupted = now
-                LOGGER.warning("Ctrl-C: the run saves and leaves after this iteration; a second one ends it at once")
+                LOGGER.warning("Ctrl-C: the run saves and ends after this iteration; press it again to end at once")
         self.received = True
 
 

@@ -172,7 +172,7 @@ def test_launch_script_takes_arguments_and_environment(script: Path, stubs: Path
 @pytest.mark.parametrize(
     ("words", "variables", "told"),
     [
-        (["--lr", "1e-3"], {}, "--lr stands among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG"),
+        (["--lr", "1e-3"], {}, "--lr is among the first four arguments, CHECKPOINT_PATH LOGS_PATH TOKENIZER_ARG"),
         (["a", "b", "--lr=1e-3"], {}, "for example checkpoints/my runs/my MOCK MOCK --lr=1e-3"),
         ([], {"NODE_RANK": "1", "NUM_NODES": "2"}, "NODE_RANK is 1, NUM_NODES 2 and MASTER_ADDR not set; give"),
         (

@@ -6,14 +6,15 @@ r"""Measure what low precision would cost in each linear of a model, without tra
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
 prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
---output, which all processes must see, gets report.html with pictures, sensitivity.json, stats.json for
-tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json for 75% of the linears' FLOPs in FP4, for
-`pretrain_llama.py --precision plan` and tools/export_plan.py.  Options of the trainer may follow.
+It writes to --output, a folder that all processes must see: report.html with pictures, sensitivity.json, stats.json
+for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
+for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer.
 
-Computes in BF16; give --no-bf16 for figures that are the same on every layout, which takes three times as long on CPUs.
-A CPU needs small numbers: start with --batches 4 --batch-size 1 --seq-length 128.
+Computes in BF16; give --no-bf16 for figures that do not depend on the layout, which takes three times as long on CPUs.
+On a CPU, start with --batches 4 --batch-size 1 --seq-length 128.
 
-Convention: loss divergence is the increase of the loss in nats a token that a format of the linear's fprop predicts.
+Convention: the loss divergence is the predicted increase of the loss, in nats a token, if the linear's fprop runs in a
+format.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
     try:
         text = read_file(data, "text", "give --data a file of text", most=1 << 28).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"--data {data} is no text in UTF-8 ({error}); give text, JSON lines or a dataset") from None
+        raise UserError(f"--data {data} is not UTF-8 text ({error}); give text, JSON lines or a dataset") from None
     with IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)) as builder:
         builder.add_document(np.array([*tokenizer.encode(text), tokenizer.eod]))
     return str(prefix)
@@ -285,8 +286,8 @@ def write(
     figures = [pictures.divergence_heatmap(found.column(fmt), "nats") | {"title": fmt} for fmt in found.formats]
     every = table(heads, [totals, *found.rows([name for name, _ in worst])])
     sections = [
-        Section("Sensitivity", f"Predicted rise of the loss by each linear in {', '.join(found.formats)}.", figures),
-        Section("Plans", "The cheapest plan for each share.", [pictures.plans([*plans.values()])],
+        Section("Sensitivity", "Predicted increase of the loss, in nats, if one linear runs in a format.", figures),
+        Section("Plans", "The cheapest plan for each share.", [pictures.plans([*plans.values()], [*plans])],
                 table(plan_heads, planned)),
         Section("All linears", "Loss divergence with its standard error over batches, the costliest first.", (), every),
     ]  # fmt: skip
@@ -305,12 +306,12 @@ def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list
     parser.add_argument(
         "--data", required=True, type=path_word, help="text, JSON lines, or an indexed dataset's prefix"
     )
-    parser.add_argument("--output", default="analysis", type=path_word, help="folder (default: analysis)")
-    parser.add_argument("--formats", default="fp8,fp4", help="that a linear may take (default: fp8,fp4)")
-    parser.add_argument("--shares", default="0.5,0.75,0.9", help="of the FLOPs in FP4 (default: 0.5,0.75,0.9)")
-    parser.add_argument("--batches", type=int, default=8, help="batches, each probed by itself (default: 8)")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a batch (default: 4)")
-    parser.add_argument("--seq-length", type=int, default=1024, help="tokens of a sequence (default: 1024)")
+    parser.add_argument("--output", default="analysis", type=path_word, help="output folder (default: analysis)")
+    parser.add_argument("--formats", default="fp8,fp4", help="formats that a linear may take (default: fp8,fp4)")
+    parser.add_argument("--shares", default="0.5,0.75,0.9", help="FP4's shares of the FLOPs (default: 0.5,0.75,0.9)")
+    parser.add_argument("--batches", type=int, default=8, help="batches, each probed separately (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch (default: 4)")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens in a sequence (default: 1024)")
     return parser.parse_known_args(arguments)
 
 
@@ -320,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         shares = [float(word) for word in own.shares.split(",")]
     except ValueError:
-        raise UserError(f"--shares {own.shares} are no numbers; give shares from 0 to 1, by comma") from None
+        raise UserError(f"--shares {own.shares} are not numbers; give shares from 0 to 1, by comma") from None
     if own.batches < 1 or not all(0 <= share <= 1 for share in shares):
         raise UserError(f"--batches is {own.batches}, --shares {own.shares}; give 1 or more, and shares from 0 to 1")
     output = Path(own.output)

@@ -4,9 +4,9 @@ r"""Write a plan in the form that another trainer or quantiser reads.
     python tools/export_plan.py PLAN.json --to torchtitan|transformer-engine|modelopt|torchao --output DIR
 
 If the other program cannot express something, a note says so, and the more precise choice is made: a linear whose
-GEMMs differ takes its most precise format, and so do linears that are fused there (q, k and v; gate and up).  A
+GEMMs differ takes its most precise format, and so do linears that it fuses (q, k and v; gate and up).  A
 format without a counterpart becomes the nearest one.  Plans with --snip-granularity fused and --snip-options
-mxfp8,nvfp4 lose least.
+mxfp8,nvfp4 lose the least.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MEGATRON = {
 
 
 class Chosen:
-    """One format for each module of the other program, and what had to be told about it."""
+    """One format for each module of the other program, and notes on what differs."""
 
     def __init__(self, plan: Plan, module: Callable[[int, str], str], known: Mapping[str, tuple[str, str]]) -> None:
         self.linears: dict[str, str] = {}  # by the other program's name, in the plan's order
@@ -99,7 +99,7 @@ class Chosen:
             if fmt not in known:
                 raise UserError(f"{fmt} has no counterpart there; make a plan of {', '.join(known)}")
             counterpart, differs = known[fmt]
-            told[f"in {fmt} become {counterpart}, and {differs}"] += bool(differs)
+            told[f"modules in {fmt} become {counterpart}: {differs}"] += bool(differs)
             self.linears[name] = counterpart
         self.notes = [f"{count} {note}" for note, count in told.items() if count]
 
@@ -209,9 +209,9 @@ def to_modelopt(plan: Plan, parallel: ParallelConfig) -> tuple[dict[str, str], l
         if fmt:
             config |= {f"{name}.{which}_quantizer": MODELOPT[fmt] for which in ("weight", "input")}
     body = pprint.pformat({"quant_cfg": config, "algorithm": "max"}, width=116, sort_dicts=False)
-    header = f"{_header(plan)}# Forward alone: gradients are not quantised.\n"
+    header = f"{_header(plan)}# Forward only: gradients are not quantised.\n"
     count = sum(fmt != "" for fmt in chosen.linears.values())
-    note = f"{count} linears are quantised in forward alone: ModelOpt has no setting for gradients"
+    note = f"{count} linears are quantised in forward only: ModelOpt has no setting for gradients"
     return {"modelopt_config.py": f"{header}QUANT_CFG = {body}\n"}, [*chosen.notes, *([note] if count else [])]
 
 
@@ -263,9 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
-    parser.add_argument("--to", choices=TARGETS, required=True, help="the program that is to read it")
-    parser.add_argument("--output", type=path_word, required=True, help="folder of the files that are written")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of the Megatron-LM run (1)")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="the program that will read it")
+    parser.add_argument("--output", type=path_word, required=True, help="output folder")
+    parser.add_argument(
+        "--pipeline-model-parallel-size", type=int, default=1, help="of the Megatron-LM run (default: 1)"
+    )
     for option in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
         parser.add_argument(option, type=int, help="of the Megatron-LM run")
     for option in ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"):

@@ -58,9 +58,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description="Collect real text that is already on this machine.")
     parser.add_argument("--output", required=True, type=path_word, help="folder for train.jsonl and valid.jsonl")
-    parser.add_argument("--min-bytes", type=int, default=4_000_000, help="fail if less text than this is found")
-    parser.add_argument("--max-bytes", type=int, default=None, help="stop after this much text")
-    parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of the files for validation")
+    parser.add_argument(
+        "--min-bytes", type=int, default=4_000_000, help="fail if there is less text (default: 4000000)"
+    )
+    parser.add_argument("--max-bytes", type=int, default=None, help="stop after this much text (default: no limit)")
+    parser.add_argument(
+        "--valid-fraction", type=float, default=0.05, help="share of the files for validation (default: 0.05)"
+    )
     parser.add_argument(
         "--source",
         nargs="+",

@@ -225,7 +225,7 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
         progress = _Progress(all_builders, sum(Path(path).stat().st_size for path in paths), log_interval)
         stack.enter_context(progress.bar)
         if progress.at["pieces"]:
-            print(f"going on from {all_builders.folder}: {progress.at['documents']:,} documents are done", flush=True)
+            print(f"continuing from {all_builders.folder}: {progress.at['documents']:,} documents are done", flush=True)
         tasks = islice(pieces(paths, job.keys), progress.at["pieces"], None)
         for encoded in stack.enter_context(encoded_pieces(job, tasks, workers)):
             for key, builder in builders.items():
@@ -257,7 +257,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--json-keys", nargs="+", default=["text"], help="keys, or columns, to tokenise, a dataset each"
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default: 1)")
     parser.add_argument(
         "--partitions",
         type=int,
@@ -270,11 +270,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sample-fraction", type=float, default=1.0, help="share of the documents to take, such as 0.01, by a hash"
     )
-    parser.add_argument("--sample-seed", type=int, default=0, help="another one takes other documents")
+    parser.add_argument("--sample-seed", type=int, default=0, help="another seed takes other documents (default: 0)")
     parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
     parser.add_argument("--tokenizer-model", default=None, help="the tokenizer's file or folder")
     parser.add_argument("--vocab-size", type=int, default=None, help="for NullTokenizer")
-    parser.add_argument("--log-interval", type=int, default=1000, help="documents between two rates shown")
+    parser.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between two lines of progress (default: 1000)"
+    )
     for name in REFUSED:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

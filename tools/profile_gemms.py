@@ -7,9 +7,9 @@ Besides its own options it takes the trainer's, on the command line or by --conf
 --seq-length and --micro-batch-size (tokens of a microbatch), --tensor-model-parallel-size (the shards that one
 process multiplies) and --linear-impl.
 
-Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  Left out are the
-weight's, which are kept from one optimiser step to the next, and the input's for wgrad, which forward makes from
-the same read.  Medians, formats taking turns; snip/plan/cost.py tells the file's unit.
+Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  It leaves out the
+weight's casts, which are kept from one optimiser step to the next, and the input's cast for wgrad, which forward
+makes from the same read.  Medians, formats taking turns; snip/plan/cost.py explains the file's unit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def shards(config: Config) -> list[Shard]:
     for option in _NEEDED:
         value = getattr(config.model, option)
         if value < 1:
-            raise UserError(f"--{option.replace('_', '-')} is {value}; give the model's shape, or --config FILE")
+            found = value or "missing or 0"
+            raise UserError(f"--{option.replace('_', '-')} is {found}; give the model's shape, or --config FILE")
     tp = config.parallel.tensor_model_parallel_size
     counts: dict[tuple[int, int, int, int], int] = {}
     spec = spec_of(config.model)
@@ -205,9 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output", required=True, type=path_word, help="the table, for --gemm-times")
-    parser.add_argument("--formats", default="fp8,fp4", help="formats by comma; bf16 is measured always")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--formats", default="fp8,fp4", help="comma-separated (default: fp8,fp4); bf16 is always measured"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each GEMM (default: 9)")
+    parser.add_argument("--warmup", type=int, default=3, help="runs before them (default: 3)")
     own, rest = parser.parse_known_args(arguments)
     try:
         if own.repeats < 1 or own.warmup < 0:

@@ -3,8 +3,8 @@
     python tools/show_plan.py PLAN.json [--against OTHER.json]
     python tools/show_plan.py PLAN.json --load runs/my/checkpoints
 
-With the model, which --load or the trainer's options tell (--config FILE, --num-layers ...,
---pipeline-model-parallel-size), also what each pipeline stage saves.
+If you name the model (by --load or the trainer's options: --config FILE, --num-layers ...,
+--pipeline-model-parallel-size), it also shows what each pipeline stage saves.
 
 Convention: a cell is the format of all three GEMMs, or fprop/dgrad/wgrad; "*" marks what differs from OTHER.
 """
@@ -56,7 +56,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
     lines = [
         f"plan {plan.hash} from iteration {plan.iteration}, objective {plan.objective}",
         f"{plan.achieved:.2%} of the linears' FLOPs in FP4 (target {plan.asked})",
-        f"{len(plan.linears)} linears: {shares}; {mean:.1%} of their GEMMs in FP4, sizes aside",
+        f"{len(plan.linears)} linears: {shares}; {mean:.1%} of their GEMMs in FP4 (by number)",
     ]
     if solver.status != "none":
         lines.append(
@@ -82,7 +82,7 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
     shapes = snip_shapes(config)
     plan.check_names(shape.name for shape in shapes)
     return "\n".join(
-        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16, nominally"
+        f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16 (nominal GEMM times)"
         for stage, (share, taken) in by_stage(shapes, plan.linears).items()
     )
 

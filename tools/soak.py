@@ -1,14 +1,14 @@
-"""Break a run again and again, and look whether anything is lost.
+"""Break a run again and again, and check that nothing is lost.
 
     python -m tools.soak --faults 200 --seed 1 --output runs/soak
 
 The run is a small Llama over tp x pp with SNIP, under torchrun as users start it.  It trains to its last iteration with
-a few faults on the way, is started again wherever one ended it, and is then compared with a run that nobody disturbed:
-metrics, plans and statistics must be equal bit for bit.  Then comes the next round, until there were enough faults.
+a few faults on the way, and starts again after each fault that ends it.  Then metrics, plans and statistics must equal
+those of an undisturbed run, bit for bit.  Such rounds follow until there were enough faults.
 
-OUTPUT/report.json and report.md tell of every fault where it fell, what the run said, from which checkpoint it went on
-and how many iterations were made again.  "Lost" are iterations of before the newest checkpoint that was whole when
-the fault fell; "silent" is damage that nobody told of.  The exit status is 1 if there was either, or a difference.
+OUTPUT/report.json and report.md list for every fault where it hit, what the run said, from which checkpoint it
+continued and how many iterations it repeated.  "Lost" are iterations before the newest checkpoint that was whole when
+the fault hit; "silent" is damage that nothing reported.  The exit status is 1 if there was either, or a difference.
 """
 
 from __future__ import annotations
@@ -208,9 +208,9 @@ def soak(launch: Launch, output: Path, *, faults: int, seed: int, each: int, kin
 def main(words: list[str] | None = None) -> int:
     """Break, compare, tell; 1 if anything was lost, silent or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--each", type=int, default=5, help="faults in a run of 48 iterations, at most")
+    parser.add_argument("--faults", type=int, default=200, help="faults in all (default: 200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the faults (default: 1)")
+    parser.add_argument("--each", type=int, default=5, help="most faults in a run of 48 iterations (default: 5)")
     parser.add_argument("--kinds", default=",".join(FAULTS), help=f"some of {', '.join(FAULTS)}")
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     args = parser.parse_args(words)

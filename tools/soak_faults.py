@@ -251,7 +251,7 @@ def flip_bit(round_: Round, fault: Fault) -> str:
     at = random_.randrange(8 * len(content))
     content[at // 8] ^= 1 << at % 8
     path.write_bytes(content)
-    return f"passed over .*iter_{newest:07d}"
+    return f"skipped .*iter_{newest:07d}"
 
 
 def swap_shard(round_: Round, fault: Fault) -> str:
@@ -263,7 +263,7 @@ def swap_shard(round_: Round, fault: Fault) -> str:
     shards = sorted(path.name for path in folder_of(round_.saves, newest).glob("*.distcp"))
     name = random.Random(fault.seed).choice(shards)
     shutil.copy(folder_of(round_.saves, before) / name, folder_of(round_.saves, newest) / name)
-    return f"passed over .*iter_{newest:07d}"
+    return f"skipped .*iter_{newest:07d}"
 
 
 def full_disk(round_: Round, fault: Fault) -> str:
@@ -290,7 +290,7 @@ def second_run(round_: Round, fault: Fault) -> str:
     while other.alive() and time.monotonic() < end:
         time.sleep(0.05)
     other.end()
-    return "which is still going|already holds checkpoints"
+    return "which is still running|already holds checkpoints"
 
 
 FAULTS: Mapping[str, Kind] = {

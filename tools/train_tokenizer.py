@@ -28,7 +28,7 @@ def texts(paths: Sequence[str], key: str) -> Iterator[str]:
                 try:
                     text = parse_json(line)[key]
                 except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(f'{name}:{number} is no JSON object with the key "{key}"') from error
+                    raise UserError(f'{name}:{number} is not a JSON object with the key "{key}"') from error
                 if not isinstance(text, str):
                     raise UserError(f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string')
                 yield text

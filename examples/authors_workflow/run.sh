@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The steps of the SNIP authors' repository, one by one, with the commands here.  docs/from_snip.md tells each.
+# The steps of the SNIP authors' repository, one by one, with the commands here.  docs/from_snip.md explains them.
 #
 #   bash examples/authors_workflow/run.sh [prepare|train|collect|plans|schemes|evaluate|all] [options of pretrain_llama.py]
 #
@@ -7,10 +7,10 @@
 # train     a checkpoint in BF16, to measure on and to start all schemes from
 # collect   statistics of that checkpoint
 # plans     SNIP's plan for one budget, random ones, and those of simpler rules
-# schemes   the checkpoint goes on under each plan, and in BF16, FP8 and FP4, with the same data
+# schemes   training continues from the checkpoint under each plan, and in BF16, FP8 and FP4, with the same data
 # evaluate  the table: what each scheme saves, what was predicted for it, its validation loss
 #
-# A step that was stopped goes on where it was; steps that are done are left alone.  Options go to all training runs.
+# A step that was stopped continues where it was; finished steps are not repeated.  Options go to all training runs.
 #
 # Environment: WORKFLOW_DIR        where everything goes                         (runs/authors_workflow)
 #              WORKFLOW_CONFIG     options of the model and its training          (examples/authors_workflow/workflow.toml)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrain a model of Llama-3.2-3B's shape under SNIP: one node of 8 GPUs.
-# Arguments, environment and the option arrays are told in examples/train_llama.sh.
+# Arguments, environment and the option arrays are explained in examples/train_llama.sh.
 set -euo pipefail
 
 # shellcheck disable=SC2034  # both are read by the sourced script

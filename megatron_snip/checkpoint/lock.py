@@ -47,7 +47,7 @@ class FolderLock:
         while not self._create():
             if other := living_holder(folder):
                 raise UserError(
-                    f"{folder} belongs to {other}, which is still going; wait for its end, or give another --save"
+                    f"{folder} belongs to {other}, which is still running; wait until it ends, or give another --save"
                 )
             write_atomic(self.path, json.dumps(self._mine))
             time.sleep(0.2)  # another that found the same stale lock writes its own by now: the last one holds

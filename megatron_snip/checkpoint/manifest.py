@@ -129,7 +129,7 @@ def check(save: Path, iteration: int) -> Manifest:
     folder = folder_of(save, iteration)
     manifest = read_manifest(folder)
     if manifest.iteration != iteration:
-        raise Damaged(f"{MANIFEST} is of iteration {manifest.iteration}")
+        raise Damaged(f"{MANIFEST} is from iteration {manifest.iteration}")
     for name, (size, crc) in manifest.small.items():
         try:
             content = (folder / name).read_bytes()
@@ -162,7 +162,7 @@ def tracked_iteration(save: Path) -> int | None:
         return None
     text = tracker.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{tracker}: {text!r} is no iteration; write the number of an iter_ folder into it")
+        raise UserError(f"{tracker}: {text!r} is not an iteration; write the number of an iter_ folder into it")
     return int(text)
 
 
@@ -188,7 +188,7 @@ def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]
             return iteration, passed_over
     raise UserError(
         f"{save} holds no {'other ' if below else ''}checkpoint that can be continued; "
-        f"{'; '.join(passed_over) or 'there is no older one'}; give another --load, or another --save to start anew"
+        f"{'; '.join(passed_over) or 'there is no older one'}; give another --load, or another --save for a new run"
     )
 
 
@@ -206,5 +206,5 @@ def read_state(save: Path, iteration: int) -> dict[str, Any]:
     if state.get("version") != VERSION:
         raise UserError(f"{path}: version is {state.get('version')!r}, and this code reads {VERSION}; {way_out}")
     if state["iteration"] != iteration:
-        raise UserError(f"{path}: it is of iteration {state['iteration']!r}; {way_out}")
+        raise UserError(f"{path}: it is from iteration {state['iteration']!r}; {way_out}")
     return state

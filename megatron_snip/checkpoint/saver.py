@@ -134,13 +134,13 @@ class Saver:
         try:
             self.wait()
         except (Exception, CheckpointException) as error:  # the run ends for another reason, which is told
-            LOGGER.warning(f"the last save in the background did not end well: {error}")
+            LOGGER.warning(f"the last save in the background failed: {error}")
         if self._stager is not None:
             self._stager.close()
         if self._lock is not None:
             self._lock.release()
-        if self.count:
-            LOGGER.info(f"training waited {self.waited:.2f} s for the saving of {self.count} checkpoints")
+        if self.count > 1:  # the time of a single save is in its own line
+            LOGGER.info(f"training waited {self.waited:.2f} s in total for {self.count} checkpoint saves")
 
     def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
         """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""
@@ -174,7 +174,7 @@ class Saver:
             raise UserError(f"{text}, and the run ends with it; {way_out} {self.save_dir}") from error
         if self.failed >= MOST_FAILED:
             raise UserError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
-        LOGGER.warning(f"{text}; training goes on, and the next save tries again")
+        LOGGER.warning(f"{text}; training continues, and the next save tries again")
 
     def _publish(
         self,
@@ -205,8 +205,8 @@ class Saver:
         )
         if manifest.not_finite:
             LOGGER.warning(
-                f"iteration {iteration} is not one to continue from ({', '.join(manifest.not_finite)} not finite): "
-                f"{TRACKER} stays"
+                f"no run will continue from iteration {iteration} ({', '.join(manifest.not_finite)} not finite): "
+                f"{TRACKER} is unchanged"
             )
         else:
             write_atomic(self.save_dir / TRACKER, f"{iteration}\n")

@@ -13,7 +13,7 @@ from megatron_snip import __version__
 
 #: Command -> (module whose ``main`` takes the words behind it, what it does).
 COMMANDS = {
-    "train": ("megatron_snip.cli.train", "pretrain a Llama (pretrain_llama.py)"),
+    "train": ("megatron_snip.cli.train", "pretrain a Llama or Qwen3 (pretrain_llama.py)"),
     "probe": ("megatron_snip.cli.collect_stats", "statistics of a checkpoint (tools/collect_stats.py)"),
     "plan": ("megatron_snip.cli.generate_plan", "a plan from statistics (tools/generate_plan.py)"),
     "report": ("megatron_snip.cli.report", "report.html of a run folder (tools/report.py)"),
@@ -25,7 +25,7 @@ COMMANDS = {
 def usage() -> str:
     """What there is."""
     lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: megatron-snip COMMAND ...", "", *lines, "", "COMMAND --help tells its options."])
+    return "\n".join(["usage: megatron-snip COMMAND ...", "", *lines, "", "COMMAND --help lists its options."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

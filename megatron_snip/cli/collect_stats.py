@@ -4,10 +4,10 @@ r"""Probe a checkpoint without training: collect the statistics that plans are m
     torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
---load is a folder of checkpoints, of which the latest is taken, or one checkpoint in it.  Model, data, batch and SNIP
-options come from its run; the trainer's options override them, on the command line or by --config FILE.  The layout
-does not come from the run.  --load may also be a Hugging Face model; then you give data, batch and seq-length.
---snip-options has the formats.  The probe sees what the run itself would probe next: the coming batches, until it has
+--load is a folder of checkpoints, whose newest one is probed, or one checkpoint in it.  Model, data, batch and SNIP
+options come from its run; you can override them with the trainer's options, on the command line or by --config FILE.
+The layout does not come from the run.  --load may also be a Hugging Face model; then give data, batch and seq-length.
+--snip-options names the formats.  The probe reads what the run would probe next: the coming batches, until it has
 --snip-probe-tokens, all with these weights.  It writes only --output.
 """
 

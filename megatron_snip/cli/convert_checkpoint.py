@@ -170,8 +170,8 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     copy_files(hf, [*TOKENIZER, GENERATION], save)
     if behind:
         print(
-            f"{hf}: {len(behind)} tensors are not of the model that its config.json tells of, and stay behind, such as "
-            f"{behind[0]}", file=sys.stderr,
+            f"{hf}: {len(behind)} tensors do not belong to the model that its config.json describes, and are left out, "
+            f"such as {behind[0]}", file=sys.stderr,
         )  # fmt: skip
     write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
     print(
@@ -254,7 +254,7 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
         elif source.is_file():
             write_tokenizer(source, hf)
         else:
-            print(f"the tokenizer {source} is not there any more; copy it to {hf.name} by hand", file=sys.stderr)
+            print(f"the tokenizer {source} no longer exists; copy it to {hf.name} by hand", file=sys.stderr)
     plan = (state.get("snip") or {}).get("plan")
     if plan is not None:
         write_json(hf / PLAN, plan)

@@ -10,8 +10,8 @@ MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder
 files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised.  --plan FILE, or --plan own for the
 checkpoint's plan or the run's --precision, quantises the linears' forward as in training.  Scores go into
 evaluations/iter_0001000.json of the run folder, report.html, and wandb and TensorBoard if the run logs there; with
---output FILE they go only there.  Tasks in which the model generates text are refused.  Options of the trainer may
-follow.
+--output FILE they go only there.  Tasks in which the model generates text are refused.  You can add
+options of the trainer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path} is no folder; give one that holds tasks' YAML files")
+        raise UserError(f"--include-path {include_path} is not a folder; give one that holds tasks' YAML files")
     names = [task for word in words.split(",") for task in PRESETS.get(word.strip(), (word.strip(),))]
     manager = _manager(names, include_path)
     for name in names:
@@ -82,7 +82,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     for name, task in found.items():
         if (kind := task.get_config("output_type")) not in SCORED:
             raise UserError(
-                f"--tasks: {name} is of kind {kind}, and this scores text and writes none; leave it out, or export the "
+                f"--tasks: {name} is of kind {kind}, and this tool only scores text; leave it out, or export the "
                 "model with tools/convert_checkpoint.py and use lm_eval's own command"
             )
     return manager, names
@@ -148,7 +148,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
     if p.pipeline_model_parallel_size > 1 or world != p.tensor_model_parallel_size:
         raise UserError(
             f"{world} processes, --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
-            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; evaluate runs tensor parallel alone: "
+            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; only tensor parallelism is supported: "
             "start as many processes as --tensor-model-parallel-size says"
         )
     m = config.model
@@ -249,7 +249,7 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
     """What the file of scores holds already; UserError if it is another checkpoint's."""
     found = Evaluation.load(path) if path.is_file() else Evaluation(iteration)
     if found.iteration != iteration:
-        raise UserError(f"{path} is of iteration {found.iteration}, not {iteration}; give another --output")
+        raise UserError(f"{path} is from iteration {found.iteration}, not {iteration}; give another --output")
     if found.model not in ("", model):
         raise UserError(f"{path} has the scores of {found.model}, not {model}; give another --output")
     return dataclasses.replace(found, model=model)
@@ -292,15 +292,17 @@ def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list
     parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan's FILE, or own")
     parser.add_argument("--include-path", type=path_word, help="folder of your own tasks")
     parser.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=int, help="questions of each task, for a try (default: all)")
+    parser.add_argument("--limit", type=int, help="questions per task, for a quick test (default: all)")
     parser.add_argument("--batch-size", type=int, default=8, help="requests that run at once (default: 8)")
-    parser.add_argument("--max-length", type=int, help="tokens that are read at once (default: the model's)")
+    parser.add_argument("--max-length", type=int, help="context length in tokens (default: the model's)")
     parser.add_argument(
         "--add-bos", action=argparse.BooleanOptionalAction,
         help="begin texts with the tokenizer's BOS (default: as the tokenizer of a Hugging Face folder does; not for a "
         "run's checkpoint, whose training does not)",
     )  # fmt: skip
-    parser.add_argument("--bootstrap", type=int, default=1000, help="draws for a standard error (default: 1000)")
+    parser.add_argument(
+        "--bootstrap", type=int, default=1000, help="bootstrap samples for a standard error (default: 1000)"
+    )
     parser.add_argument(
         "--output", type=path_word, help="file of scores (default: in the run folder, or evaluation.json)"
     )

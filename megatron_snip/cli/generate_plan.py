@@ -12,8 +12,8 @@ each plan's own.
 The statistics contain the model's shape.  If --load, the run folder of the statistics
 (RUN_DIR/stats/iter_0000100.json) or options also give it, it must be the same.  Pipeline stages and SNIP's options
 come from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and
---granularity are short for --snip-target, --snip-options and --snip-granularity; --snip-fix, --snip-stage-constraint,
---gemm-times and the rest work as in training.
+--granularity are other names of --snip-target, --snip-options and --snip-granularity; --snip-fix, --gemm-times,
+--snip-stage-constraint and the rest work as in training.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
-    why = f"\nno {' and '.join(left)}: these statistics have fprop's operands alone; {WHERE_UPDATES}" if left else ""
+    why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why
 
 
@@ -188,9 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stats", required=True, type=path_word, help="statistics of tools/collect_stats.py or of a run"
     )
-    parser.add_argument("--efficiency-saving", type=float, help="share to save: FP4's of the linears' FLOPs")
-    parser.add_argument("--options", help="precisions a linear may take, by comma")
-    parser.add_argument("--granularity", help="linear, gemm or fused")
+    parser.add_argument(
+        "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
+    )
+    parser.add_argument("--options", help="precisions a linear may take, comma-separated")
+    parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
     parser.add_argument("--num-random", type=int, default=5, help="random plans (default: 5)")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")

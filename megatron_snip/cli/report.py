@@ -1,10 +1,10 @@
-"""What happened in a run, from its folder alone, also while it goes on: a summary, and report.html with pictures.
+"""Print a run's summary and write report.html with pictures, from its folder, also while the run goes on.
 
     python tools/report.py runs/my
     python tools/report.py runs/snip runs/bf16 runs/fp8 --compare
 
-Of several runs each gets its own report.  With --compare it is one, of the first run, with the losses of the others in
-it and how far its own lies from each; it is compare.html in the first run's folder unless --output names another file.
+Each run gets its own report.  With --compare you get one report of the first run, with the others' losses and the
+difference from each: compare.html in the first run's folder, unless --output names another file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
-    parser.add_argument("--compare", action="store_true", help="one report of the first run beside the others")
+    parser.add_argument("--compare", action="store_true", help="one report that compares the first run with the others")
     parser.add_argument("--output", type=path_word, metavar="FILE", help="the report's file")
     own = parser.parse_intermixed_args(arguments)
     try:

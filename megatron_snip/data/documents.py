@@ -125,7 +125,7 @@ class Text:
         try:
             text = Path(self.path).read_bytes().decode("utf-8-sig")  # bytes: every line end stays as it is
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} is no text in UTF-8 ({error})") from None
+            raise UserError(f"{self.path} is not UTF-8 text ({error})") from None
         yield partial(str, self.path), dict.fromkeys(keys, text)
 
 

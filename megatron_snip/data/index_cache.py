@@ -57,7 +57,7 @@ def cached(
         try:
             return _read(stem, json.loads(text))
         except Exception as error:  # a reader of damaged bytes may raise anything
-            LOGGER.warning("index cache entry %s is damaged (%s); building it anew", entry, error)
+            LOGGER.warning("index cache entry %s is damaged (%s); rebuilding it", entry, error)
     arrays = build()
     try:
         for name, array in arrays.items():

@@ -91,7 +91,7 @@ class Loader:
         together, first = micro_batch_size * dp_size, self.size(0)
         if first < 1 or together < 1 or first % together:
             raise UserError(
-                f"--global-batch-size {first} is no multiple of --micro-batch-size "
+                f"--global-batch-size {first} is not a multiple of --micro-batch-size "
                 f"{micro_batch_size} times {dp_size} data-parallel ranks; make it one"
             )
         assert 0 <= dp_rank < dp_size

@@ -129,7 +129,7 @@ class ResumableBuilders:
                     self.builders.append(_Builder(prefix, dtype, path, mark))
                 return state["at"]
             except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-                LOGGER.warning(f"{self.folder} cannot be gone on from, the work begins anew: {error}")
+                LOGGER.warning(f"{self.folder} cannot be resumed, so the work starts over: {error}")
                 for builder in self.builders:
                     builder.abort()
                 self._progress.unlink()
@@ -154,13 +154,13 @@ class ResumableBuilders:
             state = parse_json(read_file(self._progress, "progress", f"remove {self.folder}"))
             identity = state["identity"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self._progress} is no record of progress ({error}); remove {self.folder}") from None
+            raise UserError(f"{self._progress} is not a record of progress ({error}); remove {self.folder}") from None
         mine = json.loads(json.dumps(self._identity))
         if identity != mine:
             other = [name for name in mine if identity.get(name) != mine[name]] or ["version"]
             raise UserError(
-                f"{self.folder} holds unfinished work with another {other[0]}; go on with the same options and inputs, "
-                "or remove it to begin anew"
+                f"{self.folder} holds unfinished work with another {other[0]}; continue with the same options and "
+                "inputs, or remove it to start over"
             )
         return state
 

@@ -76,7 +76,7 @@ class GPTDataset:
     ) -> None:
         self.indexed, self.seq_length, self.vocab_size = indexed, seq_length, vocab_size
         if indexed.dtype.kind not in "iu":
-            raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are no token ids")
+            raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are not token ids")
         if num_samples < 1:
             raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
         first, last = split_range

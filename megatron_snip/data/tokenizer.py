@@ -53,13 +53,15 @@ class SentencePieceTokenizer:
         except ImportError as error:
             raise UserError("this tokenizer needs sentencepiece: pip install sentencepiece") from error
         if not model.is_file():
-            raise UserError(f"--tokenizer-model {model} is no file; give the sentencepiece .model file")
+            raise UserError(f"--tokenizer-model {model} is not a file; give the sentencepiece .model file")
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
             data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
             self.processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
-            raise UserError(f"--tokenizer-model {model} is no sentencepiece model ({error}); give another") from error
+            raise UserError(
+                f"--tokenizer-model {model} is not a sentencepiece model ({error}); give another"
+            ) from error
         self.vocab_size: int = self.processor.vocab_size()
         self.eod: int = self.processor.eos_id()
         if self.eod < 0:
@@ -93,7 +95,7 @@ class TokenizerJson:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(f"--tokenizer-model {path} is no tokenizer.json ({error}); give another") from error
+            raise UserError(f"--tokenizer-model {path} is not a tokenizer.json ({error}); give another") from error
         self._tokenizer.no_truncation()  # a file may ask for them, and documents would be cut or filled up
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)

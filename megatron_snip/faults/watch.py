@@ -1,6 +1,6 @@
-"""A thread in every process that tells the others it lives, and notices who does not and when the run has failed.
+"""A thread in every process that sends heartbeats, and notices missing ones and that the run has failed.
 
-Each process leaves a sign of life in the store every period: a count, its process id and host, and where its main
+Each process leaves a heartbeat in the store every period: a count, its process id and host, and where its main
 thread stands.  Each looks after the next rank's sign.  The first process that fails takes the word, so that one
 alone tells why the run ends; all others find that in the store, write their stacks and end, whatever they wait for.
 """
@@ -74,7 +74,7 @@ class Watch:
     """The thread and what it knows.  `close` ends it; it never ends a process by itself but through `leave`.
 
     store: a connection of its own, which nothing else uses, with keys that no other start has.
-    seconds: a process that gives no sign for so long has failed.
+    seconds: a process that sends no heartbeat for so long has failed.
     leave: called in this thread, with the line to tell or, where another process has told it, None.
     """
 
@@ -120,7 +120,7 @@ class Watch:
     def missing(self) -> list[str]:
         """Who is to blame for a lost connection or a time-out, best guess first kind alone; may be empty.
 
-        Processes of this host that have ended or are stopped; else those that give no sign of life; else those
+        Processes of this host that have ended or are stopped; else those that send no heartbeat; else those
         that do not wait while others do.  Takes up to 2.5 periods.
         """
         first = self._signs()
@@ -138,7 +138,7 @@ class Watch:
             return found
         later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "leaving"}
         if silent := [r for r, sign in later.items() if sign.count == others[r].count]:
-            return [others[r].describe(r, "gives no sign of life") for r in silent]
+            return [others[r].describe(r, "sends no heartbeat") for r in silent]
         busy = [r for r, sign in later.items() if sign.state == "busy" == others[r].state]
         return [later[r].describe(r, f"does not wait for the others: it is in {later[r].place}") for r in busy]
 
@@ -176,11 +176,11 @@ class Watch:
         elif self._next_sign is not None and self._next_sign.state != "leaving":
             silent = now - self._next_came
             if silent > self.seconds:
-                line = self._next_sign.describe(self._next, f"has given no sign of life for {silent:.0f} s")
+                line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 self._leave(line)
             elif silent > self.seconds / 2 and not self._warned:
                 self._warned = True
-                line = self._next_sign.describe(self._next, f"has given no sign of life for {silent:.0f} s")
+                line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 LOGGER.error(f"{line}; the run ends after {self.seconds:.0f} s")
 
     def _give_sign(self) -> None:

@@ -31,7 +31,7 @@ class FailedWrites:
             self._last = " ".join(str(error).split()) or type(error).__name__
             if self.in_a_row & (self.in_a_row - 1) == 0:
                 times = f", {self.in_a_row} times in a row" if self.in_a_row > 1 else ""
-                LOGGER.warning(f"{self.what} cannot be written{times} ({self._last}); the run goes on and tries again")
+                LOGGER.warning(f"{self.what} cannot be written{times} ({self._last}); the run continues and will retry")
             return False
         if self.in_a_row:
             LOGGER.warning(f"{self.what} is written again, after {self.in_a_row} failures")

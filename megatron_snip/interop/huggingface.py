@@ -101,7 +101,7 @@ def model_options(folder: Path) -> dict[str, Any]:
     found = {**spec.defaults, **found}
     for key, wanted in spec.fixed.items():
         if found.get(key, wanted) != wanted:
-            raise UserError(f"{path}: {key} is {found[key]!r}, and this package has {wanted!r} alone; {way_out}")
+            raise UserError(f"{path}: {key} is {found[key]!r}, and this package supports only {wanted!r}; {way_out}")
     if missing := [theirs for theirs in _SAME.values() if type(found.get(theirs)) is not int or found[theirs] < 1]:
         raise UserError(f"{path}: {missing[0]} is {found.get(missing[0])!r}, not a number above 0; {way_out}")
     if quantised := found.get("quantization_config"):
@@ -146,7 +146,7 @@ def _rope_options(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rotary_base": float(base)}
     if kind != "llama3":
-        raise UserError(f"{path}: rope_type is {kind!r}, and this package has default and llama3; give another model")
+        raise UserError(f"{path}: rope_type is {kind!r}, but only default and llama3 are supported; give another model")
     if missing := [theirs for theirs in _LLAMA3.values() if theirs not in rope]:
         raise UserError(f"{path}: {missing[0]} of rope_type llama3 is missing; correct the file")
     scaling = {ours: rope[theirs] for ours, theirs in _LLAMA3.items()}

@@ -381,7 +381,7 @@ class Coordinator:
 
     def _keep(self, iteration: int, why: str) -> Metrics:
         """The plan in force stays."""
-        LOGGER.warning(f"iteration {iteration}: no new plan, the one in force stays: {why}")
+        LOGGER.warning(f"iteration {iteration}: no new plan, keeping the current one: {why}")
         return {"snip/solve_failed": 1, "snip/solve_error": why}
 
     def _divergence_metrics(self, stats: Statistics) -> Metrics:

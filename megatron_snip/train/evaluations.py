@@ -129,4 +129,4 @@ def score_rows(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[
     for task, metric in names:
         found = (each.scores[precision].get(task, {}).get(metric) for each, precision in columns)
         rows.append([task, metric, *("" if score is None else shown(*score) for score in found)])
-    return ["task", "metric", *(f"{each.iteration}, {precision}" for each, precision in columns)], rows
+    return ["task", "metric", *(f"iteration {each.iteration}, {precision}" for each, precision in columns)], rows

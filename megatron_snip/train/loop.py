@@ -83,7 +83,7 @@ class Trainer(RunState):
                 self._save(last=leave or iteration == t.train_iters)
             self._end_if_data_failed()
             if leave:
-                LOGGER.info(f"leaving after iteration {iteration}, as asked")
+                LOGGER.info(f"ending after iteration {iteration}, as requested")
                 break
         if (reason := self._unwritten()) is not None:
             raise UserError(reason)
@@ -114,7 +114,7 @@ class Trainer(RunState):
         changed = [line for line in self.changed if line.startswith(_OF_A_PLAN)]
         if planner is not None and (planner.plan or planner.pending) and changed and probe > first:
             LOGGER.warning(
-                f"a plan of before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "
+                f"a plan from before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "
                 f"give --snip-start {first} to plan at once"
             )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:

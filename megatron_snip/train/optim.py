@@ -43,7 +43,7 @@ def check_optimizer_impl(t: TrainingConfig) -> None:
     if t.optimizer_impl == "apex":
         _fused_adam_of_apex()
         if not torch.cuda.is_available():
-            raise UserError("--optimizer-impl apex needs a GPU and none is here; use --optimizer-impl torch")
+            raise UserError("--optimizer-impl apex needs a GPU, and there is none; use --optimizer-impl torch")
 
 
 class Optimizer:

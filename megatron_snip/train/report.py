@@ -67,10 +67,10 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
             run.notes.append(f"{name} and {other} differ in more than precision: {differing}")
         figure = pictures.difference(plain[name], plain[other], mine, theirs)
         if figure is None:
-            run.notes.append(f"{name} and {other} have no iteration in common: there is no difference to show")
+            run.notes.append(f"{name} and {other} have no iteration in common, so no difference is shown")
         else:
             figures.append(figure)
-            text = "Differences of the training loss at equal iterations; the band takes iterations as independent."
+            text = "Difference of the training losses at equal iterations; the band assumes independent iterations."
     if others and marks:
         text = f"New plans are those of {name}. {text}".rstrip()
     return Section("Loss", text, figures)
@@ -106,7 +106,7 @@ def _plans(run: Run) -> Section | None:
             f"{plan.solver.seconds:.2f}", plan.hash,
         ]  # fmt: skip
         lines += [cells] if number in kept else []
-    text = "Precision of each linear, block by block; bands of a cell from the top: fprop, dgrad, wgrad."
+    text = "The precision of each linear. The bands of a cell are, from the top, fprop, dgrad and wgrad."
     figures = [pictures.plans(run.plans), *([pictures.shares(run.plans)] if len(run.plans) > 1 else [])]
     some = f" ({len(kept)} of {len(run.plans)} are listed)" if len(kept) < len(run.plans) else ""
     return Section("Plans", text + some, figures, table(heads, lines))
@@ -128,7 +128,7 @@ def _divergences(run: Run) -> Section | None:
         if values := _by_linear(run, kind):
             figure = pictures.divergence_heatmap(values, unit)
             figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
-    text = "Of each linear's costliest format, in colour on a log scale. Empty cells have no finite value above 0."
+    text = "Each linear in its costliest format, on a log scale. Empty cells have no finite value above 0."
     return Section("Divergences", text, figures) if figures else None
 
 
@@ -163,7 +163,7 @@ def _measured(run: Run) -> Section | None:
          predicted.get(plan))
         for plan, row in last.items()
     ]  # fmt: skip
-    text = "Mean of the extra BF16 forwards under each plan, with bars of two standard errors, and what was predicted."
+    text = "Mean over the extra BF16 forwards under each plan, with two standard errors, next to the prediction."
     return Section("Measured against predicted", text, pictures.measured(points)) if points else None
 
 
@@ -196,7 +196,7 @@ def _trade_off(run: Run) -> Section | None:
         {**({"chosen (the last plan)": dots[-1:]} if dots else {}), **({"plans before it": kept} if kept else {})},
         what,
     )
-    text = f"By the statistics of iteration {run.stats.iteration} and the objective {objective}, for every plan."
+    text = f"All plans are scored with the statistics of iteration {run.stats.iteration} and the objective {objective}."
     return Section("Trade-off", f"{text} The target was {snip.get('snip_target')}.", [figure])
 
 
@@ -228,7 +228,8 @@ def _stages(run: Run) -> Section | None:
     if not last:
         return None
     times = [time for _, _, time in last]
-    text = f"Under the last plan. The slowest takes {max(times) * len(times) / sum(times):.3f} times the mean."
+    ratio = max(times) * len(times) / sum(times)
+    text = f"Modelled times under the last plan. The slowest stage takes {ratio:.3f} times the mean."
     return Section("Pipeline stages", text, [pictures.stages(last)])
 
 
@@ -253,7 +254,7 @@ def _pace(run: Run) -> Section | None:
         if taken:
             shares[name] = (at, (np.cumsum([taken.get(i, 0.0) for i in at]) / so_far).tolist())
     if shares:
-        figures.append(pictures.curves(shares, "share of all time so far", ".1%") | {"title": "What SNIP takes"})
+        figures.append(pictures.curves(shares, "share of all time so far", ".1%") | {"title": "Time spent on SNIP"})
     memory = {key: (xs, [y / _GIB for y in ys]) for key, (xs, ys) in _curves_of(run, "mem-").items() if xs}
     if memory:
         named = {key.removesuffix("-bytes"): curve for key, curve in memory.items()}
@@ -265,7 +266,7 @@ def _benchmarks(run: Run) -> Section | None:
     heads, rows = score_rows(read_evaluations(run.path, run.notes))
     if not rows:
         return None
-    text = "Scores of lm-evaluation-harness with standard errors, by iteration and what the linears' forward ran in."
+    text = "Scores of lm-evaluation-harness with standard errors, by iteration and precision of the linears' forward."
     return Section("Benchmarks", text, body=table(heads, rows))
 
 
@@ -283,7 +284,7 @@ def _configuration(run: Run) -> Section | None:
     body = table(("option", "value"), changed) + (
         table(("made with", "in the last start"), versions) if versions else ""
     )
-    text = "Options that are not at their defaults."
+    text = "Options that differ from their defaults."
     return Section("Configuration", text, (), body + folded("all options", table(("group", "option", "value"), all_of)))
 
 

@@ -1,4 +1,4 @@
-"""One HTML file with pictures that can be zoomed and asked, in light and dark, for wide screens and phones.
+"""One HTML file with pictures that zoom and show values, in light and dark, for wide screens and phones.
 
 plotly draws the pictures.  Its script travels inside the file, 4.8 MB packed by gzip to 1.5, and the browser unpacks
 it.  The page's own policy (Content-Security-Policy) forbids every request.  Browsers from 2024 on show it.
@@ -54,6 +54,7 @@ const layoutOf = own => ({
   margin: {l: narrow() ? 48 : 70, r: 10, t: 30, b: 45}, dragmode: touch ? false : 'zoom', ...own,
   font: {color: ink(), size: 12, family: 'system-ui, sans-serif'},
   legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'},
+  modebar: {bgcolor: 'rgba(0,0,0,0)', color: 'rgba(128,128,128,0.6)', activecolor: 'rgb(128,128,128)'},
   xaxis: {gridcolor: line, zerolinecolor: line, automargin: true, ...own.xaxis},
   yaxis: {gridcolor: line, zerolinecolor: line, automargin: true, zeroline: false, ...own.yaxis},
 });

@@ -124,19 +124,21 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
     return {"data": data, "layout": layout}
 
 
-def plans(all_plans: Sequence[Plan]) -> Figure:
+def plans(all_plans: Sequence[Plan], titles: Sequence[str] = ()) -> Figure:
     """The heatmap of the last plan, with "plans" in it for a slider over all: what each linear's cell shows.
 
-    Each cell is a linear, its three bands fprop, dgrad and wgrad from the top.
+    Each cell is a linear, its three bands fprop, dgrad and wgrad from the top.  titles: of plans that belong to no
+    iteration of a run.
     """
+    titles = titles or [f"iteration {plan.iteration}" for plan in all_plans]
     names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
     grid, formats = Grid(names), colours_of(all_plans)
     shown = [name for name in names if name in grid.cells]
     options = list(dict.fromkeys(str(plan.linears[n]) for plan in all_plans for n in shown if n in plan.linears))
     steps = []
-    for before, plan in zip([None, *all_plans], all_plans):
+    for title, before, plan in zip(titles, [None, *all_plans], all_plans):
         changed = f", {plan.churn(before):.0%} changed" if before else ""
-        text = f"iteration {plan.iteration}: {plan.achieved:.1%} in FP4{changed} (plan {plan.hash})"
+        text = f"{title}: {plan.achieved:.1%} in FP4{changed} (plan {plan.hash})"
         steps.append((text, plan))
     kept = picked(len(steps), max(2, MOST_CELLS // max(1, len(shown))))
     codes = {option: chr(48 + number) for number, option in enumerate(options)}

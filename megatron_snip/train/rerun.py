@@ -136,7 +136,7 @@ class Rerun:
                 f"iteration {iteration}: {losses}; {again}: a device computes wrongly, {who}; "
                 "take its host out and continue from the last checkpoint"
             )
-        LOGGER.warning(f"iteration {iteration}: {losses}; {again}: the second counts, suspect {who}")
+        LOGGER.warning(f"iteration {iteration}: {losses}; {again}: the second result counts, suspect {who}")
         return second
 
     def row(self) -> dict[str, Any]:
@@ -184,6 +184,6 @@ class Rerun:
     def _tell_equal(self, found: Sequence[Found], iteration: int, losses: str) -> None:
         worst = max((one.worst for one in found), key=lambda w: (math.isnan(w[0]) or w[0] == math.inf, w[0]))
         LOGGER.warning(
-            f"iteration {iteration}: {losses}, and the same again: the data or the model is to blame; the microbatch "
-            f"of samples {worst[1]} to {worst[2]} has the largest loss, {worst[0]:.6g}"
+            f"iteration {iteration}: {losses}, and the same when repeated: the data or the model is to blame; the "
+            f"microbatch of samples {worst[1]} to {worst[2]} has the largest loss, {worst[0]:.6g}"
         )

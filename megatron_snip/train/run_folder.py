@@ -71,12 +71,12 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
     folder = Path(load)
     if (number := iteration_of(folder)) is not None:
         if step not in (None, number):
-            raise UserError(f"--load {load} is of iteration {number}, --ckpt-step is {step}; drop one")
+            raise UserError(f"--load {load} is from iteration {number}, --ckpt-step is {step}; drop one")
         folder, step = folder.parent, number
     if step is None:
         found, passed_over = newest(folder, below)
         for why in passed_over:
-            LOGGER.warning(f"passed over {why}")
+            LOGGER.warning(f"skipped {why}")
         if found is None and iterations(folder / "checkpoints"):  # of a run folder
             raise UserError(f"{folder} holds no checkpoint itself, but {folder}/checkpoints does; give that folder")
         return folder, found
@@ -109,7 +109,9 @@ def find_start(config: Config, below: int | None = None) -> Start:
     load, saved = find_checkpoint(c.load, c.ckpt_step, below) if c.load else (None, None)
     if load is not None and saved is None:
         if c.exit_on_missing_checkpoint:
-            raise UserError(f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start anew")
+            raise UserError(
+                f"--load {c.load}: no checkpoint is there; drop --exit-on-missing-checkpoint to start a new run"
+            )
         if load.resolve() != config.save_dir.resolve() and not (c.finetune or c.no_load_optim):
             raise UserError(
                 f"--load {c.load}: no checkpoint is there; correct the path, or drop --load to start a new run "
@@ -131,7 +133,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
     assert load is not None
     state = read_state(load, saved)
     if state.get("weights_alone"):
-        raise UserError(f"--load {c.load} holds weights alone; give --finetune to start a new run from them")
+        raise UserError(f"--load {c.load} holds only weights; give --finetune to start a new run from them")
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
         raise UserError(
@@ -191,7 +193,7 @@ def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
     folder = folder_of(start.load, start.load_iteration)
     if config.checkpoint.ckpt_step is not None or iteration_of(Path(str(config.checkpoint.load))) is not None:
         raise UserError(f"{folder}: {why}; load another iteration")
-    LOGGER.warning(f"passed over {folder}: {why}")
+    LOGGER.warning(f"skipped {folder}: {why}")
     return find_start(config, below=start.load_iteration)
 
 
@@ -292,8 +294,8 @@ def refuse_live_run_folder(config: Config) -> None:
         return  # the lock of --save tells
     if holder := living_holder(other):
         raise UserError(
-            f"--run-dir {run_dir} belongs to {holder}, which is still going and saves to {other}; "
-            "wait for its end, or give another --run-dir"
+            f"--run-dir {run_dir} belongs to {holder}, which is still running and saves to {other}; "
+            "wait until it ends, or give another --run-dir"
         )
 
 

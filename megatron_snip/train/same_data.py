@@ -128,7 +128,7 @@ def settle_data(
             raise UserError(its_problem)
         if its_digest and its_digest != told[0][1]:
             raise UserError(
-                f"the data of rank {rank}'s node is not that of rank 0's, under the same prefixes; copy the files anew"
+                f"the data of rank {rank}'s node differs from rank 0's under the same prefixes; copy the files again"
             )
     return found
 

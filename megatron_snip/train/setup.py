@@ -198,7 +198,8 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
     for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if known is None else ():
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
-            raise UserError(f"--{name} is {value}; give the model's shape by --load CKPT, --config FILE or options")
+            found = value or "missing or 0"
+            raise UserError(f"--{name} is {found}; give the model's shape by --load CKPT, --config FILE or options")
     shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
     stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
     process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}

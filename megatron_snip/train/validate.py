@@ -70,7 +70,9 @@ def check_ranges(config: Config, *only: str) -> None:
                 continue
             value = getattr(getattr(config, groups[name]), name)
             if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
-                raise UserError(f"--{name.replace('_', '-')} is {value}; give {kind}")
+                required = getattr(getattr(Config(), groups[name]), name) == 0  # no default is out of range but this
+                found = "missing or 0" if required and value == 0 else value
+                raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 
 
 def _divides(value: int, by: int, what: str, way_out: str) -> None:
@@ -156,7 +158,7 @@ def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
         return
     if c.finetune:
         raise UserError(
-            f"--finetune begins anew at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
+            f"--finetune starts over at each start, and --max-restarts is {restarts}; give torchrun --max-restarts 0, "
             f"or --load {config.save_dir} without --finetune once the run has saved"
         )
     if c.load is None or Path(c.load).absolute() != config.save_dir.absolute():

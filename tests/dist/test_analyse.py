@@ -143,7 +143,7 @@ def test_a_share_out_of_reach_is_told_before_the_probe(model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shares", "x"], "--shares x are no numbers"),
+        (["--shares", "x"], "--shares x are not numbers"),
         (["--batches", "0"], "--batches is 0"),
         (["--formats", "fp8,fp3"], "fp3"),
         (["--data", "none.txt"], "none.txt"),

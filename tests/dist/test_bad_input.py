@@ -197,10 +197,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "run folder with metrics alone": ({**MOCK, "run_dir": "@used"}, ["--run-dir @used already holds a run; --load"]),
     "empty run folder": ({**MOCK, "run_dir": ""}, ["--run-dir is empty; give it a value, or leave it out"]),
     "run folder below a file": (
-        {**MOCK, "run_dir": "@good.json/run"}, ["--run-dir @good.json/run lies below @good.json, which is no folder; give"],
+        {**MOCK, "run_dir": "@good.json/run"}, ["--run-dir @good.json/run lies below @good.json, which is not a folder; give"],
     ),
     "checkpoints below a file": (
-        {**MOCK, "save": "@good.json/a/b"}, ["--save @good.json/a/b lies below @good.json, which is no folder; give"],
+        {**MOCK, "save": "@good.json/a/b"}, ["--save @good.json/a/b lies below @good.json, which is not a folder; give"],
     ),
     "a name that is too long": ({**MOCK, "run_dir": "@" + "n" * 300}, ["@nnn", ": File name too long; give a shorter path"]),
     "a time-out that no clock holds": (
@@ -259,7 +259,7 @@ def test_the_program_itself_leaves_with_2(tmp_path):
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert the_error(got.returncode, got.stderr) == (
-        "error: unknown option tensor_model_paralel_size in the command line; did you mean tensor_model_parallel_size?"
+        "error: unknown option --tensor-model-paralel-size; did you mean --tensor-model-parallel-size?"
     )
     assert got.stdout == "" and contents(tmp_path) == {}
 

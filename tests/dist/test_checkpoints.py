@@ -105,7 +105,7 @@ def test_two_runs_on_one_folder(tmp_path):
             said = run_ranks(error_of_run, 1, {**OPTIONS, "run_dir": str(tmp_path / "two"), "save": saves})[0]
         finally:
             end_ranks(processes)
-    assert said.startswith(f"{saves} belongs to run ") and said.endswith("wait for its end, or give another --save")
+    assert said.startswith(f"{saves} belongs to run ") and said.endswith("wait until it ends, or give another --save")
     assert not (tmp_path / "two/metrics.jsonl").exists()
     run_ranks(train_run, 1, {**OPTIONS, "run_dir": str(tmp_path / "two"), "save": saves})  # killed runs keep nothing
     assert iterations(tmp_path / "saves") == [8]

@@ -177,7 +177,7 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
     model.save_pretrained(tmp_path / "more", state_dict=weights)
     words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
     ((refused, said),) = run_ranks(warned, 1, *words)
-    assert refused == "" and "1 tensors are not of the model that its config.json tells of, and stay behind" in said
+    assert refused == "" and "1 tensors do not belong to the model that its config.json describes, and are left out" in said
     assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     _, options = imported(tmp_path, **CASES["small"])
     for more, message in (
-        ({"load": str(tmp_path / "in")}, "holds weights alone; give --finetune"),
+        ({"load": str(tmp_path / "in")}, "holds only weights; give --finetune"),
         ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, the model in"),
         ({"load": str(tmp_path / "hf"), "ckpt_step": 3}, "has no iterations; drop --ckpt-step"),
     ):

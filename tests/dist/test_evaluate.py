@@ -88,7 +88,7 @@ def test_scores_are_those_of_transformers_on_the_exported_model(place, tmp_path)
     assert_equal([*scores.values()][1], planned)
     assert abs(planned["texts"]["bits_per_byte,none"] - plain["texts"]["bits_per_byte,none"]) > 1e-3
     assert scores["bf16"]["sums"]["acc"][1] is not None
-    assert found[0][0].split("\n")[0].split() == ["task", "metric", "0,", "bf16"]
+    assert found[0][0].split("\n")[0].split() == ["task", "metric", "iteration", "0,", "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def refused(place, tmp_path_factory):
     )
     cases = [
         ([hf, *tasks, "writing"], "writing is of kind generate_until"),
-        ([hf, "--tasks", "sums", "--include-path", str(folder / "none")], "is no folder"),
+        ([hf, "--tasks", "sums", "--include-path", str(folder / "none")], "is not a folder"),
         ([hf, "--tasks", str(folder / "odd.yaml")], "cannot be loaded"),
         ([hf, *tasks, "sums", "--batch-size", "0"], "--batch-size is 0"),
         ([hf, *tasks, "sums", "--plan", "own"], "has no precision_plan.json"),

@@ -116,7 +116,7 @@ def leaves_at_ctrl_c(process: subprocess.Popen, agent: list[str] | None, run: Pa
     assert status == 0 if agent is None else status != 0, "torchrun tells of the signal by its status"
     left_at = read_metrics(run / "metrics.jsonl")[-1]["iteration"]
     assert _last_saved(run) == str(left_at)
-    assert "Ctrl-C: the run saves and leaves" in (run.parent / "log").read_text()
+    assert "Ctrl-C: the run saves and ends" in (run.parent / "log").read_text()
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_stopped_process_is_named_in_time_and_a_killed_one_at_once(tmp_path):
         assert agent.wait(300) == 1
     assert limit * 0.9 < took < limit * 1.25 + 5.0
     assert f"rank 1 (process {stopped} on {socket.gethostname()}) " in line, line
-    assert "is stopped" in line or "no sign of life" in line, line
+    assert "is stopped" in line or "no heartbeat" in line, line
     assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
     line = told(run)[-1]
     assert len(told(run)) == 2, told(run)
@@ -220,7 +220,7 @@ def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
     assert limit * 0.9 < took < limit * 1.25 + 5.0
     (line,) = told(run)
     assert f"rank 1 (process {stopped} on {socket.gethostname()}) " in line, line
-    assert "is stopped" in line or "no sign of life" in line, line
+    assert "is stopped" in line or "no heartbeat" in line, line
     saved = _last_saved(run)
     assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
     for rank in (0, 1):

@@ -73,7 +73,7 @@ def test_a_fault_that_comes_once_leaves_no_trace(layout, tmp_path):
         who = f"one of {names}" if len(suspected) > 1 else names
         assert [rows[5][key] for key in RERUN] == [1, 1, who]
         (line,) = [line for line in ranks[0]["log"] if "again" in line]
-        assert line.endswith(f"the second counts, suspect {who}") and line.startswith("iteration 6: loss ")
+        assert line.endswith(f"the second result counts, suspect {who}") and line.startswith("iteration 6: loss ")
         assert {"forward": "the loss differs", "backward": "the gradient of layers.0."}[kind] in line
 
 
@@ -87,7 +87,7 @@ def test_bad_data_gives_the_same_again_and_counts(layout, tmp_path):
     assert_equal(ranks, plain)
     assert without_rerun(rows) == plain_rows and rows[6]["lm loss"] > rows[5]["lm loss"] + 0.2
     assert [rows[6].get(key) for key in RERUN] == [1, 0, None] and "rerun/reruns" not in rows[7]
-    (line,) = [line for line in ranks[0]["log"] if "again" in line]
+    (line,) = [line for line in ranks[0]["log"] if "when repeated" in line]
     assert "the data or the model is to blame; the microbatch of samples " in line
     first, last = (int(line.split("of samples ")[1].split()[i]) for i in (0, 2))
     assert 12 <= first == last < 14, "two samples an iteration, one a microbatch"

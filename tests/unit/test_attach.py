@@ -294,14 +294,14 @@ def test_plans_travel_by_file(mixed, tmp_path):
         (lambda m: attach(m, options="fp8,fp5"), "fp5"),
         (lambda m: attach(m, impl="cuda"), "'cuda' is unknown; known: auto"),
         (lambda m: attach(m).probe(), "probe: no loss; give what runs the model"),
-        (lambda m: attach(m).probe(loss_of(m)), "probe: a Tensor is no function; give lambda: model(**batch).loss"),
+        (lambda m: attach(m).probe(loss_of(m)), "probe: a Tensor is not a function; give lambda: model(**batch).loss"),
         (lambda m: attach(m).probe(lambda: m(IDS)), "the loss has shape [2, 128, 50]; return one number"),
         (lambda m: attach(m).probe(lambda: loss_of(m).item()), "the loss is a float without a gradient; return"),
         (lambda m: attach(m).probe(lambda: loss_of(m).detach()), "the loss is a Tensor without a gradient; return"),
         (lambda m: attach(m).solve(0.75), "this objective needs statistics; probe first"),
         (lambda m: attach(m).solve(0.75, targets=1), "unknown option 'targets'"),
-        (lambda m: attach(m).solve(0.75, weight=1.0), "'weight' is the trainer's alone; options are churn, fix"),
-        (lambda m: attach(m).solve(0.75, objective="abs_err"), "'abs_err' needs what the trainer alone measures"),
+        (lambda m: attach(m).solve(0.75, weight=1.0), "'weight' is only for the trainer; options are churn, fix"),
+        (lambda m: attach(m).solve(0.75, objective="abs_err"), "'abs_err' needs what only the trainer measures"),
         (lambda m: attach(m).solve(-0.1), "solve: target is -0.1; give a share, 0 to 1"),
         (lambda m: attach(m).solve(1.5), "solve: target is 1.5; give a share, 0 to 1"),
         (lambda m: attach(m).solve("0.5"), "solve: target is '0.5'; give a share, 0 to 1"),
@@ -342,7 +342,7 @@ def test_the_last_attach_counts(mixed):
     first.detach()
     assert vars(mixed.blocks[0])["forward"] is second.linears["blocks.0"]
     for late in (lambda: first.apply(Plan.uniform(first.linears, "fp4")), lambda: first.probe(lambda: loss_of(mixed))):
-        with pytest.raises(ValueError, match="blocks.0 is not attached any more; call attach again"):
+        with pytest.raises(ValueError, match="blocks.0 is no longer attached; call attach again"):
             late()
 
 

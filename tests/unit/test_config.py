@@ -206,7 +206,7 @@ def test_twice_in_toml_is_refused(tmp_path):
 )
 def test_unknown_options_name_the_nearest(wrong, near, tmp_path):
     flag = wrong.replace("_", "-")
-    said = f"unknown option {wrong} in the command line; did you mean {near}?"
+    said = f"unknown option --{flag}; did you mean --{near.replace('_', '-')}?"
     assert error([f"--{flag}", "2"]) == said and error([f"--{flag}=2"]) == said
     path = toml({wrong: 2}, tmp_path)
     assert error(["--config", str(path)]) == f"unknown option {wrong} in {path}; did you mean {near}?"

@@ -92,7 +92,7 @@ def test_only_regular_files_of_a_sensible_size_are_read(tmp_path, in_time):
     [
         ("[" * 10**5, "it is nested too deeply"),
         ('{"a":' * 10**5, "it is nested too deeply"),
-        ('{"a": {"b": 1, "c": 2, "b": 1}}', "key 'b' is there twice"),
+        ('{"a": {"b": 1, "c": 2, "b": 1}}', "key 'b' appears twice"),
         ('{"a": "x\\ud800y"}', "half of a surrogate pair"),
         ('{"\\udfff": 1}', "half of a surrogate pair"),
         (b'{"a": "\xff"}', "can't decode byte 0xff"),

@@ -30,7 +30,7 @@ def test_ranks_come_from_torchrun(monkeypatch):
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--distributed-backend nccl needs a GPU and none is here; use gloo"):
+    with pytest.raises(ValueError, match="--distributed-backend nccl needs a GPU, and there is none; use gloo"):
         runtime.start("nccl", 1.0)
 
 
@@ -38,7 +38,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="local rank 2 has no GPU: 2 are here; start one process a GPU"):
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start one process a GPU"):
         runtime.start("auto", 1.0)
 
 
@@ -46,7 +46,7 @@ def test_a_process_that_sees_one_gpu_alone_takes_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ValueError, match="local rank 3 has no GPU: 1 are here"):
+    with pytest.raises(ValueError, match="local rank 3 has no GPU: this machine has 1"):
         runtime._gpu_of(3, "nccl", "auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 sets it
     assert runtime._gpu_of(3, "nccl", "auto") == 0
@@ -78,7 +78,7 @@ def test_several_processes_share_a_gpu_over_gloo(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert runtime.start("gloo", 1.0, device="cuda").device == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda needs a GPU and none is here; use cpu"):
+    with pytest.raises(ValueError, match="--device cuda needs a GPU, and there is none; use cpu"):
         runtime.start("gloo", 1.0, device="cuda")
 
 

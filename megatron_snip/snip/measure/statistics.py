@@ -45,7 +45,7 @@ from megatron_snip.snip.jsonfile import (
 Floats = NDArray[np.float64]
 
 VERSION = 4
-_WAY_OUT = "collect the statistics anew"
+_WAY_OUT = "collect the statistics again"
 #: How statistics get updates, and the operands of the backward GEMMs.
 WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
 _FIELDS = {
@@ -150,7 +150,7 @@ class Statistics:
         """Read ``save``'s file.  Raises UserError naming the file and the field for anything else."""
         values = read_json(path, "statistics", _WAY_OUT)
         if "solver" in values:
-            raise UserError(f"{path}: this is a plan, no statistics; give the file that it was made from")
+            raise UserError(f"{path}: this is a plan, not statistics; give the file that it was made from")
         try:
             check_version(values, VERSION)
             check_fields(values, _FIELDS, "")

@@ -53,7 +53,7 @@ GRANULARITIES = ("linear", "gemm", "fused")
 MEASURES = {"fp4": "FP4 share", "time": "modelled time"}
 
 VERSION = 1
-_WAY_OUT = "measure it anew with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
+_WAY_OUT = "measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
 _FIELDS = {"version": is_count, "hardware": is_text, "about": is_object, "times": is_object, "shapes": is_object}
 #: Format -> GEMM -> time per FLOP.
 Table = Mapping[str, Mapping[str, float]]

@@ -92,7 +92,7 @@ def solve(
     The whole must save ``target`` in e's unit.
     stage [L]: with it, every stage s must save target * sum over its linears of max_o e instead.
     time [L, O], 0 or more: with it, the whole must save the target again, and no stage may take longer than a
-    bound that is minimised first (``_solve_makespan`` tells how, Solution.makespan is the bound).
+    bound that is minimised first (see ``_solve_makespan``; Solution.makespan is the bound).
     ties [L]: linears of one non-negative id take one option; -1 is untied.
     fixed [L]: the option a linear must take; -1 is free.  reserved [O]: true for options that only linears
     fixed to them take; they count for no stage's max_o e.

@@ -148,9 +148,9 @@ class Plan:
         """The plan of ``to_dict``.  Raises UserError naming ``source``, the field and the way out."""
         try:
             if "columns" in values:
-                raise JsonFileError("these are statistics, no plan")
+                raise JsonFileError("this is a statistics file, not a plan")
             if "frontier" in values:
-                raise JsonFileError("this is a table of plans, no plan")
+                raise JsonFileError("this is a table of plans, not a plan")
             check_version(values, VERSION)
             values = {**_DEFAULTS, **values}
             check_fields(values, _FIELDS, "")

@@ -43,7 +43,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(holder, tmp_path):
     with pytest.raises(ValueError) as info:
         FolderLock(tmp_path, "mine")
     assert str(info.value).startswith(f"{tmp_path} belongs to run theirs, process {holder.pid} on ")
-    assert str(info.value).endswith("which is still going; wait for its end, or give another --save")
+    assert str(info.value).endswith("which is still running; wait until it ends, or give another --save")
     os.kill(holder.pid, signal.SIGKILL)  # and not reaped: a zombie holds nothing
     while lock_module._born(holder.pid):
         time.sleep(0.01)
@@ -77,7 +77,7 @@ def test_a_lock_of_another_host_is_watched(tmp_path, monkeypatch):
     stop = threading.Event()
     beat = threading.Thread(target=lambda: [os.utime(tmp_path / LOCK) for _ in iter(lambda: stop.wait(0.1), True)])
     beat.start()
-    with pytest.raises(ValueError, match=r"belongs to run theirs, process 1 on node7, which is still going"):
+    with pytest.raises(ValueError, match=r"belongs to run theirs, process 1 on node7, which is still running"):
         FolderLock(tmp_path, "mine")
     stop.set()
     beat.join()

@@ -86,7 +86,7 @@ DAMAGES = {
     "no object": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "edited manifest": (edited_manifest, "manifest.json is not what was written: its SHA-256 differs"),
     "later version": (later_manifest, f"has version {VERSION + 1}, and this code reads version {VERSION}"),
-    "other iteration": (other_iteration, "manifest.json is of iteration 3"),
+    "other iteration": (other_iteration, "manifest.json is from iteration 3"),
     "other state": (lambda f: (f / "state.json").write_text("{}"), "state.json is not what was written"),
     "no state": (lambda f: (f / "state.json").unlink(), r"state.json cannot be read \(No such file"),
     "other metadata": (lambda f: (f / ".metadata").write_bytes(b""), ".metadata is not what was written"),
@@ -146,7 +146,7 @@ def test_every_flipped_bit_is_noticed(save, tmp_path):
         (json.dumps({**dict.fromkeys(STATE_FIELDS), "version": 99}).encode(), "version is 99, and this code reads "),
         (
             json.dumps({**dict.fromkeys(STATE_FIELDS), "version": VERSION, "iteration": 4}).encode(),
-            "it is of iteration 4",
+            "it is from iteration 4",
         ),
     ],
 )

@@ -228,4 +228,4 @@ def test_closing_does_not_hide_why_the_run_ends(saver, tmp_path, monkeypatch, ca
             raise KeyError("the reason")
         finally:
             one.close()
-    assert "the last save in the background did not end well" in caplog.text
+    assert "the last save in the background failed" in caplog.text

@@ -161,7 +161,7 @@ def test_tasks_that_cannot_be_scored_are_refused(harness, words, message):
 
 
 def test_a_folder_of_tasks_that_is_not_there_is_refused(harness, tmp_path):
-    with pytest.raises(ValueError, match="--include-path .*none is no folder"):
+    with pytest.raises(ValueError, match="--include-path .*none is not a folder"):
         load_tasks("sums", str(tmp_path / "none"))
 
 
@@ -181,7 +181,7 @@ def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):
     assert known(tmp_path / "scores.json", 3, "me") == Evaluation(3, model="me")
     Evaluation(3).with_scores("bf16", {}).save(tmp_path / "scores.json")
     assert known(tmp_path / "scores.json", 3, "me").scores == {"bf16": {}}
-    with pytest.raises(ValueError, match=r"scores.json is of iteration 3, not 4; give another --output"):
+    with pytest.raises(ValueError, match=r"scores.json is from iteration 3, not 4; give another --output"):
         known(tmp_path / "scores.json", 4, "me")
 
 

@@ -118,7 +118,7 @@ def test_a_text_is_a_document(tmp_path):
     ((where, record),) = piece.records(["text", "body"])
     assert (where(), record, piece.size) == (str(path), {"text": "one\ntwo\n", "body": "one\ntwo\n"}, 8)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="a.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):
         list(piece.records(["text"]))
 
 

@@ -154,7 +154,7 @@ def test_threads_end():
 
 @pytest.mark.parametrize(("batch", "micro", "ranks"), [(10, 4, 1), (12, 2, 5), (0, 1, 1), (4, 0, 1), (-4, 1, 1)])
 def test_a_batch_that_does_not_divide_is_refused(batch, micro, ranks):
-    with pytest.raises(ValueError, match=f"--global-batch-size {batch} is no multiple of .* {micro} times {ranks}"):
+    with pytest.raises(ValueError, match=f"--global-batch-size {batch} is not a multiple of .* {micro} times {ranks}"):
         make(Numbered(), 0, ranks, batch, micro)
 
 

@@ -196,7 +196,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path, dtype, bad):
 def test_floats_are_no_tokens(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "a", np.float32) as builder:
         builder.add_document([0.5] * 40)
-    with pytest.raises(ValueError, match="float32, which are no token ids"):
+    with pytest.raises(ValueError, match="float32, which are not token ids"):
         build([str(tmp_path / "a")], split="1")
 
 

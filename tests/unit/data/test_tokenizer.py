@@ -198,7 +198,7 @@ def test_missing_and_broken_files_are_named(kind, tmp_path):
     with pytest.raises(ValueError, match=r"--tokenizer-model .*broken\.model"):
         build_tokenizer(kind, str(broken))
     broken.unlink()
-    way_out = "holds no tokenizer .*; give one that does" if kind == "HuggingFaceTokenizer" else "is no file; give"
+    way_out = "holds no tokenizer .*; give one that does" if kind == "HuggingFaceTokenizer" else "is not a file; give"
     with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path} {way_out}"):
         build_tokenizer(kind, str(tmp_path))
 

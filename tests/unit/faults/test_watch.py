@@ -91,7 +91,7 @@ def test_who_gives_no_sign_of_life_is_missing(make, monkeypatch):
     first, second, _ = make(0, 3), make(1, 3), make(2, 3)
     freeze(second)
     (said,) = first.missing()
-    assert said.startswith("rank 1 (process ") and said.endswith(" gives no sign of life")
+    assert said.startswith("rank 1 (process ") and said.endswith(" sends no heartbeat")
 
 
 def test_who_was_killed_has_ended_once_the_kernel_has_cleared_it_away(make, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it(make):
     freeze(silent)
     begin = time.monotonic()
     assert came.wait(4 * SECONDS)
-    assert "rank 1 (process " in str(said[0]) and "has given no sign of life for" in str(said[0])
+    assert "rank 1 (process " in str(said[0]) and "has sent no heartbeat for" in str(said[0])
     assert 0.8 * SECONDS < time.monotonic() - begin < 2.0 * SECONDS
 
 

@@ -19,7 +19,7 @@ def test_failures_are_counted_and_warned_of_ever_more_rarely(caplog):
         assert failed.in_a_row == i and failed.reason is None
     assert len(caplog.messages) == 4, "the 1st, 2nd, 4th and 8th"
     assert caplog.messages[0] == (
-        "metrics.jsonl cannot be written ([Errno 28] No space left on device); the run goes on and tries again"
+        "metrics.jsonl cannot be written ([Errno 28] No space left on device); the run continues and will retry"
     )
     assert "8 times in a row" in caplog.messages[-1]
 

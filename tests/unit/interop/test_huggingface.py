@@ -240,7 +240,7 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     with pytest.raises(UserError, match="--model-name comes to llama, the model in .* has qwen3; give its own"):
         check_model(tmp_path, dataclasses.replace(m, model_name="llama"))
     (tmp_path / "config.json").write_text(json.dumps({**found, "use_sliding_window": True}))
-    with pytest.raises(UserError, match="use_sliding_window is True, and this package has False alone"):
+    with pytest.raises(UserError, match="use_sliding_window is True, and this package supports only False"):
         model_options(tmp_path)
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in Qwen3-0.6B-FP8
     (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": quantised}))

@@ -174,7 +174,7 @@ def test_a_solve_that_goes_wrong(code, reason, make, monkeypatch, caplog, tmp_pa
     seen = run(one, range(3, 6))
     assert_kept(one, seen[4], reason)
     (line,) = caplog.messages
-    assert line.startswith("iteration 4: no new plan, the one in force stays: ") and reason in line
+    assert line.startswith("iteration 4: no new plan, keeping the current one: ") and reason in line
     assert not (tmp_path / "plans").exists() and "snip/solve_failed" not in seen[5]
 
 

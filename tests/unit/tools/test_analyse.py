@@ -17,7 +17,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.train.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
-from tests.unit.train.recorded import MODEL, NAMES, SHAPES
+from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown
 from tools.analyse import Sensitivity, parse_own, plans_of, tokenised, warn_of_repeats, weights_of, write
 
 
@@ -100,3 +100,5 @@ def test_the_table_of_plans_by_hand(tmp_path):
     assert [row.split()[0::3] for row in rows] == [["plan_40", "4"], ["plan_40.4", "4"], ["plan_50", "3"]]
     assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
     assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404
+    steps = shown(tmp_path / "report.html")["Plans"][0]["plans"]["steps"]
+    assert [title.split(":")[0] for title, _ in steps] == list(plans), "they belong to no iteration"

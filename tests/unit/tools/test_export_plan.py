@@ -89,7 +89,7 @@ def test_what_cannot_be_said_is_told(save, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"note: {BLOCKS} linears whose GEMMs differ take their most precise format",
         f"note: {BLOCKS} modules of several linears in different formats take the most precise",
-        f"note: {4 * BLOCKS} in fp8 become blockwise, and its scales are powers of two",
+        f"note: {4 * BLOCKS} modules in fp8 become blockwise: its scales are powers of two",
     ]
     export(save("mxfp8", down="nvfp4_rht"), "megatron")
     assert capsys.readouterr().err == ""
@@ -100,9 +100,9 @@ def test_modelopt_quantises_no_gradients(save, capsys):
     out = export(save("nvfp4", o="bf16", down="nvfp4/mxfp8/mxfp8"), "modelopt")
     assert capsys.readouterr().err.splitlines() == [
         f"note: {BLOCKS} linears whose GEMMs differ take their most precise format",
-        f"note: {6 * BLOCKS} linears are quantised in forward alone: ModelOpt has no setting for gradients",
+        f"note: {6 * BLOCKS} linears are quantised in forward only: ModelOpt has no setting for gradients",
     ]
-    assert "# Forward alone" in (out / "modelopt_config.py").read_text()
+    assert "# Forward only" in (out / "modelopt_config.py").read_text()
     export(save("bf16"), "modelopt")
     assert capsys.readouterr().err == ""
 

@@ -156,7 +156,7 @@ def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp
     rows = said.splitlines()[1:6]
     assert [row.split()[0] for row in rows] == ["best", "random_0", "random_1", "layer_id", "layer_type"]
     assert [re.split(r"  +", row)[3] for row in rows] == ["-"] * 5, "no weight divergence"
-    assert "no abs_err and rel_err: these statistics have fprop's operands alone; probe with tools/" in said
+    assert "no abs_err and rel_err: these statistics cover only fprop's operands; probe with tools/" in said
 
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
@@ -214,7 +214,7 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
         (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are one option, and both are given"),
-        (["--optoins", "fp8"], "unknown option optoins in the command line; did you mean"),
+        (["--optoins", "fp8"], "unknown option --optoins; did you mean"),
     ],
 )  # fmt: skip
 def test_bad_options(words, said, generate):
@@ -239,7 +239,7 @@ UP = "layers.0.mlp.up_proj"
          "statistics of 15 linears, the model has 14; foo is 256 x 128 in the statistics and not there in the model"),
         (lambda linears: linears.update({"lm_head.x": linears[UP]}), "lm_head.x is 256 x 128 in the statistics and"),
         (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj is not there in the statistics"),
-        (lambda linears: linears.clear(), "field linears is empty; collect the statistics anew"),
+        (lambda linears: linears.clear(), "field linears is empty; collect the statistics again"),
         (lambda linears: linears[UP].update(in_features=0), rf"linears\['{UP}'\].out_features or in_features is 0"),
     ],
 )  # fmt: skip
@@ -274,7 +274,7 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)
     Plan.uniform(["layers.0.mlp.up_proj"], "fp4").save(tmp_path / "plan.json")
     with pytest.raises(
-        ValueError, match="plan.json: this is a plan, no statistics; give the file that it was made from"
+        ValueError, match="plan.json: this is a plan, not statistics; give the file that it was made from"
     ):
         generate(stats=tmp_path / "plan.json")
 

@@ -128,7 +128,7 @@ BAD_LINES = {
     "null": (b'{"text": null}', 'it has null for the key "text", not a string'),
     "no utf-8": (b'{"text": "\xff\xfe"}', "unusable"),
     "half a pair": (b'{"text": "1 \\ud800"}', "half of a surrogate pair"),
-    "a key twice": (b'{"text": "1", "text": "2"}', "key 'text' is there twice"),
+    "a key twice": (b'{"text": "1", "text": "2"}', "key 'text' appears twice"),
     "deep": (b'{"text": ' + b"[" * 10**5, "nested too deeply"),
     "no ids": (b'{"text": "hello"}', "ids below 1000"),
 }

@@ -73,7 +73,7 @@ def test_a_run_killed_again_and_again_gives_the_same_bytes(tmp_path, capsys, mon
         assert not outputs(tmp_path, "killed") and (tmp_path / "killed.partial/progress.json").exists()
         left[0], goes = allowed, goes + 1
     assert main([*words, "--output-prefix", str(tmp_path / "killed")]) == 0
-    assert goes == 6 and "going on from" in capsys.readouterr().out
+    assert goes == 6 and "continuing from" in capsys.readouterr().out
     assert outputs(tmp_path, "killed") == outputs(tmp_path, "whole")
     assert len(outputs(tmp_path, "whole")) == 6 and not (tmp_path / "killed.partial").exists()
 
@@ -98,12 +98,12 @@ def test_what_does_not_fit_the_unfinished_work_is_refused(tmp_path, capsys, monk
     folder = stopped(tmp_path, monkeypatch, words)
     assert f"stopped; {folder} keeps what is done, the same command goes on" in capsys.readouterr().err
     assert main([*words, "--append-eod"]) == 1
-    assert f"{folder} holds unfinished work with another set of options; go on with" in capsys.readouterr().err
+    assert f"{folder} holds unfinished work with another set of options; continue with" in capsys.readouterr().err
     assert main([*words[:2], sources[1], *words[2:]]) == 1
     assert "another input" in capsys.readouterr().err
     (folder / "progress.json").write_text("{")
     assert main(words) == 1
-    assert f"{folder}/progress.json is no record of progress" in capsys.readouterr().err and folder.exists()
+    assert f"{folder}/progress.json is not a record of progress" in capsys.readouterr().err and folder.exists()
 
 
 def test_damaged_files_of_the_unfinished_work_begin_it_anew(tmp_path, caplog, monkeypatch, quick, sources):
@@ -116,7 +116,7 @@ def test_damaged_files_of_the_unfinished_work_begin_it_anew(tmp_path, caplog, mo
             path.write_bytes(damage)
         caplog.clear()
         assert main(words) == 0
-        assert "the work begins anew" in caplog.text
+        assert "the work starts over" in caplog.text
         assert outputs(tmp_path, "o") == outputs(tmp_path, "whole")
 
 

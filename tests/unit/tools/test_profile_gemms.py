@@ -26,7 +26,7 @@ def test_shards_of_the_model():
     assert {(s.name, s.n, s.k): s.count for s in cut} == {
         ("128x128", 64, 128): 6, ("128x128", 128, 64): 2, ("256x128", 128, 128): 4, ("128x256", 128, 128): 2,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="--hidden-size is 0; give the model's shape"):
+    with pytest.raises(ValueError, match="--hidden-size is missing or 0; give the model's shape"):
         shards(Config().replace(num_layers=1))
     with pytest.raises(ValueError, match="3 does not divide layers.0.self_attn.q_proj 128x128"):
         shards(Config().replace(**SHAPE, tensor_model_parallel_size=3))
@@ -87,5 +87,5 @@ def test_what_cannot_run_is_said(tmp_path, capsys):
     assert "left out: --linear-impl scaled_mm cannot run fp8" in said
     assert "profile_gemms: none of --formats fp8,fp4 runs here by --linear-impl scaled_mm" in said
     assert main([*words, "--num-lairs", "2"]) == 1
-    assert "profile_gemms: unknown option num_lairs" in capsys.readouterr().err
+    assert "profile_gemms: unknown option --num-lairs" in capsys.readouterr().err
     assert main([*words, "--repeats", "0"]) == 1 and "--repeats is 0" in capsys.readouterr().err

@@ -82,9 +82,9 @@ def test_stages(finished_run, tmp_path, capsys):
     plan().save(tmp_path / "other.json")
     for words, complaint in (
         (load, "plan of iteration 100 names no such linear"),
-        (["--pipeline-model-parallel-size", "2"], "--num-layers is 0; give the model's shape by --load"),
+        (["--pipeline-model-parallel-size", "2"], "--num-layers is missing or 0; give the model's shape by --load"),
         ([*load, "--pipeline-model-parallel-size", "3"], "--num-layers by pipeline parallel: 2 is not a multiple of 3"),
-        (["--agains", "x"], "unknown option agains"),
+        (["--agains", "x"], "unknown option --agains"),
     ):
         assert main([str(tmp_path / "other.json"), *words]) == 1
         assert capsys.readouterr().err.startswith(complaint)

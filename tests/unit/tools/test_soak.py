@@ -54,5 +54,5 @@ def test_a_run_that_was_ending_already_tells_why():
     expected = r"error.*\(process 7 on .*its last checkpoint is"
     assert soak.told(f"a\n{full}\n{stopped}", expected, ends=True) == stopped
     assert soak.told(f"a\n{warned}\n{full}", expected, ends=True) == full
-    assert soak.told(f"a\n{full}", "passed over", ends=False) == soak.told(warned, expected, ends=True) == ""
+    assert soak.told(f"a\n{full}", "skipped", ends=False) == soak.told(warned, expected, ends=True) == ""
     assert soak.told("error: something else", expected, ends=True) == soak.told(full, "", ends=True) == ""

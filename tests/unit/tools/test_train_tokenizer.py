@@ -58,12 +58,12 @@ def test_max_bytes_and_key_are_heeded(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ('{"text": "a"', (), r"a.jsonl:2 is no JSON object with the key"),
-        ('["text"]', (), r"a.jsonl:2 is no JSON object"),
-        ('{"text": "a \\ud800"}', (), r"a.jsonl:2 is no JSON object"),
-        ("[" * 10**5, (), r"a.jsonl:2 is no JSON object"),
+        ('{"text": "a"', (), r"a.jsonl:2 is not a JSON object with the key"),
+        ('["text"]', (), r"a.jsonl:2 is not a JSON object"),
+        ('{"text": "a \\ud800"}', (), r"a.jsonl:2 is not a JSON object"),
+        ("[" * 10**5, (), r"a.jsonl:2 is not a JSON object"),
         ('{"text": 3}', (), r'a.jsonl:2 has "text" of type int'),
-        ('{"text": "a b"}', ("--json-key", "body"), 'a.jsonl:1 is no JSON object with the key "body"'),
+        ('{"text": "a b"}', ("--json-key", "body"), 'a.jsonl:1 is not a JSON object with the key "body"'),
         ('{"text": "a b"}', (), "sentencepiece: .*Vocabulary size"),
         ('{"text": "a b"}', ("--input", "nowhere.jsonl"), "--input nowhere.jsonl does not exist"),
     ],

@@ -97,7 +97,7 @@ def test_the_newest_checkpoint_that_verifies_is_taken(train_here, tmp_path, capl
     with caplog.at_level("WARNING", logger="megatron_snip"):
         rows = train_here(train_iters=6, load=str(saves))
     assert losses(rows) == losses(whole)
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("passed over")]
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("skipped")]
     assert "iter_0000004: __0_0.distcp at byte" in told[0] and "its CRC-32 differs" in told[0]
     assert "iter_0000003: it has no manifest.json" in told[1] and len(told) == 2
     assert len(list(saves.glob("iter_*.before-*"))) == 2, "nothing is deleted"
@@ -135,7 +135,7 @@ def test_a_named_checkpoint_is_not_replaced_by_another(train_here, tmp_path):
             train_here(train_iters=4, save=str(saves), **options)
     with pytest.raises(ValueError, match="no whole checkpoint of iteration 7 is there; those of this folder: 3, 2, 1"):
         train_here(train_iters=4, load=str(saves), ckpt_step=7)
-    with pytest.raises(ValueError, match="iter_0000002 is of iteration 2, --ckpt-step is 3; drop one"):
+    with pytest.raises(ValueError, match="iter_0000002 is from iteration 2, --ckpt-step is 3; drop one"):
         train_here(train_iters=4, load=str(saves / "iter_0000002"), ckpt_step=3)
 
 

@@ -55,6 +55,6 @@ def test_the_report_has_a_table_of_all(tmp_path):
     Evaluation(20).with_scores("fp4", {"<odd>": {"acc": (0.125, 0.01)}}).save(evaluation_file(tmp_path, 20))
     Evaluation(10).with_scores("bf16", SCORES).save(evaluation_file(tmp_path, 10))
     text = write_report(tmp_path).read_text()
-    assert "<th>task</th><th>metric</th><th>10, bf16</th><th>20, fp4</th>" in text
+    assert "<th>task</th><th>metric</th><th>iteration 10, bf16</th><th>iteration 20, fp4</th>" in text
     assert "<tr><td>arc</td><td>acc</td><td>0.25 ± 0.01</td><td></td></tr>" in text
     assert "<tr><td>&lt;odd&gt;</td><td>acc</td><td></td><td>0.125 ± 0.01</td></tr>" in text

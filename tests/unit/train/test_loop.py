@@ -154,7 +154,7 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     assert not told(**{**late, "snip_start": 5, "exit_interval": 6}), "its plan is in force from iteration 6 on"
     assert not told(**{**late, "exit_interval": 8})
     assert told(**{**late, "snip_fix": "layers.0.*=fp8", "exit_interval": 9}) == [
-        "a plan of before the change (snip_fix:  -> layers.0.*=fp8) holds until iteration 13; "
+        "a plan from before the change (snip_fix:  -> layers.0.*=fp8) holds until iteration 13; "
         "give --snip-start 9 to plan at once"
     ]
 

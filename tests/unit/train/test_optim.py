@@ -198,7 +198,7 @@ def test_nvidias_apex_is_taken_on_gpus_alone(monkeypatch, tmp_path):
     put_apex(tmp_path, files, monkeypatch)
     t = TrainingConfig(optimizer_impl="apex", lr=0.05)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert apex_error() == "--optimizer-impl apex needs a GPU and none is here; use --optimizer-impl torch"
+    assert apex_error() == "--optimizer-impl apex needs a GPU, and there is none; use --optimizer-impl torch"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_optimizer_impl(t)
     ours, theirs = Small(), Small()

@@ -134,7 +134,7 @@ def test_the_difference_to_another_run(tmp_path):
 
 def test_marks_beside_other_runs_name_their_run(tmp_path):
     mine, other = (run_of_everything(tmp_path / name) for name in ("mine", "other"))
-    told = "New plans are those of mine. Differences of the training loss"
+    told = "New plans are those of mine. Difference of the training losses"
     assert told in write_report(mine, [other]).read_text() and told[:9] not in write_report(mine).read_text()
 
 
@@ -307,7 +307,7 @@ def test_stages_of_the_last_plan(tmp_path):
     page = write_report(write_run(tmp_path / "staged", lines, two_plans()))
     (bars,) = shown(page)["Pipeline stages"][0]["data"]
     assert (bars["y"], bars["text"]) == ([0.2, 0.125], ["62.5% in FP4", "75.0% in FP4"])
-    assert "The slowest takes 1.231 times the mean." in page.read_text()
+    assert "The slowest stage takes 1.231 times the mean." in page.read_text()
 
 
 def test_pace_and_memory(everything):

@@ -66,6 +66,8 @@ def test_nothing_is_missing_and_nothing_is_loaded(pages, screen):
     assert page.locator(".js-plotly-plot").count() == page.figures == 17
     for picture in page.locator(".js-plotly-plot").all():
         assert picture.locator(".cartesianlayer path, .cartesianlayer image").count() > 0
+    bars = "[...document.querySelectorAll('.modebar-group')].map(bar => getComputedStyle(bar).backgroundColor)"
+    assert set(page.evaluate(bars)) <= {"rgba(0, 0, 0, 0)"}, "buttons do not grey out the legend"
     assert page.evaluate("document.documentElement.scrollWidth") <= SCREENS[screen]["viewport"]["width"]
     assert [url.split(":")[0] for url in page.requests] == ["file"] and page.wrong == []
 

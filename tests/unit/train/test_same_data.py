@@ -161,7 +161,7 @@ def test_an_unrecorded_id_ends_the_run_after_a_save(run, data, tmp_path):
     write(data)
     with pytest.raises(ValueError, match="has changed: the content"):
         run(**again)
-    assert len(run(**again, accept_changed_data=True)) == 20, "no row is missing and none is there twice"
+    assert len(run(**again, accept_changed_data=True)) == 20, "no row is missing and none appears twice"
 
 
 def cut_after(monkeypatch, iteration, path, size):
@@ -223,7 +223,7 @@ def test_a_probe_that_cannot_read_a_later_batch_keeps_the_plan(run, data, tmp_pa
     snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_probe_tokens": 4 * 256}
     with caplog.at_level("WARNING", logger="megatron_snip"), pytest.raises(ValueError, match=r"is saved\)$"):
         run(train_iters=15, **snip)
-    assert f"iteration 3: no new plan, the one in force stays: {data}.bin has 100 bytes" in caplog.text
+    assert f"iteration 3: no new plan, keeping the current one: {data}.bin has 100 bytes" in caplog.text
     assert newest_iteration(tmp_path / "run/checkpoints") >= 3
 
 

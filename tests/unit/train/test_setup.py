@@ -51,7 +51,7 @@ def tokenizer(folder, size: int) -> dict[str, str]:
 def test_a_gpu_that_is_not_there(config, precision, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = config.replace(precision=precision, distributed_backend="nccl", device="auto")
-    assert refused(asked) == "--distributed-backend nccl needs a GPU and none is here; use gloo"
+    assert refused(asked) == "--distributed-backend nccl needs a GPU, and there is none; use gloo"
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
@@ -97,7 +97,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
             ["--linear-impl scaled_mm cannot run", "or emulated"],
         ),
         ({"precision": "plan", "precision_plan": "none.json"}, ["none.json: cannot read the plan"]),
-        ({"global_batch_size": 0}, ["--global-batch-size is 0"]),
+        ({"global_batch_size": 0}, ["--global-batch-size is missing or 0"]),
         ({"optimizer_impl": "apex"}, ["--optimizer-impl apex"]),
     ],
 )

@@ -69,7 +69,12 @@ def test_a_lone_process_may_tie_its_embeddings():
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1])
 def test_numbers_that_must_be_positive(name, value):
-    assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give a positive number"
+    said = "missing or 0" if value == 0 and option_default(name) == 0 else value  # whoever leaves it out typed no 0
+    assert error(**{name: value}) == f"--{name.replace('_', '-')} is {said}; give a positive number"
+
+
+def option_default(name: str) -> object:
+    return next(f.default for group in fields(Config) for f in fields(getattr(Config(), group.name)) if f.name == name)
 
 
 def numeric_options() -> set[str]:
@@ -283,7 +288,7 @@ def test_a_restart_must_be_able_to_continue():
     assert said(load="r/checkpoints") == said(load="s", save="s") == said(restarts=0) == ""
     assert said().startswith("--max-restarts is 3, and a restart would continue from --load None, not from r/check")
     assert "give --load s" in said(load="r/checkpoints", save="s")
-    assert said(load="r/checkpoints", finetune=True).startswith("--finetune begins anew at each start, and --max-res")
+    assert said(load="r/checkpoints", finetune=True).startswith("--finetune starts over at each start, and --max-res")
     r = "r/checkpoints"
     back = f"; to go back once, give --load {r} alone and write 4 into {r}/latest_checkpointed_iteration.txt"
     step = {"load": r, "ckpt_step": 4}
@@ -306,5 +311,5 @@ def test_no_model_has_so_many_blocks_or_none():
     assert loaded.endswith(
         "such as the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
     )
-    assert error(num_layers=0) == "--num-layers is 0; give a positive number up to 9999"
+    assert error(num_layers=0) == "--num-layers is missing or 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"

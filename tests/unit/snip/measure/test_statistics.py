@@ -83,7 +83,7 @@ def test_errors(tmp_path, change, field):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=field) as caught:
         Statistics.load(path)
-    assert str(path) in str(caught.value) and "anew" in str(caught.value)
+    assert str(path) in str(caught.value) and "again" in str(caught.value)
     path.write_text("{")
     with pytest.raises(ValueError, match="no JSON"):
         Statistics.load(path)

@@ -142,7 +142,7 @@ def test_a_shape_goes_before_the_mean(tmp_path):
     slow = GemmTimes("a slow card", {"fp8": dict.fromkeys(HALF, 2.0)})
     assert slow.fastest("fprop", 4, 8) == 1.0, "bf16 itself"
     times.check(["bf16", "fp8", "fp4"])
-    said = "the GEMM times of a card have no format nvfp4; known: fp8, fp4; measure it anew"
+    said = "the GEMM times of a card have no format nvfp4; known: fp8, fp4; measure it again"
     with pytest.raises(ValueError, match=said):
         times.check(["fp8", "nvfp4"])
     with pytest.raises(ValueError, match=said):
@@ -185,7 +185,7 @@ def test_each_fault_is_named(values, said, tmp_path):
         GemmTimes.load(path)
     text = str(caught.value)
     assert text.startswith(f"{path}: ") and said in text and "\n" not in text
-    assert text.endswith("measure it anew with tools/profile_gemms.py, or leave --gemm-times out for nominal times")
+    assert text.endswith("measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -128,8 +128,8 @@ def test_unreadable_files(tmp_path, content):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"version": 4, "columns": []}', "these are statistics, no plan; use a plan that"),
-        ('{"objective": "snip", "plans": {}, "frontier": []}', "this is a table of plans, no plan; use a plan that"),
+        ('{"version": 4, "columns": []}', "this is a statistics file, not a plan; use a plan that"),
+        ('{"objective": "snip", "plans": {}, "frontier": []}', "this is a table of plans, not a plan; use a plan that"),
     ],
 )
 def test_files_that_lie_beside_a_plan(tmp_path, content, said):
