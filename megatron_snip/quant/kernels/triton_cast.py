@@ -161,7 +161,15 @@ def _launch(
     how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS), alike)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
-            *arguments, *launch.specs, launch.rows, COLS, chunk, how, num_warps=warps, **OPTIONS
+            *arguments,
+            *launch.specs,
+            launch.rows,
+            COLS,
+            chunk,
+            how,
+            num_warps=warps,
+            maxnreg=launch.registers,
+            **OPTIONS,
         )
 
 

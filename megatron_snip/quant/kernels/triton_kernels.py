@@ -19,13 +19,11 @@ from megatron_snip.quant.kernels.triton_steps import (
     codes_of,
     exponential,
     float_of,
-    increments_of,
     magnitudes,
     no_sizes,
     now_of,
     read,
-    round_nearest,
-    round_stochastic,
+    rounded,
     silu,
     sizes_of,
     swiglu,
@@ -45,17 +43,18 @@ def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
 
 @triton.jit
 def _scale_blocks(
-    amax, has_nan, row, col, rows, cols, tensor_amax, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    amax, has_nan, row, col, rows, cols, tensor, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Scales of the blocks of [ROWS, COLS] elements from (row, col), stored: what encodes and what decodes.
 
-    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements, has_nan: of that shape.
+    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements, has_nan: of that shape.  tensor: of
+    ``tensor_scales``.
     """
     # Every thread that has an element of a column would divide for it; dealt out, each divides for a few.
     DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0"
     if DEALT:
         amax = _dealt(amax, ROWS // F.block_rows, COLS // F.block_cols)
-    encode, scale, decode = block_scales(amax, tensor_amax, F)
+    encode, scale, decode = block_scales(amax, tensor, F)
     if F.output != "values":
         store_scales(scale, has_nan, place, row, col, rows, cols, F, ROWS, COLS)
     if DEALT:
@@ -93,13 +92,10 @@ def _cast_chunk(
     NC: tl.constexpr = COLS // F.block_cols
     SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
     y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
-    size = tl.minimum(tl.abs(y), F.largest, propagate_nan=tl.PropagateNan.ALL)
-    if F.phase >= 0:
-        q = round_stochastic(size, increments_of(row, col, words, F, ROWS, COLS), F.mantissa, F.emin)
-        if F.output == "values":
-            q = tl.where(size != size, size, q)
-    else:
-        q = round_nearest(size, F.mantissa, F.emin)
+    size = tl.abs(y)
+    if not F.saturating:
+        size = tl.minimum(size, F.largest, propagate_nan=tl.PropagateNan.ALL)
+    q = rounded(size, row, col, words, F, ROWS, COLS)
     negative = bits_of(y) & -2147483648
     inside = None if HOW.even else within(row, col, rows, cols, ROWS, COLS)
     if F.output == "values":
@@ -134,7 +130,7 @@ def _cast_short(
     col,
     rows,
     cols,
-    tensor_amax,
+    tensor,
     place,
     words,
     F: tl.constexpr,
@@ -147,7 +143,7 @@ def _cast_short(
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = block_amax(magnitudes(x, True), F, ROWS, COLS)
-    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
     _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
@@ -159,7 +155,7 @@ def _tall_scales(
     col,
     rows,
     cols,
-    tensor_amax,
+    tensor,
     place,
     F: tl.constexpr,
     ROWS: tl.constexpr,
@@ -178,8 +174,15 @@ def _tall_scales(
         for part in range(0, ROWS, CHUNK):
             chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, block_amax(magnitudes(chunk, True), F, CHUNK, COLS))
-    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor_amax, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
     return encode, decode, broken
+
+
+@triton.jit
+def _store_whole(whole, tensor, pid):
+    """The first program writes what decodes the whole tensor, if there is a place for it."""
+    if whole is not None:
+        tl.store(whole, tensor[1], mask=pid == 0)
 
 
 # fmt: off
@@ -211,10 +214,9 @@ def cast_kernel(
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
-    if whole_a is not None:
-        tl.store(whole_a, tensor_scales(tensor_amax, A)[1], mask=pid == 0)
-    if whole_b is not None:
-        tl.store(whole_b, tensor_scales(tensor_amax, A if B is None else B)[1], mask=pid == 0)
+    tensor_a, tensor_b = tensor_scales(tensor_amax, A), tensor_scales(tensor_amax, A if B is None else B)
+    _store_whole(whole_a, tensor_a, pid)
+    _store_whole(whole_b, tensor_b, pid)
     TALL_A: tl.constexpr = A.block_rows > CHUNK
     TALL_B: tl.constexpr = B is not None and B.block_rows > CHUNK
     if TALL_A:
@@ -230,11 +232,11 @@ def cast_kernel(
                 sizes_b = tl.maximum(sizes_b, sizes_of(chunk, B, CHUNK, COLS, HOW))
     if TALL_A:
         encode_a, decode_a, broken_a = _tall_scales(
-            sizes_a, source, row, col, rows, cols, tensor_amax, place_a, A, ROWS, COLS, CHUNK, HOW
+            sizes_a, source, row, col, rows, cols, tensor_a, place_a, A, ROWS, COLS, CHUNK, HOW
         )
     if TALL_B:
         encode_b, decode_b, broken_b = _tall_scales(
-            sizes_b, source, row, col, rows, cols, tensor_amax, place_b, B, ROWS, COLS, CHUNK, HOW
+            sizes_b, source, row, col, rows, cols, tensor_b, place_b, B, ROWS, COLS, CHUNK, HOW
         )
     for part in range(0, ROWS, CHUNK):
         at = row + part
@@ -242,11 +244,11 @@ def cast_kernel(
         if TALL_A:
             _cast_chunk(chunk, encode_a, decode_a, broken_a, at, col, rows, cols, place_a, words_a, A, CHUNK, COLS, HOW)
         else:
-            _cast_short(chunk, at, col, rows, cols, tensor_amax, place_a, words_a, A, CHUNK, COLS, HOW)
+            _cast_short(chunk, at, col, rows, cols, tensor_a, place_a, words_a, A, CHUNK, COLS, HOW)
         if TALL_B:
             _cast_chunk(chunk, encode_b, decode_b, broken_b, at, col, rows, cols, place_b, words_b, B, CHUNK, COLS, HOW)
         elif B is not None:
-            _cast_short(chunk, at, col, rows, cols, tensor_amax, place_b, words_b, B, CHUNK, COLS, HOW)
+            _cast_short(chunk, at, col, rows, cols, tensor_b, place_b, words_b, B, CHUNK, COLS, HOW)
 
 
 @triton.jit

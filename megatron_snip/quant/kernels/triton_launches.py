@@ -72,7 +72,7 @@ class Launch(NamedTuple):
 
     forms: those of the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast
     is stored twice.  rows: a program's.  covered: a tensor of a multiple of so many rows has no ragged edge, beyond
-    which lie scales of 0.
+    which lie scales of 0.  registers: the most that a thread may have, or None.
     """
 
     forms: slice
@@ -81,6 +81,7 @@ class Launch(NamedTuple):
     rows: int
     covered: int
     tiling: Tiling
+    registers: int | None
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +125,9 @@ def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequen
     rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
-    return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen)
+    # with more, random bits would leave an SM too few warps
+    registers = 128 if any(kind.phase >= 0 for kind in kinds) else None
+    return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen, registers)
 
 
 def _swizzled(kinds: Sequence[Kind]) -> bool:
@@ -167,6 +170,7 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
         code_emin=stored.emin,
         sign_code=stored.sign_code,
         hardware=hardware,
+        saturating=hardware != "" and stored == element,
         direct=hardware != "" and stored == element and phase < 0,
         phase=phase,
     )

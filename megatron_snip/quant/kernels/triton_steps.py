@@ -22,9 +22,9 @@ class FormSpec(NamedTuple):
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, "e2m1" where it has one that
     converts to pairs of them, else "".
-    direct: the same instruction also rounds.  transposed: codes are stored by columns.  twins: codes and scales are
-    stored along the other dim too.  packed, each: as Constants has them.  phase: col0 & 7 of the random bits, -1 to
-    round to nearest.
+    saturating: the same instruction brings what is larger to the largest.  direct: it also rounds.  transposed: codes
+    are stored by columns.  twins: codes and scales are stored along the other dim too.  packed, each: as Constants has
+    them.  phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
 
     block_rows: int
@@ -45,6 +45,7 @@ class FormSpec(NamedTuple):
     code_emin: int
     sign_code: int
     hardware: str
+    saturating: bool
     direct: bool
     phase: int
 
@@ -166,7 +167,7 @@ def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x|, at most the element's largest, to a neighbour on its grid: float32 [...]; NaN gives anything.
+    """|x| to a neighbour on an element's grid, or the grid that goes on beyond it: float32 [...]; NaN gives anything.
 
     increments: of ``increments_of``; what they carry into a grid step rounds up, and the bits below are cut off.  Below
     2**EMIN steps stay equal: 2**EMIN is added first, rounded up, so that what is above a draw stays above it.
@@ -250,20 +251,27 @@ def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl
 @triton.jit
 def tensor_scales(amax, F: tl.constexpr):
     """Under E4M3 scales, what encodes and what decodes the whole tensor whose largest magnitude is at ``amax``."""
-    encode = divide(tl.full((), 448.0 * F.largest, tl.float32), tl.load(amax))
-    return encode, divide(tl.full((), 1.0, tl.float32), encode)
+    encode = tl.full((), 1.0, tl.float32)
+    decode = encode
+    if F.scale == "e4m3":
+        encode = divide(tl.full((), 448.0 * F.largest, tl.float32), tl.load(amax))
+        decode = divide(tl.full((), 1.0, tl.float32), encode)
+    return encode, decode
 
 
 @triton.jit
-def block_scales(amax, tensor_amax, F: tl.constexpr):
-    """encode, the stored scale and what multiplies values, of each block: int32 bits [...] -> float32 [...] x 3."""
+def block_scales(amax, tensor, F: tl.constexpr):
+    """encode, the stored scale and what multiplies values, of each block: int32 bits [...] -> float32 [...] x 3.
+
+    tensor: of ``tensor_scales``.
+    """
     if F.scale == "e8m0":
         exponent = tl.minimum(tl.maximum((amax >> 23) - F.emax, 0), 254)
         # 2**-127 is subnormal
         scale = float_of(tl.where(exponent > 0, exponent << 23, 0x00400000))
         return float_of((254 - exponent) << 23), scale, scale
     elif F.scale == "e4m3":
-        tensor_encode, tensor_scale = tensor_scales(tensor_amax, F)
+        tensor_encode, tensor_scale = tensor
         scale = tl.minimum(float_of(amax) * (tensor_encode * F.sixth), 448.0)
         scale = round_nearest(scale, 3, -6)
         decode = scale * tensor_scale
@@ -335,3 +343,17 @@ def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl
     # the draw's complement, and half a step less one: what equals the draw does not reach
     DRAW: tl.constexpr = 0xFFFF << SHIFT
     return (((bits & DRAW) ^ DRAW) | ((1 << (SHIFT - 1)) - 1)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def rounded(size, row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """|x| at (row, col) on the element's grid, by the form's rule: float32 [ROWS, COLS]; NaN stays where values are
+    made, else it may become anything.  words: as in ``increments_of``.
+    """
+    if F.phase >= 0:
+        q = round_stochastic(size, increments_of(row, col, words, F, ROWS, COLS), F.mantissa, F.emin)
+        if F.output == "values":
+            q = tl.where(size != size, size, q)
+    else:
+        q = round_nearest(size, F.mantissa, F.emin)
+    return q
