@@ -3,9 +3,9 @@
     python benchmarks/probe_bytes.py            # llama_7b on 8 and llama_70b on 64 GPUs
 
 Counted, not measured: megatron_snip/snip/measure/footprint.py, which tests hold against tensors and collectives over
-gloo.  Bytes are those that a process hands to collectives.  "iteration" is what a plain iteration sends: FSDP2's
-gather in bf16 and its float32 reduce-scatter, and tp's four collectives of activations
-a block in forward and in backward, each over the region's [T, H].
+gloo.  Bytes are those that a process hands to collectives.  "iteration" is what a plain iteration in bf16 sends
+without recomputation: FSDP2's gather in bf16 and its float32 reduce-scatter, and for each block the four sums over tp,
+to which a process hands [T, H], and the six gathers, to which it hands a tp-th of that (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cases(name: str, gpus: int) -> tuple[str, list[tuple[str, float, float]], fl
         ("none: the default, without updates", loss.held, loss.sent_over_tp),
     ]
     blocks = len({shape.block for shape in first})
-    activations = blocks * 8 * 2 * tokens * m.hidden_size * microbatches * (tp > 1)
+    activations = blocks * (4 + 6 / tp) * 2 * tokens * m.hidden_size * microbatches * (tp > 1)
     iteration = activations + (2 * weights / dp + 4 * weights) * (dp > 1)
     said = f"tp {tp} x pp {pp} x dp {dp}, {microbatches} microbatches of {tokens} tokens"
     return said, [(how, held / GIB, sent / GIB) for how, held, sent in rows], iteration / GIB

@@ -157,7 +157,7 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
         output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], [Section("Trade-off", "", [figure])])
     )
     bad = planner.stats.not_finite
-    held = f"\nheld at the base option, statistics not finite: {', '.join(bad)}" if bad else ""
+    held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
     why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why

@@ -68,7 +68,7 @@ class SnipLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """UserError: there is no cache of keys and values here."""
-        raise UserError("evaluate scores text and writes none; export the model and use lm_eval's own command")
+        raise UserError("evaluate only scores text; export the model and use lm_eval's own command")
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, each token seeing up to max_length tokens before it."""

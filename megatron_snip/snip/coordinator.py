@@ -208,8 +208,8 @@ class Coordinator:
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
         columns = zip(self.shapes, held, self.choices.fixed)
-        if named := [shape.name for shape, option, fixed in columns if option >= 0 > fixed]:
-            LOGGER.warning(f"iteration {iteration}: held at the base option, statistics not finite: {', '.join(named)}")
+        if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):
+            LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
         request = solve_request(
             self.snip,
             self.shapes,

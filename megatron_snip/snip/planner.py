@@ -61,7 +61,7 @@ class Planner:
             if not (bad := self.stats.not_finite):
                 raise
             names = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
-            said = f"{error}; held at the base option, because their statistics are not finite: {names}"
+            said = f"{error}; held at the base option, as statistics are not finite: {names}"
             raise InfeasibleTarget(said, error.reachable) from None
         return self.plan(solution, objective, self.config.snip.snip_target)
 

@@ -96,7 +96,7 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
     if config.training.compile:
         lines.append("blocks are counted as without --compile, under which launches and memory differ")
     for one in measured:
-        lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, {one.parameters / 1e9:.3f}e9 parameters", ""]
+        lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, holds {one.parameters / 1e9:.3f}e9 parameters", ""]
         lines += _aligned(_rows(one))
     return "\n".join(lines)
 
@@ -114,11 +114,11 @@ def _rows(one: Measured) -> list[list[str]]:
     rows.append(row("TFLOP", lambda s: f"{s.counts[('flops',)] / 1e12:.4g}"))
     pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})
     for pair in pairs:
-        rows.append(row(f"{pair[0]} {pair[1]}, times: GiB", lambda s, pair=pair: _sent(s, pair)))  # type: ignore[misc]
+        rows.append(row(f"{pair[0]} {pair[1]}, calls: GiB", lambda s, pair=pair: _sent(s, pair)))  # type: ignore[misc]
     rows.append(row("kernel launches", lambda s: str(sum(_launches(s).values()))))
-    rows.append(row("of them casts", lambda s: str(_launches(s).get("cast", 0))))
-    rows.append(row("of them GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
-    rows.append(row("reads by the host", lambda s: str(s.counts["read",])))
+    rows.append(row("launches of casts", lambda s: str(_launches(s).get("cast", 0))))
+    rows.append(row("launches of GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
+    rows.append(row("device-to-host reads", lambda s: str(s.counts["read",])))
     shapes = sorted({what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm"}, key=str)
     for what in shapes:
         name = f"GEMM {what[1]} x {what[2]} x {what[3]}, {what[4]}"

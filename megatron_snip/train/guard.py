@@ -55,7 +55,7 @@ class Step:
             "plan": "falling back to the last plan without trouble",
             "base": "falling back to the base option for all linears",
             "checkpoint": f"going back to the checkpoint of iteration {self.checkpoint}, past the samples read since",
-            "none": "no step is left, so what is in force stays",
+            "none": "no step is left, so the current precision stays",
         }
         return f"{self.why}: {to[self.kind]}"
 

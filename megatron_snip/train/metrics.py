@@ -191,7 +191,7 @@ class MetricsWriter:
     def _alert_of(self, row: Mapping[str, Any]) -> None:
         """What people should hear of at once: a solve that failed, a streak of skipped iterations."""
         if why := row.get("snip/solve_error"):
-            text = f"iteration {row['iteration']}: the plan in force stays: {why}"
+            text = f"iteration {row['iteration']}: keeping the current plan: {why}"
             self.alert("no new plan", text, row["iteration"])
         skipped = row.get("skipped", self._skipped)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped > self._skipped else 0

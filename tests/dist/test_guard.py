@@ -131,7 +131,7 @@ def test_where_no_step_is_left_the_run_ends_as_ever(tmp_path):
     (one,), rows = run("one", tmp_path / "run", trouble, **more)
     assert one["error"].startswith("UserError: loss or gradient was not finite in 5 iterations in a row, the last 7")
     assert by_iteration(rows, "snip/guard") == {5: "none", 7: "none"}
-    assert rows[4]["snip/guard_why"].endswith("no step is left, so what is in force stays")
+    assert rows[4]["snip/guard_why"].endswith("no step is left, so the current precision stays")
 
 
 @pytest.mark.dist

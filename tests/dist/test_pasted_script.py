@@ -34,5 +34,5 @@ def test_with_these_changes_a_dry_run_counts_the_published_model(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "iteration, fp8" in done.stdout
     assert "| GEMM 8192 x 14336 x 4096, fp8 " in done.stdout  # gate and up of a sequence of 8192 tokens
-    assert "rank 0, pipeline stage 0, 1.004e9 parameters" in done.stdout  # an eighth of 8.03e9
+    assert "rank 0, pipeline stage 0, holds 1.004e9 parameters" in done.stdout  # an eighth of 8.03e9
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_nan_in_one_linears_statistics_on_one_rank_holds_it_at_the_base_on_all
     (name, told, _), _ = results
     first, plan = (Plan.load(run_dir / f"plans/iter_{due(case):07d}.json") for case in ("good", "nan"))
     assert str(first.linears[name]) == "fp4" and str(plan.linears[name]) == "fp8"
-    assert any(line.endswith(f"statistics not finite: {name}") for line in told)
+    assert any(line.endswith(f"statistics are not finite: {name}") for line in told)
     for rows, (other, _, seen) in zip(rows_of(run_dir), results, strict=True):
         assert rows[due("nan") - 1]["snip/non_finite_linears"] == 1 and other == name
         assert rows[due("nan")]["snip/solve_failed"] == 0 and rows[due("nan")]["snip/plan_hash"] == plan.hash

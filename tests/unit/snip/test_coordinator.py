@@ -241,7 +241,7 @@ def test_a_linear_whose_statistics_are_not_finite_is_held_at_the_base(bad, make,
     assert precisions(one) == ["fp8", "fp4", "fp4", "fp8"]
     assert seen[3]["snip/non_finite_linears"] == 1
     assert seen[4]["snip/achieved"] == 0.5
-    assert f"held at the base option, statistics not finite: {NAMES[3]}" in caplog.messages[0]
+    assert f"held at the base option, as statistics are not finite: {NAMES[3]}" in caplog.messages[0]
 
 
 def test_rules_need_no_probe(make, tmp_path):
@@ -299,7 +299,7 @@ def test_fixed_linears_keep_their_precision(make, caplog):
     one = make(FakeProbe((math.nan, 3.0, math.nan, 1.0)), snip_fix=fix, snip_target=0.25)
     run(one, [3, 4])
     assert precisions(one) == ["bf16", "fp4", "fp8", "fp8"] and one.choices.measure == "fp4"
-    assert caplog.messages[0].endswith("statistics not finite: layers.1.mlp.gate_proj")
+    assert caplog.messages[0].endswith("statistics are not finite: layers.1.mlp.gate_proj")
 
 
 def test_gemm_granularity_plans_each_gemm(make):

@@ -126,7 +126,7 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
     said = generate(
         "--load", str(finished_run / "checkpoints"), "--efficiency-saving", "0.7", stats=tmp_path / "nan.json"
     )
-    assert f"held at the base option, statistics not finite: {name}\n" in said
+    assert f"held at the base option, as statistics are not finite: {name}\n" in said
     for plan in NAMES:
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
 
@@ -135,7 +135,7 @@ def test_a_target_out_of_reach_of_what_is_finite(generate, finished_run, tmp_pat
     """The linears that are held are named; nobody fixed them."""
     stats = Statistics.load(finished_run / "stats/iter_0000003.json")
     changed(stats, "layers.0.mlp.up_proj", "update", math.nan).save(tmp_path / "nan.json")
-    held = "held at the base option, because their statistics are not finite: "
+    held = "held at the base option, as statistics are not finite: "
     with pytest.raises(ValueError, match=rf"target 1 is out of reach: .*; {held}layers\.0\.mlp\.up_proj$"):
         generate("--efficiency-saving", "1", stats=tmp_path / "nan.json")
     for name in stats.names:

@@ -93,13 +93,13 @@ def test_text_and_json_and_no_other_file(peaks, tmp_path, monkeypatch, capsys) -
     text, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
-    assert "a plan: 28 linears x 2 options" in text and "rank 2, pipeline stage 1, 1.000e9 parameters" in text
+    assert "a plan: 28 linears x 2 options" in text and "rank 2, pipeline stage 1, holds 1.000e9 parameters" in text
     lines = [line.split("|") for line in text.splitlines()]
     rows = {line[1].strip(): line[2].strip() for line in lines[:25] if len(line) > 2}
     assert rows["peak, GiB"] == "1.00" and rows["activations, GiB"] == "0.75" and rows["TFLOP"] == "1"
     assert rows["a block keeps for backward, MiB"] == "3.00"
-    assert rows["tp all-gather, times: GiB"] == "5: 1.000" and rows["GEMM 128 x 256 x 512, fp4"] == "3"
-    assert rows["kernel launches"] == "5" and rows["of them casts"] == "2" and rows["of them GEMMs"] == "3"
+    assert rows["tp all-gather, calls: GiB"] == "5: 1.000" and rows["GEMM 128 x 256 x 512, fp4"] == "3"
+    assert rows["kernel launches"] == "5" and rows["launches of casts"] == "2" and rows["launches of GEMMs"] == "3"
     (stretch,) = found["ranks"][0]["stretches"]
     assert stretch["kept_by_a_block"] == 3 * MIB
     assert stretch["peak"]["total"] == 2**30 and stretch["flops"] == 10**12 and stretch["launches"]["cast"] == 2

@@ -95,7 +95,7 @@ def test_people_are_told_of_what_goes_wrong(tmp_path, monkeypatch):
     one.close()
     streak = "loss or gradient was not finite in 3 iterations in a row"
     assert told == [
-        ("no new plan", "iteration 2: the plan in force stays: it took too long"),
+        ("no new plan", "iteration 2: keeping the current plan: it took too long"),
         ("iterations are skipped", f"iteration 7: {streak}"),
         ("iterations are skipped", f"iteration 13: {streak}"),
         ("the loss broke", "iteration 14"),

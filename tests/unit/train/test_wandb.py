@@ -169,4 +169,4 @@ def test_an_alert_is_in_the_file(tmp_path, monkeypatch):
     ):  # finish() may be back before it is there
         time.sleep(0.05)
     (alert,) = found
-    assert (alert.title, alert.text) == ("no new plan", "iteration 1: the plan in force stays: it took too long")
+    assert (alert.title, alert.text) == ("no new plan", "iteration 1: keeping the current plan: it took too long")
