@@ -21,7 +21,7 @@ from megatron_snip.interop.huggingface import (
 )
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LLAMA, LlamaStage
-from megatron_snip.model.spec import spec_of
+from megatron_snip.model.spec import MODELS, spec_of
 from megatron_snip.parallel.tensor import Region
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +98,14 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
         attends = attention_of(theirs, {7: 128}.__getitem__)
         got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"), 7)
     assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
+
+
+def test_a_new_kind_s_attention_in_transformers_is_not_taken_for_a_llama_s(monkeypatch):
+    """Qwen2's has biases that no entry of its configuration tells of; its linears are judged at their own outputs."""
+    monkeypatch.setitem(MODELS, "qwen2", LLAMA)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    assert attention_of(transformers.Qwen2ForCausalLM(config), {0: 128}.__getitem__) is None
 
 
 def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_path):
