@@ -15,6 +15,7 @@ from megatron_snip.model.flops import parameters
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LLAMA, Block, LlamaStage
 from megatron_snip.model.spec import MODELS, ModelSpec
+from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import Region, linears_of_one_input
 
 MODEL = ModelConfig(
@@ -33,6 +34,20 @@ def stage_of(m: ModelConfig, mesh, *, tied: bool = False) -> LlamaStage:
 def test_the_count_of_parameters_is_that_of_a_real_model(name, groups, tied, lone_mesh):
     m = replace(MODEL, model_name=name, num_query_groups=groups)
     assert sum(p.numel() for p in stage_of(m, lone_mesh, tied=tied).parameters()) == parameters(m, tied=tied)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_linear_in_v(name, lone_mesh):
+    """For the error of v a probe takes what the attention makes of the error alone."""
+    m = replace(MODEL, model_name=name)
+    stage = stage_of(m, lone_mesh)
+    stage.allocate()
+    for p in stage.parameters():  # biases too, which begin at 0
+        nn.init.normal_(p)
+    q, k, v, error = (torch.randn(128, heads * m.head_dim) for heads in (4, 2, 2, 2))
+    with torch.no_grad():
+        change = stage.attend(1, q, k, v + error) - stage.attend(1, q, k, v)
+        torch.testing.assert_close(stage.attend(1, q, k, error), change, rtol=0.0, atol=1e-5)
 
 
 class Ungated(nn.Module):
@@ -81,3 +96,13 @@ def test_linears_of_the_spec_that_a_block_does_not_have_are_no_part_of_plans(mon
     m = known(monkeypatch, replace(UNGATED, linears=LLAMA.linears))
     with pytest.raises(AssertionError, match=r"layers.0.mlp.gate_proj is in the spec or in the block alone"):
         stage_of(m, lone_mesh)
+
+
+def test_biases_begin_at_zero(lone_mesh):
+    stage = stage_of(MODEL, lone_mesh)
+    bias = nn.Parameter(torch.empty(96, device="meta"))
+    add_parameter(stage.layers["0"].self_attn.q_proj, "bias", bias, Tags("bias", 0, weight_decay=False))
+    stage.allocate()
+    draw_weights([stage])
+    w = dict(stage.named_parameters())
+    assert not w["layers.0.self_attn.q_proj.bias"].any() and w["layers.0.self_attn.q_proj.weight"].any()
