@@ -14,7 +14,7 @@ from megatron_snip.model.build import Build
 from megatron_snip.model.flops import parameters
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LLAMA, Block, LlamaStage
-from megatron_snip.model.spec import MODELS, ModelSpec
+from megatron_snip.model.spec import MODELS, ModelSpec, register
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import Region, linears_of_one_input
 
@@ -96,6 +96,15 @@ def test_linears_of_the_spec_that_a_block_does_not_have_are_no_part_of_plans(mon
     m = known(monkeypatch, replace(UNGATED, linears=LLAMA.linears))
     with pytest.raises(AssertionError, match=r"layers.0.mlp.gate_proj is in the spec or in the block alone"):
         stage_of(m, lone_mesh)
+
+
+@pytest.mark.parametrize("kind", ["up", "qkv"])
+def test_a_block_has_each_kind_of_linear_once(kind, monkeypatch):
+    """A probe would take the token sums of one for the other's, or write statistics that nobody reads."""
+    monkeypatch.delitem(MODELS, "llama")
+    linears = {**LLAMA.linears, "mlp.gate_proj": replace(LLAMA.linears["mlp.gate_proj"], kind=kind)}
+    with pytest.raises(AssertionError, match=f"model llama: kinds .*'{kind}'.*; take each of .* once"):
+        register(replace(LLAMA, linears=linears))
 
 
 def test_biases_begin_at_zero(lone_mesh):
