@@ -94,7 +94,7 @@ def register(spec: ModelSpec) -> ModelSpec:
     kinds = [linear.kind for linear in spec.linears.values()]
     # a probe tells a block's linears apart by their kinds, and files of statistics know these alone
     assert len({*kinds}) == len(kinds) and {*kinds} <= {*KINDS}, (
-        f"model {spec.name}: kinds {kinds}; take each of {KINDS} once"
+        f"model {spec.name}: kinds {kinds}; take each of {KINDS} once at most"
     )
     MODELS[spec.name] = spec
     return spec

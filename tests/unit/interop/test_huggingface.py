@@ -102,7 +102,7 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
 
 def test_a_new_kind_s_attention_in_transformers_is_not_taken_for_a_llama_s(monkeypatch):
     """Qwen2's has biases that no entry of its configuration tells of; its linears are judged at their own outputs."""
-    monkeypatch.setitem(MODELS, "qwen2", LLAMA)
+    monkeypatch.setitem(MODELS, "qwen2", dataclasses.replace(LLAMA, name="qwen2"))
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     assert attention_of(transformers.Qwen2ForCausalLM(config), {0: 128}.__getitem__) is None
@@ -254,8 +254,9 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": quantised}))
     with pytest.raises(UserError, match=r"the weights are quantised \(fp8\); give the model's folder in BF16"):
         model_options(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["Qwen2ForCausalLM"]}))
-    with pytest.raises(UserError, match="only LlamaForCausalLM, Qwen3ForCausalLM can be read"):
+    (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["GPT2LMHeadModel"]}))
+    known = ", ".join(spec.architecture for spec in MODELS.values())
+    with pytest.raises(UserError, match=f"architectures is .'GPT2LMHeadModel'., and only {known} can be read"):
         model_options(tmp_path)
 
 

@@ -13,6 +13,7 @@ from megatron_snip.config import Config
 from megatron_snip.formats.element import E2M1
 from megatron_snip.formats.format import _FORMATS, Format
 from megatron_snip.model.llama import LLAMA
+from megatron_snip.model.spec import MODELS
 from megatron_snip.quant import LinearPrecision, linear_implementations
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import setup
@@ -64,7 +65,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_name": "qwen9"}, ["--model-name qwen9 is unknown; known: llama, qwen3"]),
+        ({"model_name": "qwen9"}, [f"--model-name qwen9 is unknown; known: {', '.join(MODELS)}"]),
         ({"tokenizer_type": "Other"}, ["--tokenizer-type Other is unknown; use one of", "NullTokenizer"]),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, ["needs --tokenizer-model"]),
         ({"precision": "fp5"}, ["--precision fp5 is unknown; known: bf16", "fp4", "fp8", "plan, snip"]),
