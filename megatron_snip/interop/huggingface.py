@@ -39,6 +39,8 @@ _LLAMA3 = {
 #: Numbers above 0 that a config.json may leave out, and those of them that it may set to null.
 _MAY_MISS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+#: Kinds of model whose attention in transformers is as `attention_of` computes it; of others nothing is assumed.
+_SAME_ATTENTION = ("llama", "qwen3")
 #: A tied model has the first alone; bytes of each that are compared at a time where both are there.
 _EMBEDDING, _OUTPUT, _COMPARED = "model.embed_tokens.weight", "lm_head.weight", 1 << 26
 
@@ -280,7 +282,7 @@ def _reader(folder: Path) -> Any:
 
 
 def attention_of(model: nn.Module, length: Callable[[int], int]) -> dict[int, Attend] | None:
-    """What each block's attention makes of q, k and v, for transformers' classes of our models; else None.
+    """What each block's attention makes of q, k and v, for transformers' classes whose attention is known; else None.
 
     None where it has biases, dropout or a sliding window, too.
 
@@ -288,7 +290,7 @@ def attention_of(model: nn.Module, length: Callable[[int], int]) -> dict[int, At
     """
     config = getattr(model, "config", None)
     decoder = getattr(model, "model", None)
-    if getattr(config, "model_type", None) not in MODELS or not hasattr(decoder, "rotary_emb"):  # as under peft
+    if getattr(config, "model_type", None) not in _SAME_ATTENTION or not hasattr(decoder, "rotary_emb"):  # peft
         return None
     assert config is not None and decoder is not None
     if config.attention_bias or config.attention_dropout or getattr(config, "use_sliding_window", False):

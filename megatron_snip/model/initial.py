@@ -23,6 +23,9 @@ from megatron_snip.parallel.data import first_element, local_of
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.runtime import seed_of
 
+#: Initial values of parameters that are not drawn, by their kind.
+_CONSTANTS = {"norm": 1.0, "bias": 0.0}
+
 
 @torch.no_grad()
 def draw_weights(stages: Iterable[LlamaStage]) -> None:
@@ -31,8 +34,8 @@ def draw_weights(stages: Iterable[LlamaStage]) -> None:
         tags = tags_of(stage)
         for name, parameter in stage.named_parameters():
             part = local_of(parameter)
-            if tags[name].kind == "norm":
-                part.fill_(1.0)
+            if (constant := _CONSTANTS.get(tags[name].kind)) is not None:
+                part.fill_(constant)
                 continue
             values = torch.empty(part.shape)
             fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))

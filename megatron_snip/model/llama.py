@@ -53,14 +53,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer block: attention and SwiGLU, each behind a norm and around a residual."""
+    """One Transformer block: attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, build: Build, index: int, attention: type[Attention] = Attention) -> None:
+    def __init__(
+        self, build: Build, index: int, attention: type[Attention] = Attention, mlp: type[nn.Module] = MLP
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(build)
         self.self_attn = attention(build, f"layers.{index}.self_attn")
         self.post_attention_layernorm = RMSNorm(build)
-        self.mlp = MLP(build, f"layers.{index}.mlp")
+        self.mlp = mlp(build, f"layers.{index}.mlp")
         self._compiled: Callable[..., Tensor] | None = None
         self._recompute_mlp, self.region = build.recompute.of_part("mlp"), build.region
 
@@ -123,6 +125,8 @@ class LlamaStage(nn.Module):
                 self.lm_head = OutputLayer(build, vocab)
             elif not first:
                 self.embed_tokens = OutputLayer(build, vocab, tied=True)
+        wanted = {f"layers.{i}.{module}" for i in layers for module in build.spec.linears}
+        assert (odd := wanted ^ self.linears().keys()) == set(), f"{min(odd)} is in the spec or in the block alone"
         self.first, self.last = first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)

@@ -16,7 +16,7 @@ from torch import nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from megatron_snip.quant import LinearShape
+from megatron_snip.quant import KINDS, LinearShape
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ MODELS: dict[str, ModelSpec] = {}
 def register(spec: ModelSpec) -> ModelSpec:
     """Make a kind of model known by its name."""
     assert spec.name not in MODELS, f"model {spec.name} is there already"
+    kinds = [linear.kind for linear in spec.linears.values()]
+    # a probe tells a block's linears apart by their kinds, and files of statistics know these alone
+    assert len({*kinds}) == len(kinds) and {*kinds} <= {*KINDS}, (
+        f"model {spec.name}: kinds {kinds}; take each of {KINDS} once at most"
+    )
     MODELS[spec.name] = spec
     return spec
 

@@ -21,7 +21,7 @@ class Tags:
     part of the tokens under sequence parallelism, and else all of them.  "always": it sees its own heads.
     """
 
-    kind: Literal["linear", "norm", "embedding", "output"]
+    kind: Literal["linear", "norm", "bias", "embedding", "output"]
     split_dim: int | None = None
     summed_over_tp: Literal["never", "sequence_parallel", "always"] = "never"
     weight_decay: bool = True

@@ -29,7 +29,11 @@ from megatron_snip.quant.transformer_engine import TransformerEngine
 
 
 class LinearImplementation(Protocol):
-    """One way to run a linear."""
+    """One way to run a linear.
+
+    A probe runs linears in bf16 and looks at what they multiply: there, operands are to be shown to ``call.observer``.
+    Most simply it leaves bf16 to ``ByGemm()``, as transformer_engine.py does.
+    """
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
         """Why it cannot run a precision on a device, or None if it can."""

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip import runtime
-from megatron_snip.config import TILE, Config
+from megatron_snip.config import Config
 from megatron_snip.data.loader import Loader
 from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check_data
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.data.workers import Workers
 from megatron_snip.errors import UserError
-from megatron_snip.formats import format_names
+from megatron_snip.formats import format_names, get_format
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import (
+    GEMMS,
     LinearPrecision,
     LinearShape,
     Sizes,
@@ -279,7 +280,7 @@ def build(
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
-    _warn_about_cut_blocks(config, parts)
+    _warn_about_cut_blocks(config, parts, plan)
     _tell_who_multiplies(config, parts, plan, runtime.device)
     return parts
 
@@ -309,19 +310,31 @@ def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device
             LOGGER.info(f"GEMMs in {fmt}: {who}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
 
 
-def _warn_about_cut_blocks(config: Config, parts: Parts) -> None:
-    """Scales follow the shard where tp cuts a 128-block: say so once, since layouts then differ a little."""
-    tp = parts.mesh.tp.size
-    kinds = {
-        name.rsplit(".", 1)[1]
-        for name, linear in parts.linears.items()
-        if tp > 1 and ((linear.out_features, linear.in_features)[linear.split_dim] // tp) % TILE
-    }
-    if kinds and config.precision.precision != "bf16":
-        LOGGER.info(
-            f"tensor parallel {tp} cuts the {TILE}-wide scale blocks of {', '.join(sorted(kinds))}: "
-            "their scales close at the shard's edge, so results differ a little from other layouts"
-        )
+def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> None:
+    """Scales follow the shard where tp cuts a block, and the microbatch where a tile does not end with a sequence.
+
+    Layouts then differ a little, and a line says so.
+    """
+    tp, cp, length = parts.mesh.tp.size, config.parallel.context_parallel_size, config.model.seq_length
+    names = {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}
+    formats = [fmt for fmt in map(get_format, sorted(names)) if fmt.quantised]
+    for side in sorted({side for fmt in formats for side in (fmt.tile, fmt.weight_block) if side}, reverse=True):
+        kinds = {
+            name.rsplit(".", 1)[1]
+            for name, linear in parts.linears.items()
+            if tp > 1 and ((linear.out_features, linear.in_features)[linear.split_dim] // tp) % side
+        }
+        if kinds:
+            LOGGER.info(
+                f"tensor parallel {tp} cuts the {side}-wide scale blocks of {', '.join(sorted(kinds))}: "
+                "their scales close at the shard's edge, so results differ a little from other layouts"
+            )
+    for fmt in formats:
+        if (tokens := length // (2 * cp) if cp > 1 else length) % fmt.tile:
+            LOGGER.info(
+                f"wgrad's tiles of {fmt.tile} tokens in {fmt.name} do not end with every {tokens} of a sequence: "
+                "results differ a little from other layouts and microbatches"
+            )
 
 
 def agree_on(config: Config, start: Start) -> Start:

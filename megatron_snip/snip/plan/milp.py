@@ -38,6 +38,7 @@ class Row:
     """A constraint: the sum over groups of values[g, o_g], less ``z`` times the longest, is ``lower`` to ``upper``.
 
     values [G, O], as ``whole`` and ``scaled`` make them; the longest is the one continuous variable, see Model.
+    A constraint on plans has an upper bound alone: ``holds``, ``improve`` and ``part`` know no lower one.
     """
 
     values: Floats

@@ -90,8 +90,8 @@ def measured_options(formats: Iterable[str]) -> str:
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     """--snip-options, --snip-granularity and --snip-fix for these linears; auto that nobody has resolved is a CPU's.
 
-    Raises UserError for formats that are unknown, and for fixes that match nothing, disagree, or part what the
-    granularity ties.
+    Raises UserError for formats that are unknown, for fixes that match nothing, disagree, or part what the
+    granularity ties, and for a granularity that would tie nothing.
     """
     words = AUTO if snip.snip_options == "auto" else snip.snip_options
     try:
@@ -104,6 +104,11 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     ties = fused_ties(shapes) if snip.snip_granularity == "fused" else None
     fixed = np.array([options.index(fixes[name]) if name in fixes else -1 for name in names], np.int64)
     if ties is not None:
+        if (ties < 0).all():
+            raise UserError(
+                f"--snip-granularity fused: nobody knows which of {', '.join(names[:3])}, ... read the same input; "
+                "choose granularity linear, or attach transformers' own Llama or Qwen3"
+            )
         fixed = _fix_whole_ties(ties, fixed, names, options)
     return Choices(options, ties, fixed, np.arange(len(options)) >= len(free))
 

@@ -65,7 +65,7 @@ class Objective:
 
     compute: Callable[[ObjectiveInputs], Floats]
     needs_stats: bool = True
-    needs_operands: bool = False  # errors of the operands of all three GEMMs
+    needs_operands: bool = False  # updates, and errors of the operands of all three GEMMs
 
 
 def base_option(options: Sequence[LinearPrecision]) -> int:

@@ -21,7 +21,7 @@ from megatron_snip.interop.huggingface import (
 )
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LLAMA, LlamaStage
-from megatron_snip.model.spec import spec_of
+from megatron_snip.model.spec import MODELS, spec_of
 from megatron_snip.parallel.tensor import Region
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +98,14 @@ def test_attention_makes_of_q_k_and_v_what_o_reads(case):
         attends = attention_of(theirs, {7: 128}.__getitem__)
         got = attends[1](*(seen[kind].flatten(0, 1) for kind in "qkv"), 7)
     assert len(attends) == 3 and (got - seen["o"].flatten(0, 1)).abs().max() <= 1e-5 * seen["o"].abs().max()
+
+
+def test_a_new_kind_s_attention_in_transformers_is_not_taken_for_a_llama_s(monkeypatch):
+    """Qwen2's has biases that no entry of its configuration tells of; its linears are judged at their own outputs."""
+    monkeypatch.setitem(MODELS, "qwen2", dataclasses.replace(LLAMA, name="qwen2"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    assert attention_of(transformers.Qwen2ForCausalLM(config), {0: 128}.__getitem__) is None
 
 
 def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_path):
@@ -246,8 +254,9 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": quantised}))
     with pytest.raises(UserError, match=r"the weights are quantised \(fp8\); give the model's folder in BF16"):
         model_options(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["Qwen2ForCausalLM"]}))
-    with pytest.raises(UserError, match="only LlamaForCausalLM, Qwen3ForCausalLM can be read"):
+    (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["GPT2LMHeadModel"]}))
+    known = ", ".join(spec.architecture for spec in MODELS.values())
+    with pytest.raises(UserError, match=f"architectures is .'GPT2LMHeadModel'., and only {known} can be read"):
         model_options(tmp_path)
 
 

@@ -10,7 +10,10 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.formats.element import E2M1
+from megatron_snip.formats.format import _FORMATS, Format
 from megatron_snip.model.llama import LLAMA
+from megatron_snip.model.spec import MODELS
 from megatron_snip.quant import LinearPrecision, linear_implementations
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import setup
@@ -62,7 +65,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_name": "qwen9"}, ["--model-name qwen9 is unknown; known: llama, qwen3"]),
+        ({"model_name": "qwen9"}, [f"--model-name qwen9 is unknown; known: {', '.join(MODELS)}"]),
         ({"tokenizer_type": "Other"}, ["--tokenizer-type Other is unknown; use one of", "NullTokenizer"]),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, ["needs --tokenizer-model"]),
         ({"precision": "fp5"}, ["--precision fp5 is unknown; known: bf16", "fp4", "fp8", "plan, snip"]),
@@ -239,7 +242,7 @@ def test_tensors_of_a_checkpoint_are_weights_and_moments(config, lone_mesh):
     assert parts.tensors().keys() == wanted
 
 
-def test_blocks_that_tensor_parallel_cuts_are_told(config, caplog):
+def test_blocks_that_a_layout_cuts_are_told(config, caplog, monkeypatch):
     """tp 2 leaves k_proj 64 rows of 128; q_proj's 128 rows are 64 too."""
     from types import SimpleNamespace as Some
 
@@ -248,14 +251,24 @@ def test_blocks_that_tensor_parallel_cuts_are_told(config, caplog):
         for name, n, k, d in [("self_attn.k_proj", 128, 512, 0), ("mlp.up_proj", 512, 512, 0),
                               ("self_attn.o_proj", 512, 384, 1)]
     }  # fmt: skip
-    parts = Some(mesh=Some(tp=Some(size=2)), linears=linears)
-    with caplog.at_level(logging.INFO, logger="megatron_snip"):
-        setup._warn_about_cut_blocks(config.replace(precision="fp4"), parts)
-        setup._warn_about_cut_blocks(config, parts)
-        parts.mesh.tp.size = 1
-        setup._warn_about_cut_blocks(config.replace(precision="fp4"), parts)
-    (line,) = caplog.messages
+    monkeypatch.setitem(_FORMATS, "wide", Format("wide", E2M1, tile=256, weight_block=None))
+
+    def told(config: Config, tp: int = 2) -> list[str]:
+        parts = Some(mesh=Some(tp=Some(size=tp)), linears=linears)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="megatron_snip"):
+            setup._warn_about_cut_blocks(config, parts, None)
+        return caplog.messages
+
+    (line,) = told(config.replace(precision="fp4"))
     assert line.startswith("tensor parallel 2 cuts the 128-wide scale blocks of k_proj, o_proj: ")
+    for quiet in (config, config.replace(precision="mxfp8"), config.replace(precision="nvfp4_rht")):
+        assert told(quiet) == []
+    assert told(config.replace(precision="fp4"), tp=1) == []
+    line, *more = told(config.replace(precision="wide", seq_length=512))
+    assert "the 256-wide scale blocks of k_proj, o_proj:" in line and more == []
+    cut = told(config.replace(precision="wide", seq_length=512, context_parallel_size=2), tp=1)
+    assert [line.split(" do not")[0] for line in cut] == ["wgrad's tiles of 256 tokens in wide"]
 
 
 def test_defaults_are_filled_in_for_the_record(config):

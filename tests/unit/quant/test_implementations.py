@@ -1,0 +1,42 @@
+"""What every linear implementation is relied on for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
+from megatron_snip.quant.linear import run_linear
+from megatron_snip.quant.operands import LinearCall, Operands
+
+
+class Observer:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Operands] = []
+
+    def backward(self, operands: Operands) -> None:
+        self.shown.append(operands)
+
+
+@pytest.mark.parametrize("impl", linear_implementations())
+def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
+    """Of a master weight in float32, as training runs them, and of sequences; a probe that sees nothing fails."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 128, 64, generator=random).bfloat16().requires_grad_()
+    w = torch.randn(96, 64, generator=random).requires_grad_()
+    cotangent = torch.randn(2, 128, 96, generator=random).bfloat16()
+    precision, observer = LinearPrecision.uniform("bf16"), Observer()
+    check_linear(impl, precision, x.device)
+    y = run_linear(x, w, LinearCall(precision, None, observer=observer), impl)
+    y.backward(cotangent)
+    got = y.detach(), x.grad, w.grad
+    x.grad = w.grad = None
+    expected = x @ w.bfloat16().T
+    expected.backward(cotangent)
+    for one, other in zip(got, (expected.detach(), x.grad, w.grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+    (operands,) = observer.shown
+    assert torch.equal(operands.x, x.detach().flatten(0, 1)) and torch.equal(operands.w, w.detach().bfloat16())
+    assert torch.equal(operands.grad_output, cotangent.flatten(0, 1))
