@@ -73,11 +73,11 @@ def no_multiple(sizes: Sizes, multiple: int) -> str | None:
 def unfit_gpu(device: torch.device, kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
     """Why a device is not such a GPU, whose compute capability has the same major number and is no lower, or None."""
     if device.type != "cuda":
-        return f"it needs a {kind} GPU, the device is {device.type}"
+        return f"tensor cores need a {kind} GPU, the device is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if major != capability[0] or minor < capability[1]:
         name = torch.cuda.get_device_name(device)
-        return f"it needs a {kind} GPU (compute capability {capability[0]}.{capability[1]}), not {name}"
+        return f"tensor cores need a {kind} GPU (compute capability {capability[0]}.{capability[1]}), not {name}"
     if tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) < cuda:
         return f"block scales need CUDA {cuda[0]}.{cuda[1]}, PyTorch was built with {torch.version.cuda}"
     return None

@@ -172,8 +172,8 @@ def pretend(monkeypatch, capability: tuple[int, int], cuda: str = "13.0") -> tor
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
     [((10, 0), "12.8", None), ((10, 3), "13.0", None), ((10, 0), "12.6", "need CUDA 12.8"),
-     ((9, 0), "13.0", "needs a Blackwell GPU (compute capability 10.0), not some GPU"),
-     ((12, 0), "13.0", "needs a Blackwell GPU")],
+     ((9, 0), "13.0", "need a Blackwell GPU (compute capability 10.0), not some GPU"),
+     ((12, 0), "13.0", "need a Blackwell GPU")],
 )  # fmt: skip
 def test_devices(capability, cuda, reason, monkeypatch):
     device = pretend(monkeypatch, capability, cuda)
@@ -185,10 +185,10 @@ def test_devices(capability, cuda, reason, monkeypatch):
 @pytest.mark.parametrize(
     ("fmt", "hopper", "blackwell"),
     [
-        ("fp8", "hopper", "emulated (it needs a Hopper GPU (compute capability 9.0), not some GPU)"),
-        ("fp4", "hopper", "emulated (it needs a Hopper GPU"),
+        ("fp8", "hopper", "emulated (tensor cores need a Hopper GPU (compute capability 9.0), not some GPU)"),
+        ("fp4", "hopper", "emulated (tensor cores need a Hopper GPU"),
         ("fp8_pow2", "hopper", "blackwell (MXFP8"),
-        ("mxfp8", "emulated (it needs a Blackwell GPU", "blackwell (MXFP8"),
+        ("mxfp8", "emulated (tensor cores need a Blackwell GPU", "blackwell (MXFP8"),
         ("mxfp4", "emulated", "blackwell (MXFP8"),
         ("nvfp4", "emulated", "blackwell (NVFP4"),
         ("mxfp8_e5m2", "emulated", "emulated"),

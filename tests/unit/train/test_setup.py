@@ -184,7 +184,7 @@ def test_the_start_tells_once_who_multiplies(config, lone_mesh, caplog):
     assert [line.split(" (")[0] for line in lines] == [
         "plans choose from fp8,fp4", "GEMMs in bf16: torch", "GEMMs in fp4: emulated", "GEMMs in fp8: emulated",
     ]  # fmt: skip
-    assert "it needs a Hopper GPU, the device is cpu" in lines[2]
+    assert "tensor cores need a Hopper GPU, the device is cpu" in lines[2]
 
 
 def test_stages_of_linears_are_pipeline_processes(config):
