@@ -58,7 +58,7 @@ class ByGemm:
         for gemm in GEMMS:
             backend, why = self._first(getattr(precision, gemm), device, Sizes(*sizes))
             if backend is None:
-                raise UserError(f"no backend of this --linear-impl can run it: {why}; use --linear-impl auto or emulated")
+                raise UserError(f"this --linear-impl has no backend: {why}; use --linear-impl auto or emulated")
             chosen.append(backend)
         return Backends(*chosen)
 
