@@ -116,7 +116,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
                 f"(--load and --save of the same folder start one too)"
             )
     if saved is None and c.pretrained_checkpoint:
-        return _start_from_weights(config, Path(c.pretrained_checkpoint))
+        return _start_from_weights(config, Path(c.pretrained_checkpoint), below)
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
         raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
@@ -152,12 +152,12 @@ def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
     return Start(0, None, folder, 0, secrets.token_hex(8))
 
 
-def _start_from_weights(config: Config, folder: Path) -> Start:
+def _start_from_weights(config: Config, folder: Path, below: int | None) -> Start:
     """A new run from the weights of --pretrained-checkpoint, as --load has no checkpoint yet."""
     resuming = bool(config.checkpoint.load)
     if is_hf_folder(folder):
         return _start_from_hf(config, folder, resuming=resuming)
-    holder, iteration = find_checkpoint(str(folder), None)
+    holder, iteration = find_checkpoint(str(folder), None, below)
     if iteration is None:
         raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
     refuse_other_model(config, read_state(holder, iteration), finetune=True)
@@ -187,9 +187,12 @@ def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
 
     UserError if no other can be continued, or the options name this very one.
     """
+    c = config.checkpoint
     assert start.load is not None
     folder = folder_of(start.load, start.load_iteration)
-    if config.checkpoint.ckpt_step is not None or iteration_of(Path(str(config.checkpoint.load))) is not None:
+    named = [Path(path) for path in (c.load, c.pretrained_checkpoint) if path]
+    its_own = any((path.parent, iteration_of(path)) == (start.load, start.load_iteration) for path in named)
+    if c.ckpt_step is not None or its_own:
         raise UserError(f"{folder}: {why}; load another iteration")
     LOGGER.warning(f"passed over {folder}: {why}")
     return find_start(config, below=start.load_iteration)

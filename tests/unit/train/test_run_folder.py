@@ -12,12 +12,19 @@ import pytest
 import torch
 
 from megatron_snip.checkpoint import lock
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Damaged, Manifest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.train import run_folder
 from megatron_snip.train.metrics import read_metrics
-from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder, run_id_of
+from megatron_snip.train.run_folder import (
+    Start,
+    changed_options,
+    earlier_start,
+    find_start,
+    open_run_folder,
+    run_id_of,
+)
 
 
 def options(folder: Path, **more) -> Config:
@@ -115,6 +122,25 @@ def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monk
     wide = options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"), hidden_size=256)
     assert "--hidden-size is 256" in refused(wide, tmp_path)
     assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
+
+
+def test_a_pretrained_checkpoint_that_turns_out_damaged(tmp_path):
+    """Each try goes further back, so that it ends."""
+    others, saves = tmp_path / "other", tmp_path / "run/checkpoints"
+    for iteration in (7, 9):
+        checkpoint(others, iteration, "abc")
+    config = options(tmp_path / "run", load=str(saves), pretrained_checkpoint=str(others))
+    damaged = Damaged("its CRC-32 differs")
+    older = earlier_start(config, find_start(config), damaged)
+    assert (older.load, older.load_iteration, older.state) == (others, 7, None)
+    with pytest.raises(ValueError, match=f"{others} holds no other checkpoint that can be continued"):
+        earlier_start(config, older, damaged)
+    one = config.replace(pretrained_checkpoint=str(others / "iter_0000009"))
+    with pytest.raises(ValueError, match="iter_0000009: its CRC-32 differs; load another iteration"):
+        earlier_start(one, find_start(one), damaged)
+    for iteration in (3, 5):
+        checkpoint(saves, iteration, "own")
+    assert earlier_start(one, find_start(one), damaged).load_iteration == 3, "the run's own, which --load does not name"
 
 
 def test_load_continues(tmp_path):
