@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_snip.checkpoint.manifest import read_state
 from megatron_snip.train import run_state, setup
+from megatron_snip.train.guard import go_back
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -110,6 +112,14 @@ def test_no_checkpoint_that_verifies(train_here, tmp_path):
     flip(shard(saves, 2))
     with pytest.raises(ValueError, match="holds no other checkpoint that can be continued; there is no older one"):
         train_here(train_iters=4, load=str(saves))
+
+
+def test_a_damaged_checkpoint_that_the_guard_goes_back_to_is_named(train_here, tmp_path):
+    train_here(train_iters=2)
+    saves = tmp_path / "run/checkpoints"
+    shard(saves, 2).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"^{saves}/iter_0000002: __0_0.distcp has 0 bytes .*; load another"):
+        go_back(SimpleNamespace(tensors=dict), saves, 2)
 
 
 def test_one_checkpoint_can_be_named(train_here, tmp_path):
