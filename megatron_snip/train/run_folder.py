@@ -323,7 +323,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()
-        for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats"):
+        for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats", "evaluations"):
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
     drop_later_plans(run_dir, start.iteration)
@@ -332,12 +332,18 @@ def open_run_folder(config: Config, start: Start) -> None:
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:
-    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again."""
+    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again.
+
+    Scores of later checkpoints, which have become another's, are put aside.
+    """
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
-        for path in (run_dir / kind).glob("iter_*.json"):
-            number = path.stem.removeprefix("iter_")
-            if number.isdigit() and int(number) > iteration:
+    for path in [path for kind in ("plans", "stats", "evaluations") for path in (run_dir / kind).glob("iter_*.json")]:
+        number = path.stem.removeprefix("iter_")
+        if number.isdigit() and int(number) > iteration:
+            if path.parent.name == "evaluations":
+                path.rename(path.with_name(f"{path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+            else:
                 path.unlink()
 
 

@@ -307,8 +307,13 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
         (run / kind).mkdir()
         for name in ("iter_0000003.json", "iter_0000007.json", "iter_0000008.json", "iter_0000123.json", "notes.json"):
             (run / kind / name).write_text("{}")
+    (run / "evaluations").mkdir()
+    for name in ("iter_0000007.json", "iter_0000008.json"):
+        (run / "evaluations" / name).write_text("{}")
     config = options(run)
     open_run_folder(config, Start(7, {}, run / "checkpoints", 7, "abc"))
+    kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
+    assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
     for kind in ("plans", "stats"):
         assert sorted(p.name for p in (run / kind).iterdir()) == [
             "iter_0000003.json",
@@ -324,15 +329,17 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
     run = used(tmp_path / "run", "abc")
-    (run / "plans").mkdir()
-    (run / "plans/iter_0000001.json").write_text("{}")
+    for kind in ("plans", "evaluations"):
+        (run / kind).mkdir()
+        (run / kind / "iter_0000001.json").write_text("{}")
     (run / "metrics").mkdir()
     (run / "metrics/rank_0001.jsonl").write_text('{"iteration": 1}\n')
     for run_id in ("def", "ghi"):  # twice within one second
         open_run_folder(options(run), Start(0, None, None, 0, run_id))
         (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert len(list(run.glob("before-*/metrics.jsonl"))) == 2 and not list((run / "plans").iterdir())
-    assert len(list(run.glob("before-*/plans/iter_0000001.json"))) == 1, "nothing is deleted"
+    for kind in ("plans", "evaluations"):
+        assert len(list(run.glob(f"before-*/{kind}/iter_0000001.json"))) == 1, "nothing is deleted"
     assert len(list(run.glob("before-*/metrics/rank_0001.jsonl"))) == 1 and not (run / "metrics").exists()
     assert run_id_of(run) == "ghi"
 
