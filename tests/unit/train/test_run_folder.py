@@ -170,7 +170,10 @@ def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
     assert said.startswith(f"--run-dir {run} already holds a run; --load {run}/checkpoints continues it")
     other = used(tmp_path / "other", "def", 5)
     fine = options(run, load=str(other / "checkpoints"), finetune=True)
-    assert "already holds a run" in refused(fine, tmp_path)
+    weights = f"{run}/checkpoints --pretrained-checkpoint {other}/checkpoints/iter_0000005 without --finetune begins it"
+    assert weights in refused(fine.replace(ckpt_step=5), tmp_path), "--load alone would begin with new weights"
+    again = options(run, load=str(run / "checkpoints"), pretrained_checkpoint=fine.checkpoint.load)
+    assert find_start(again).load == other / "checkpoints", "what it says is so"
 
 
 def test_two_runs_are_not_mixed(tmp_path):
@@ -204,7 +207,8 @@ def test_finetune_takes_weights_into_a_new_run(tmp_path):
     shutil.rmtree(one / "checkpoints")
     checkpoint(tmp_path / "weights", 7, "abc")
     said = refused(options(one, load=str(tmp_path / "weights"), finetune=True), tmp_path)
-    assert f"; --load {one / 'checkpoints'} without --finetune continues it, or give another --run-dir" in said
+    way_out = f"--load {one}/checkpoints --pretrained-checkpoint {tmp_path}/weights without --finetune begins it again"
+    assert f"; {way_out}, or give another --run-dir" in said
 
 
 def test_weights_alone_need_a_checkpoint(tmp_path):
