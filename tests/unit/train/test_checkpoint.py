@@ -147,6 +147,9 @@ def test_a_named_checkpoint_is_not_replaced_by_another(train_here, tmp_path):
         train_here(train_iters=4, load=str(saves), ckpt_step=7)
     with pytest.raises(ValueError, match="iter_0000002 is of iteration 2, --ckpt-step is 3; drop one"):
         train_here(train_iters=4, load=str(saves / "iter_0000002"), ckpt_step=3)
+    shutil.copytree(saves / "iter_0000001", saves / "iter_2")  # a name that no save gives
+    with pytest.raises(ValueError, match="iter_2: no checkpoint is there"):  # it was iter_0000002 that was loaded
+        train_here(train_iters=4, save=str(saves), load=str(saves / "iter_2"))
 
 
 def test_saving_in_the_background_changes_nothing(train_here, tmp_path):
