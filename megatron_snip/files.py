@@ -106,7 +106,9 @@ def _try_to_write(folder: Path) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Raise UserError unless there is a folder to write to, or one could be made; nothing is left of the trial."""
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
+    if not nearest.exists():
+        raise UserError(f"{option} {path}: {nearest} is a link to {os.readlink(nearest)}, which is not there; mend it")
     if not nearest.is_dir():
         below = f" lies below {nearest}, which" if nearest != path else ""
         raise UserError(f"{option} {path}{below} is not a folder; give another")

@@ -86,9 +86,9 @@ def folder_of(save: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration that a folder's name tells; None if it is no checkpoint's."""
+    """The iteration that a folder's name tells; None if it is not one that a save gives, such as iter_100."""
     found = _ITERATION.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and folder.name == folder_of(folder, int(found[1])).name else None
 
 
 def iterations(save: Path) -> list[int]:

@@ -91,7 +91,12 @@ class CheckedWriter(FileSystemWriter):
             if not values.is_contiguous():
                 raise UserError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
             finite[item.index] = bool(torch.isfinite(values.sum()))
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:  # torch.save closes its archive, which fails with words that hide the reason
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         out = []
         for result in results:
             crc, start = _look_at(Path(self.path), result.storage_data)

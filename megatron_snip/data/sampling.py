@@ -43,6 +43,10 @@ class Dataset(Protocol):
     def rounds(self) -> Sequence[list[int]]:
         """Of each of the corpora, numbers of epochs that are shuffled together: another number is another order."""
 
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """Of each of the corpora, the sequences [first, last) that samples are made of."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Tokens: ...
@@ -104,6 +108,7 @@ class GPTDataset:
         self.shuffle_index = arrays["shuffle_index"]
         self.corpora = [(1.0, indexed)]
         self.rounds = [shuffled_together(tokens, num_samples, seq_length)]
+        self.ranges = [split_range]
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
@@ -163,6 +168,7 @@ class BlendedDataset:
         self.dataset_sample_index = arrays["dataset_sample_index"]
         self.corpora = [(w, corpus) for w, one in zip(self.weights, datasets) for _, corpus in one.corpora]
         self.rounds = [each for one in datasets for each in one.rounds]
+        self.ranges = [each for one in datasets for each in one.ranges]
         taken = np.bincount(self.dataset_index, minlength=len(datasets))
         for number, dataset in enumerate(datasets):
             if taken[number] > len(dataset):
@@ -202,6 +208,7 @@ class MockDataset:
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
         self.corpora: list[tuple[float, IndexedDataset]] = []
         self.rounds: list[list[int]] = []
+        self.ranges: list[tuple[int, int]] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -241,6 +248,11 @@ class Repeated:
     def rounds(self) -> Sequence[list[int]]:
         """Those of the dataset."""
         return self.dataset.rounds
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """Those of the dataset."""
+        return self.dataset.ranges
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_snip.checkpoint.manifest import Damaged, check, read_state
+from megatron_snip.checkpoint.manifest import Damaged, check, naming, read_state
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.coordinator import Coordinator
@@ -182,7 +182,8 @@ def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
     UserError if it cannot be read.  Every process calls it.
     """
     state = read_state(folder, iteration)
-    load_tensors(folder, iteration, parts.tensors())
+    with naming(folder, iteration):
+        load_tensors(folder, iteration, parts.tensors())
     for stage in parts.stages.values():
         for module in stage.modules():
             if isinstance(module, FSDPModule):

@@ -102,9 +102,10 @@ class Trainer(RunState):
         if planner is not None and not (planner.plan or planner.pending):
             warmup, due = snip.snip_warmup_precision, f"a probe is due at iteration {probe}, its plan {lag} later"
             if probe + lag > last:
+                way_out = "raise --train-iters" if first + lag > last else f"give --snip-start {first}"
                 LOGGER.warning(
                     f"no plan will take effect: {due}, and the last iteration is {last}; all linears stay in {warmup}, "
-                    "unless you lower --snip-start"
+                    f"unless you {way_out if first > snip.snip_start else 'lower --snip-start'}"
                 )
             elif probe > first > snip.snip_start:  # --precision snip is new to a run that is past --snip-start
                 LOGGER.warning(

@@ -118,7 +118,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
                 f"(--load and --save of the same folder start one too)"
             )
     if saved is None and c.pretrained_checkpoint:
-        return _start_from_weights(config, Path(c.pretrained_checkpoint))
+        return _start_from_weights(config, Path(c.pretrained_checkpoint), below)
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
         raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
@@ -154,12 +154,12 @@ def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
     return Start(0, None, folder, 0, secrets.token_hex(8))
 
 
-def _start_from_weights(config: Config, folder: Path) -> Start:
+def _start_from_weights(config: Config, folder: Path, below: int | None) -> Start:
     """A new run from the weights of --pretrained-checkpoint, as --load has no checkpoint yet."""
     resuming = bool(config.checkpoint.load)
     if is_hf_folder(folder):
         return _start_from_hf(config, folder, resuming=resuming)
-    holder, iteration = find_checkpoint(str(folder), None)
+    holder, iteration = find_checkpoint(str(folder), None, below)
     if iteration is None:
         raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
     refuse_other_model(config, read_state(holder, iteration), finetune=True)
@@ -189,9 +189,12 @@ def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
 
     UserError if no other can be continued, or the options name this very one.
     """
+    c = config.checkpoint
     assert start.load is not None
     folder = folder_of(start.load, start.load_iteration)
-    if config.checkpoint.ckpt_step is not None or iteration_of(Path(str(config.checkpoint.load))) is not None:
+    named = [Path(path) for path in (c.load, c.pretrained_checkpoint) if path]
+    its_own = any((path.parent, iteration_of(path)) == (start.load, start.load_iteration) for path in named)
+    if c.ckpt_step is not None or its_own:
         raise UserError(f"{folder}: {why}; load another iteration")
     LOGGER.warning(f"skipped {folder}: {why}")
     return find_start(config, below=start.load_iteration)
@@ -275,8 +278,12 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
             "or give another --run-dir"
         )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
+        c, saves, again = config.checkpoint, other or save, "continues it"
+        if (weights := c.pretrained_checkpoint or c.load) and not iterations(saves):  # --load alone would begin anew
+            named = folder_of(Path(weights), c.ckpt_step) if c.ckpt_step is not None else weights
+            without, again = f" --pretrained-checkpoint {named}{without}", "begins it again"
         raise UserError(
-            f"--run-dir {run_dir} already holds a run; --load {save}{without} continues it, or give another --run-dir"
+            f"--run-dir {run_dir} already holds a run; --load {saves}{without} {again}, or give another --run-dir"
         )
 
 
@@ -322,7 +329,7 @@ def open_run_folder(config: Config, start: Start) -> None:
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()
-        for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats"):
+        for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats", "evaluations"):
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
     drop_later_plans(run_dir, start.iteration)
@@ -331,12 +338,18 @@ def open_run_folder(config: Config, start: Start) -> None:
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:
-    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again."""
+    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again.
+
+    Scores of later checkpoints, which have become another's, are put aside.
+    """
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
-        for path in (run_dir / kind).glob("iter_*.json"):
-            number = path.stem.removeprefix("iter_")
-            if number.isdigit() and int(number) > iteration:
+    for path in [path for kind in ("plans", "stats", "evaluations") for path in (run_dir / kind).glob("iter_*.json")]:
+        number = path.stem.removeprefix("iter_")
+        if number.isdigit() and int(number) > iteration:
+            if path.parent.name == "evaluations":
+                path.rename(path.with_name(f"{path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+            else:
                 path.unlink()
 
 

@@ -78,7 +78,7 @@ class RunState:
     def _make_guard(self) -> Guard:
         start, parts = self.start, self.parts
         folders: dict[Path, Any] = {self.config.save_dir: None}
-        if start.load is not None:
+        if start.load is not None and start.state is not None:  # else another run's, of weights alone
             folders.setdefault(start.load, start.load_iteration)
         return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
 

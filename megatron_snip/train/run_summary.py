@@ -75,7 +75,8 @@ def read_run(run_dir: str | Path) -> Run:
 def summary(run_dir: str | Path) -> dict[str, Any]:
     """The run in numbers: name -> value, or None where it was not recorded.
 
-    Losses in nats; "fp4_share" of the last plan, 0..1; seconds of wall clock; shares of the total seconds.
+    Losses in nats; "fp4_share" of the last plan, 0..1, where one is in force; seconds of wall clock; shares of the
+    total seconds.
     """
     return summary_of(read_run(run_dir))
 
@@ -147,7 +148,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     first_loss, last_loss = ends("lm loss")
     first_validation, last_validation = ends("lm loss validation")
     probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
-    last_plan = run.plans[-1] if run.plans else None
+    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may turn back to its warm-up
+    last_plan = run.plans[-1] if run.plans and in_force else None
     return {
         "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of the new weights
         "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,

@@ -36,14 +36,14 @@ Identity = dict[str, list[dict[str, Any]]]
 
 
 def identity(**datasets: Dataset | None) -> Identity:
-    """Part of the data (``train``, ``valid``) -> its datasets: prefix, weight and fingerprint of each.
+    """Part of the data (``train``, ``valid``) -> its datasets: prefix, weight, fingerprint and sequences of each.
 
     Reads about a MiB and the index of each.
     """
     return {
         part: [
-            {"prefix": files.prefix, "weight": weight, **files.fingerprint, "rounds": rounds}
-            for (weight, files), rounds in zip(dataset.corpora, dataset.rounds, strict=True)
+            {"prefix": files.prefix, "weight": weight, **files.fingerprint, "rounds": rounds, "sequences": list(taken)}
+            for (weight, files), rounds, taken in zip(dataset.corpora, dataset.rounds, dataset.ranges, strict=True)
         ]
         for part, dataset in datasets.items()
         if dataset is not None
@@ -60,7 +60,11 @@ def difference(now: Identity, then: Identity) -> str:
         if len(before) != len(here):
             return f"{_PARTS[part]} data has {len(here)} datasets and had {len(before)}"
         for old, new in zip(before, here):
-            if odd := [what for key, what in _DIFFERENCES.items() if old.get(key) != new[key]]:
+            odd = [what for key, what in _DIFFERENCES.items() if old.get(key) != new[key]]
+            taken, took = new.get("sequences"), old.get("sequences")  # a checkpoint of before does not tell
+            if not odd and taken and took and taken != took:
+                odd = ["its sequences [{}, {}) are read, before [{}, {})".format(*taken, *took)]
+            if odd:
                 moved = "" if old.get("prefix") == new["prefix"] else f" (it was {old.get('prefix')})"
                 return f"dataset {new['prefix']}{moved} has changed: {', '.join(odd)}"
     return ""

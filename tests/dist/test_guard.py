@@ -135,6 +135,16 @@ def test_where_no_step_is_left_the_run_ends_as_ever(tmp_path):
 
 
 @pytest.mark.dist
+def test_a_checkpoint_that_gave_its_weights_alone_is_none_to_go_back_to(tmp_path):
+    """It is another run's, here of an iteration that this run has saved too and no longer keeps."""
+    more = {"precision": "bf16", "train_iters": 8}
+    run("one", tmp_path / "other", **more)
+    weights = {"load": str(tmp_path / "other/checkpoints"), "finetune": True, "save_interval": 1, "keep_last": 1}
+    _, rows = run("one", tmp_path / "run", DATA_OF_TWO, **{**more, **weights, "train_iters": 12})
+    assert by_iteration(rows, "snip/guard") == {11: "none"} and [row["iteration"] for row in rows] == list(range(1, 13))
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["one", "pp2 x dp2"])
 def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout, tmp_path):
     """Bit for bit; the validation after iteration 10 has left the pipeline's old weights gathered."""

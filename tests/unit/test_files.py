@@ -13,6 +13,7 @@ from megatron_snip import files
 from megatron_snip.errors import UserError
 from megatron_snip.files import (
     atomic_output,
+    check_folder,
     check_output,
     one_line,
     parse_json,
@@ -134,3 +135,12 @@ def test_an_output_is_tried_before_the_work(tmp_path):
     for name in ("file/out", "n" * 300):
         with pytest.raises(ValueError, match=r"--output .* cannot be written \(.*\); give another path"):
             check_output("--output", tmp_path / name)
+
+
+def test_a_folder_behind_a_link_to_nowhere_is_told(tmp_path):
+    """As of a disk that is not mounted; making the folder would fail with "File exists"."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for folder in (link, link / "run"):
+        with pytest.raises(ValueError, match=f"^--save {folder}: {link} is a link to {tmp_path}/gone, which is not"):
+            check_folder("--save", folder)

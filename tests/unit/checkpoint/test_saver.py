@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,19 @@ def test_a_failed_save_is_tried_again(async_save, saver, tmp_path, monkeypatch, 
     told = [record.getMessage() for record in caplog.records if "failed on rank 0" in record.getMessage()]
     assert len(told) == 2 and "No space left on device" in told[0] and "the next save tries again" in told[0]
     assert loaded(tmp_path) == (3, 1.0, 1.0) and iterations(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_why_tensors_could_not_be_written_is_told(async_save, saver, tmp_path):
+    """By the system: torch alone would say that a position in its archive was unexpected."""
+    one, (soft, hard) = saver(tmp_path, async_save=async_save), resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = {"model.a": torch.zeros(1 << 20)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(ValueError, match=r"failed on rank 0 \(\[Errno 27\] File too large\), and the run ends"):
+            one.save(1, big, state_of(1, 1.0), finite=True, last=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("async_save", [False, True])

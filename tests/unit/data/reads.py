@@ -18,7 +18,7 @@ class Reads:
     """
 
     corpora = ()
-    rounds = ()
+    rounds = ranges = ()
 
     def __init__(self, size=10**6, seq_length=4, seconds=0.0, *, holding=False, fails_at=None, dies_at=None):
         self.size, self.seq_length, self.seconds, self.holding = size, seq_length, seconds, holding

@@ -22,7 +22,7 @@ MODEL = {"num_layers": 3, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention
 
 def line(iteration: int, **more) -> str:
     values = {"iteration": iteration, "lm loss": 5.0 - 0.1 * iteration, "iteration-time": 2.0, "skipped": 0}
-    return json.dumps({**values, "snip/plan_hash": "", **more}) + "\n"
+    return json.dumps({**values, **more}) + "\n"
 
 
 def write_run(folder: Path, lines: list[str], plans: tuple[Plan, ...] = (), **options: Any) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_snip.checkpoint.manifest import read_state
 from megatron_snip.train import run_state, setup
+from megatron_snip.train.guard import go_back
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -112,6 +114,14 @@ def test_no_checkpoint_that_verifies(train_here, tmp_path):
         train_here(train_iters=4, load=str(saves))
 
 
+def test_a_damaged_checkpoint_that_the_guard_goes_back_to_is_named(train_here, tmp_path):
+    train_here(train_iters=2)
+    saves = tmp_path / "run/checkpoints"
+    shard(saves, 2).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"^{saves}/iter_0000002: __0_0.distcp has 0 bytes .*; load another"):
+        go_back(SimpleNamespace(tensors=dict), saves, 2)
+
+
 def test_one_checkpoint_can_be_named(train_here, tmp_path):
     whole = train_here(train_iters=4, save_interval=1)
     saves = tmp_path / "run/checkpoints"
@@ -137,6 +147,9 @@ def test_a_named_checkpoint_is_not_replaced_by_another(train_here, tmp_path):
         train_here(train_iters=4, load=str(saves), ckpt_step=7)
     with pytest.raises(ValueError, match="iter_0000002 is from iteration 2, --ckpt-step is 3; drop one"):
         train_here(train_iters=4, load=str(saves / "iter_0000002"), ckpt_step=3)
+    shutil.copytree(saves / "iter_0000001", saves / "iter_2")  # a name that no save gives
+    with pytest.raises(ValueError, match="iter_2: no checkpoint is there"):  # it was iter_0000002 that was loaded
+        train_here(train_iters=4, save=str(saves), load=str(saves / "iter_2"))
 
 
 def test_saving_in_the_background_changes_nothing(train_here, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import time
 
 import numpy as np
@@ -138,6 +139,7 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
         "no profile will be written: --profile-step-start is 10, and this run makes iterations 1 to 2",
     ]
     resumed = told(load=saves, train_iters=3, snip_start=2, profile=True, profile_step_start=2)
+    assert resumed[0].endswith("; all linears stay in bf16, unless you raise --train-iters")
     assert [line.partition("; ")[0] for line in resumed] == [
         "no plan will take effect: a probe is due at iteration 4, its plan 1 later, and the last iteration is 3",
         "no profile will be written: --profile-step-start is 2, and this run makes iterations 3 to 3",
@@ -146,6 +148,10 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
         "nothing is left to train: iteration 3 is done, and --train-iters is 2; raise it"
     ]
     assert read_state(tmp_path / "run/checkpoints", 3)["iteration"] == 3
+    shutil.copytree(tmp_path / "run", tmp_path / "past")
+    past = {"load": str(tmp_path / "past/checkpoints"), "run_dir": str(tmp_path / "past"), "train_iters": 5}
+    (line,) = told(**past, snip_start=2, snip_interval=10)
+    assert line.endswith("; all linears stay in bf16, unless you give --snip-start 4"), "a lower one changes nothing"
     late = {"load": saves, "train_iters": 20, "snip_interval": 10, "snip_start": 2, "exit_interval": 4}
     assert told(**late) == [
         "no plan is in force: a probe is due at iteration 12, its plan 1 later; all linears are in bf16 until then, "

@@ -12,12 +12,19 @@ import pytest
 import torch
 
 from megatron_snip.checkpoint import lock
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Manifest, read_state
+from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Damaged, Manifest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.train import run_folder
 from megatron_snip.train.metrics import read_metrics
-from megatron_snip.train.run_folder import Start, changed_options, find_start, open_run_folder, run_id_of
+from megatron_snip.train.run_folder import (
+    Start,
+    changed_options,
+    earlier_start,
+    find_start,
+    open_run_folder,
+    run_id_of,
+)
 
 
 def options(folder: Path, **more) -> Config:
@@ -117,6 +124,25 @@ def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monk
     assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
 
 
+def test_a_pretrained_checkpoint_that_turns_out_damaged(tmp_path):
+    """Each try goes further back, so that it ends."""
+    others, saves = tmp_path / "other", tmp_path / "run/checkpoints"
+    for iteration in (7, 9):
+        checkpoint(others, iteration, "abc")
+    config = options(tmp_path / "run", load=str(saves), pretrained_checkpoint=str(others))
+    damaged = Damaged("its CRC-32 differs")
+    older = earlier_start(config, find_start(config), damaged)
+    assert (older.load, older.load_iteration, older.state) == (others, 7, None)
+    with pytest.raises(ValueError, match=f"{others} holds no other checkpoint that can be continued"):
+        earlier_start(config, older, damaged)
+    one = config.replace(pretrained_checkpoint=str(others / "iter_0000009"))
+    with pytest.raises(ValueError, match="iter_0000009: its CRC-32 differs; load another iteration"):
+        earlier_start(one, find_start(one), damaged)
+    for iteration in (3, 5):
+        checkpoint(saves, iteration, "own")
+    assert earlier_start(one, find_start(one), damaged).load_iteration == 3, "the run's own, which --load does not name"
+
+
 def test_load_continues(tmp_path):
     run = used(tmp_path / "run", "abc", 7)
     start = find_start(options(run, load=str(run / "checkpoints")))
@@ -144,7 +170,10 @@ def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
     assert said.startswith(f"--run-dir {run} already holds a run; --load {run}/checkpoints continues it")
     other = used(tmp_path / "other", "def", 5)
     fine = options(run, load=str(other / "checkpoints"), finetune=True)
-    assert "already holds a run" in refused(fine, tmp_path)
+    weights = f"{run}/checkpoints --pretrained-checkpoint {other}/checkpoints/iter_0000005 without --finetune begins it"
+    assert weights in refused(fine.replace(ckpt_step=5), tmp_path), "--load alone would begin with new weights"
+    again = options(run, load=str(run / "checkpoints"), pretrained_checkpoint=fine.checkpoint.load)
+    assert find_start(again).load == other / "checkpoints", "what it says is so"
 
 
 def test_two_runs_are_not_mixed(tmp_path):
@@ -178,7 +207,8 @@ def test_finetune_takes_weights_into_a_new_run(tmp_path):
     shutil.rmtree(one / "checkpoints")
     checkpoint(tmp_path / "weights", 7, "abc")
     said = refused(options(one, load=str(tmp_path / "weights"), finetune=True), tmp_path)
-    assert f"; --load {one / 'checkpoints'} without --finetune continues it, or give another --run-dir" in said
+    way_out = f"--load {one}/checkpoints --pretrained-checkpoint {tmp_path}/weights without --finetune begins it again"
+    assert f"; {way_out}, or give another --run-dir" in said
 
 
 def test_weights_alone_need_a_checkpoint(tmp_path):
@@ -283,8 +313,13 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
         (run / kind).mkdir()
         for name in ("iter_0000003.json", "iter_0000007.json", "iter_0000008.json", "iter_0000123.json", "notes.json"):
             (run / kind / name).write_text("{}")
+    (run / "evaluations").mkdir()
+    for name in ("iter_0000007.json", "iter_0000008.json"):
+        (run / "evaluations" / name).write_text("{}")
     config = options(run)
     open_run_folder(config, Start(7, {}, run / "checkpoints", 7, "abc"))
+    kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
+    assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
     for kind in ("plans", "stats"):
         assert sorted(p.name for p in (run / kind).iterdir()) == [
             "iter_0000003.json",
@@ -300,15 +335,17 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
     run = used(tmp_path / "run", "abc")
-    (run / "plans").mkdir()
-    (run / "plans/iter_0000001.json").write_text("{}")
+    for kind in ("plans", "evaluations"):
+        (run / kind).mkdir()
+        (run / kind / "iter_0000001.json").write_text("{}")
     (run / "metrics").mkdir()
     (run / "metrics/rank_0001.jsonl").write_text('{"iteration": 1}\n')
     for run_id in ("def", "ghi"):  # twice within one second
         open_run_folder(options(run), Start(0, None, None, 0, run_id))
         (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert len(list(run.glob("before-*/metrics.jsonl"))) == 2 and not list((run / "plans").iterdir())
-    assert len(list(run.glob("before-*/plans/iter_0000001.json"))) == 1, "nothing is deleted"
+    for kind in ("plans", "evaluations"):
+        assert len(list(run.glob(f"before-*/{kind}/iter_0000001.json"))) == 1, "nothing is deleted"
     assert len(list(run.glob("before-*/metrics/rank_0001.jsonl"))) == 1 and not (run / "metrics").exists()
     assert run_id_of(run) == "ghi"
 

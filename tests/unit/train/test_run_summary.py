@@ -68,6 +68,13 @@ def test_what_a_run_without_plans_of_its_own_has_in_fp4(precision, told, tmp_pat
     assert (f"in FP4                  {told}\n" in format_summary(folder)) == (precision != "snip")
 
 
+def test_a_plan_that_is_not_in_force_any_more_has_no_share(tmp_path):
+    """As where --precision was bf16 for a while, and no probe has come since."""
+    rows = [line(1, **{"snip/plan_hash": two_plans()[0].hash}), line(2, **{"snip/plan_hash": ""})]
+    folder = write_run(tmp_path, rows, two_plans(), precision="snip")
+    assert "in FP4                  no plan\nplans                   2" in format_summary(folder)
+
+
 def test_the_share_of_a_plan_file_is_told_only_if_it_is_the_plan_that_ran(tmp_path):
     ran, other = two_plans()
     file, rows = tmp_path / "plan.json", [line(1), line(2, **{"snip/plan_hash": ran.hash})]

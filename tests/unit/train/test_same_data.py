@@ -108,6 +108,20 @@ def test_weights_and_number_of_a_blend_count(run, data, tmp_path):
     assert len(run(more=True, train_data_path=("2", data, "6", other))) == 6, "weights are relative"
 
 
+def test_the_part_of_a_file_that_is_read_counts(run, data, tmp_path):
+    """--data-path reads the part that --split gives to training, --train-data-path all of it."""
+    split = {"train_data_path": (), "data_path": ("2", data, "1", write(tmp_path / "other", shift=5))}
+    run(exit_interval=2, **split)
+    whole = {"train_data_path": split["data_path"]}
+    with pytest.raises(ValueError, match=rf"{data} has changed: its sequences \[0, 60\) are read, before \[0, 58\)"):
+        run(more=True, **whole)
+    assert len(run(more=True, exit_interval=4, **split)) == 4
+    assert len(run(more=True, accept_changed_data=True, **whole)) == 6
+    now = read_state(tmp_path / "run/checkpoints", 4)["data"]["train"]
+    of_before = [{key: value for key, value in each.items() if key != "sequences"} for each in now]
+    assert difference({"train": now}, {"train": of_before}) == ""
+
+
 def test_validation_data_counts_and_may_be_left_out(run, data, tmp_path):
     other = write(tmp_path / "other", shift=5)
     valid = {"valid_data_path": (other,), "eval_interval": 2, "eval_iters": 1}
