@@ -64,6 +64,11 @@ class FolderLock:
         """LockLost if it is not."""
         if not self.held():
             other = _read(self.path)
+            if not other:
+                raise LockLost(
+                    f"{self.path} is gone or cannot be read: somebody removed it, or another run took the folder over "
+                    "and has ended; see what the folder holds, and continue from its last checkpoint"
+                )
             raise LockLost(
                 f"{self.path.parent}: run {other.get('run_id')} on {other.get('host')} (process {other.get('pid')}) "
                 "took this folder over while this one stood still; end one of them"

@@ -115,6 +115,14 @@ def test_whoever_lost_the_lock_writes_no_checkpoint(saver, tmp_path):
     assert json.loads((tmp_path / LOCK).read_text())["run_id"] == "theirs", "another's lock stays"
 
 
+def test_a_lock_that_was_removed_names_no_other_run(tmp_path):
+    one = FolderLock(tmp_path, "mine")
+    (tmp_path / LOCK).unlink()
+    with pytest.raises(LockLost, match=f"^{tmp_path}/{LOCK} is gone or cannot be read: somebody removed it"):
+        one.check()
+    one.release()
+
+
 def test_a_holder_shows_that_it_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.05)
     mine = FolderLock(tmp_path, "mine")
