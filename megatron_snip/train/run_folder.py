@@ -278,13 +278,11 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
             "or give another --run-dir"
         )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
-        c, saves, again = config.checkpoint, other or save, "continues it"
-        if (weights := c.pretrained_checkpoint or c.load) and not iterations(saves):  # --load alone would begin anew
+        c, way = config.checkpoint, f"{other or save}{without} continues it"
+        if (weights := c.pretrained_checkpoint or c.load) and not iterations(other or save):  # --load alone begins anew
             named = folder_of(Path(weights), c.ckpt_step) if c.ckpt_step is not None else weights
-            without, again = f" --pretrained-checkpoint {named}{without}", "begins it again"
-        raise UserError(
-            f"--run-dir {run_dir} already holds a run; --load {saves}{without} {again}, or give another --run-dir"
-        )
+            way = f"{other or save} --pretrained-checkpoint {named}{without} begins it again"
+        raise UserError(f"--run-dir {run_dir} already holds a run; --load {way}, or give another --run-dir")
 
 
 def _save_dir_of(run_dir: Path) -> Path | None:

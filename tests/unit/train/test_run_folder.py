@@ -289,10 +289,7 @@ def test_a_file_is_no_folder(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     assert refused(options(file), tmp_path) == f"--run-dir {file} is not a folder; give another"
-    assert (
-        refused(options(tmp_path / "run", save=str(file)), tmp_path) == f"--save {file} is not a folder; give another"
-    )
-    for option, more in (("tensorboard_dir", {}), ("wandb_save_dir", {"wandb_project": "p"})):
+    for option, more in (("save", {}), ("tensorboard_dir", {}), ("wandb_save_dir", {"wandb_project": "p"})):
         said = refused(options(tmp_path / "run", **{option: str(file)}, **more), tmp_path)
         assert said == f"--{option.replace('_', '-')} {file} is not a folder; give another"
     find_start(options(tmp_path / "run", wandb_save_dir=str(file)))  # nobody uses it
