@@ -80,7 +80,8 @@ class RunState:
         folders: dict[Path, Any] = {self.config.save_dir: None}
         if start.load is not None and start.state is not None:  # else another run's, of weights alone
             folders.setdefault(start.load, start.load_iteration)
-        return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
+        patience = self.config.snip.snip_guard_patience
+        return Guard(patience, self.watch, parts.coordinator, parts.mesh, folders, lambda: self.saver.wait())
 
     def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
