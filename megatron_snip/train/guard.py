@@ -69,7 +69,7 @@ class Guard:
         watch: LossWatch,
         coordinator: Coordinator | None,
         mesh: Mesh,
-        folders: Mapping[Path, Any],
+        folders: dict[Path, int | None],
         wait_saved: Callable[[], None],
     ) -> None:
         self.wait_saved = wait_saved  # until a save in the background has ended

@@ -145,6 +145,19 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(layout, tmp_path):
 
 
 @pytest.mark.dist
+def test_the_checkpoint_before_a_damaged_one_can_be_gone_back_to(tmp_path):
+    """In another folder than --save, of which that one alone counts: the one that was read, not the one looked for."""
+    more, first = {"precision": "bf16"}, tmp_path / "first/checkpoints"
+    run("one", tmp_path / "first", train_iters=8, **more)
+    shard = first / "iter_0000008/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    _, rows = run("one", tmp_path / "run", Trouble("backward", range(6, 8)), load=str(first), train_iters=9, **more)
+    assert by_iteration(rows, "snip/guard")[5] == "checkpoint" and rows[0]["snip/guard_why"].endswith(
+        "going back to the checkpoint of iteration 4, past the samples read since"
+    )
+
+
+@pytest.mark.dist
 def test_a_checkpoint_that_gave_its_weights_alone_is_none_to_go_back_to(tmp_path):
     """It is another run's, here of an iteration that this run has saved too and no longer keeps."""
     more = {"precision": "bf16", "train_iters": 8}
