@@ -19,7 +19,7 @@ are there rank 0 tells the others, when one is asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,15 @@ class Guard:
     """Judges each iteration and takes the steps; every process makes one and calls it alike."""
 
     def __init__(
-        self, patience: int, watch: LossWatch, coordinator: Coordinator | None, mesh: Mesh, folders: Mapping[Path, Any]
+        self,
+        patience: int,
+        watch: LossWatch,
+        coordinator: Coordinator | None,
+        mesh: Mesh,
+        folders: dict[Path, int | None],
+        wait_saved: Callable[[], None],
     ) -> None:
+        self.wait_saved = wait_saved  # until a save in the background has ended
         self.patience, self.watch, self.coordinator, self.mesh = patience, watch, coordinator, mesh
         self.folders = folders  # of this run's checkpoints -> the one iteration that counts in it, None for all
         self.broke: int | None = None  # first of the suspicious iterations up to now
@@ -156,6 +163,7 @@ class Guard:
     def _good_checkpoint(self) -> int | None:
         """The last checkpoint of before the loss broke, unless it was gone back to already; every process calls it."""
         assert self.broke is not None
+        self.wait_saved()  # else how long it takes would decide
         before = [one for one in self.saved if self.rewound_to < one < self.broke]
         there = [max((one for one in before if self.folder(one) is not None), default=None)]
         dist.broadcast_object_list(there, src=0, group=self.mesh.world)

@@ -221,8 +221,7 @@ class Trainer(RunState):
             self.nan_in_a_row = 0
         if step.checkpoint is None:
             return False
-        self.saver.wait()  # what it copies must not change
-        back = step.checkpoint
+        back = step.checkpoint  # no save is under way: what it copies must not change
         state = go_back(self.parts, self.guard.folder(back) or self.config.save_dir, back)
         self._take_state(state)
         self.guard.went_back(back)

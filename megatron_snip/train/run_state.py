@@ -76,11 +76,9 @@ class RunState:
             self.writer = MetricsWriter(config, start.run_id, start.iteration, rank)
 
     def _make_guard(self) -> Guard:
-        start, parts = self.start, self.parts
-        folders: dict[Path, Any] = {self.config.save_dir: None}
-        if start.load is not None and start.state is not None:  # else another run's, of weights alone
-            folders.setdefault(start.load, start.load_iteration)
-        return Guard(self.config.snip.snip_guard_patience, self.watch, parts.coordinator, parts.mesh, folders)
+        parts, patience = self.parts, self.config.snip.snip_guard_patience
+        folders: dict[Path, int | None] = {self.config.save_dir: None}
+        return Guard(patience, self.watch, parts.coordinator, parts.mesh, folders, lambda: self.saver.wait())
 
     def _save(self, *, last: bool) -> None:
         coordinator = self.parts.coordinator
@@ -141,6 +139,8 @@ class RunState:
         if self.guard is not None:
             if state.get("guard"):
                 self.guard.load_state(state["guard"])
+            assert start.load is not None
+            self.guard.folders.setdefault(start.load, start.load_iteration)
             if not self.config.checkpoint.no_load_optim:
                 self.guard.add_checkpoint(start.load_iteration)
 

@@ -15,7 +15,7 @@ from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.train.metrics import read_metrics
 from tests.unit.checkpoint.conftest import prove
 from tests.dist.harness import run_ranks
-from tests.dist.troubles import Trouble, troubled_run
+from tests.dist.troubles import Trouble, slow_disk_run, troubled_run
 
 LAYOUTS = {
     "one": ({}, 1),
@@ -44,11 +44,11 @@ def rows_of(run_dir: Path, rank: int = 0) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(path)]
 
 
-def run(layout: str, run_dir: Path, *troubles: Trouble, **more):
+def run(layout: str, run_dir: Path, *troubles: Trouble, program=troubled_run, **more):
     """What the ranks return; all of them have told the same."""
     options, world = LAYOUTS[layout]
     options = {**OPTIONS, **options, "run_dir": str(run_dir), **more}
-    ranks = run_ranks(troubled_run, world, options, *troubles, seconds=240.0)
+    ranks = run_ranks(program, world, options, *troubles, seconds=240.0)
     told = ("iteration", "lm loss", "snip/plan_hash", "snip/guard", "snip/guard_why", "skipped", "consumed-samples")
     rows = rows_of(run_dir)
     for rank in range(1, world):
@@ -132,6 +132,29 @@ def test_where_no_step_is_left_the_run_ends_as_ever(tmp_path):
     assert one["error"].startswith("UserError: loss or gradient was not finite in 5 iterations in a row, the last 7")
     assert by_iteration(rows, "snip/guard") == {5: "none", 7: "none"}
     assert rows[4]["snip/guard_why"].endswith("no step is left, so the current precision stays")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+def test_a_checkpoint_that_is_being_written_is_waited_for(layout, tmp_path):
+    """Otherwise the disk's pace would decide how far the run goes back."""
+    more = {"precision": "bf16", "train_iters": 12}
+    _, rows = run(layout, tmp_path / "run", DATA_OF_TWO, **more)
+    _, late = run(layout, tmp_path / "late", DATA_OF_TWO, program=slow_disk_run, **more)
+    assert "iteration 8, past" in by_iteration(rows, "snip/guard_why")[9] and late == rows
+
+
+@pytest.mark.dist
+def test_the_checkpoint_before_a_damaged_one_can_be_gone_back_to(tmp_path):
+    """In another folder than --save, of which that one alone counts: the one that was read, not the one looked for."""
+    more, first = {"precision": "bf16"}, tmp_path / "first/checkpoints"
+    run("one", tmp_path / "first", train_iters=8, **more)
+    shard = first / "iter_0000008/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    _, rows = run("one", tmp_path / "run", Trouble("backward", range(6, 8)), load=str(first), train_iters=9, **more)
+    assert by_iteration(rows, "snip/guard")[5] == "checkpoint" and rows[0]["snip/guard_why"].endswith(
+        "going back to the checkpoint of iteration 4, past the samples read since"
+    )
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip import runtime
+from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.data.sampling import MockDataset
 from megatron_snip.model import attention, llama
@@ -184,6 +186,21 @@ def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
     tensors = {name: local_of(tensor).clone() for name, tensor in kept[0].tensors().items()}
     precisions = {name: str(linear.precision) for name, linear in kept[0].linears.items()}
     return {"error": error, "log": messages, "tensors": tensors, "precisions": precisions}
+
+
+def slow_disk_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
+    """`troubled_run` whose saves in the background take many iterations."""
+    publish = Saver._publish
+
+    def late(*args: Any) -> None:
+        time.sleep(1.0)
+        publish(*args)
+
+    Saver._publish = late  # type: ignore[method-assign]
+    try:
+        return troubled_run({**options, "async_save": True}, *troubles)
+    finally:
+        Saver._publish = publish  # type: ignore[method-assign]
 
 
 def troubled_program(options: dict[str, Any], folder: str, *troubles: Trouble) -> None:
