@@ -9,7 +9,8 @@ and the engine's start is shared as in a model.  Weights' casts are kept.  Calls
 Also a block of a small model, per microbatch, under tensor and sequence parallelism and under FSDP, each of two
 processes of which only one is there: collectives are called and do nothing.
 
-With Triton, also casts of a gradient into tensor cores' two operands up to the launch, in whose place nothing is done.
+With Triton, also casts of a gradient into tensor cores' two operands, and linears of 128 x 128 on Hopper's and
+Blackwell's, up to their launches, in whose place nothing is done.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
+from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.kernels import triton_cast, triton_launches
+from megatron_snip.quant.scaled_mm import Hopper
 from megatron_snip.train.setup import build, check
 
-LINEARS, SIDE, PRECISIONS = 16, 16, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
+LINEARS, SIDE, GPU_SIDE, PRECISIONS = 16, 16, 128, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
 BLOCKS, MICROBATCHES = 4, 4
 MODEL: dict[str, Any] = {
     "num_layers": BLOCKS, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,
@@ -71,15 +74,38 @@ def passes() -> dict[str, Callable[[], object]]:
     made = {"torch's own": torchs} | {name: _ours(name, x, g, weights) for name in PRECISIONS}
     if triton_cast.installed():
         made |= {f"a cast to launch, {name}": _launched(name) for name in PRECISIONS if name != "bf16"}
+        made |= {f"on a GPU to its launches, {name}": _on_a_gpu(name) for name in PRECISIONS if name != "bf16"}
     return made | {f"a block, {name}, {of}": _blocks(of, PARALLEL[name]) for of in ("bf16", "fp8") for name in PARALLEL}
 
 
-def _ours(name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
+def _on_a_gpu(name: str) -> Callable[[], object]:
+    x, g = (torch.randn(1, GPU_SIDE, GPU_SIDE).bfloat16() for _ in range(2))
+    run = _ours(name, x.requires_grad_(), g, [torch.randn(GPU_SIDE, GPU_SIDE) for _ in range(LINEARS)], "scaled_mm")
+
+    def product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return a.new_empty((GPU_SIDE, GPU_SIDE), dtype=rest[7])
+
+    def as_there() -> object:
+        with (
+            mock.patch.object(triton_cast, "on_nvidia", lambda x: True),
+            mock.patch.object(torch, "_scaled_mm_v2", product),
+            mock.patch.object(Hopper, "unfit_device", lambda self, device: None),
+            mock.patch.object(MX, "unfit_device", lambda self, device: None),
+            mock.patch.object(NVFP4, "unfit_device", lambda self, device: None),
+        ):
+            return run()
+
+    return as_there
+
+
+def _ours(
+    name: str, x: torch.Tensor, g: torch.Tensor, weights: list[torch.Tensor], impl: str = "emulated"
+) -> Callable[[], object]:
     axis: Any = SimpleNamespace(size=1, rank=0, group=None)
     mesh: Any = SimpleNamespace(device_type="cpu")
     linears = [ColumnParallelLinear(f"{i}", w, Region(axis, False), mesh) for i, w in enumerate(weights)]
     for linear in linears:
-        linear.precision = LinearPrecision.uniform(name)
+        linear.precision, linear.impl = LinearPrecision.uniform(name), impl
     context, leaves = RoundingKey(seed=1, iteration=2, stream=0), [x, *(linear.weight for linear in linears)]
     if hasattr(quant, "StepContext"):  # another checkout's linears may be given the key itself
         context = quant.StepContext(key=context)
@@ -129,6 +155,7 @@ def _no_launches() -> Iterator[None]:
     nothing = type("Nothing", (), {"__getitem__": lambda self, grid: lambda *args, **options: None})()
     with (
         mock.patch.object(triton_kernels, "cast_kernel", nothing),
+        mock.patch.object(triton_kernels, "amax_kernel", nothing),
         mock.patch.object(triton_cast, "_converts", lambda device: triton_launches.FP8),
     ):
         yield
