@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import pickle
 import warnings
 from collections import defaultdict
@@ -82,6 +83,15 @@ class CheckedWriter(FileSystemWriter):
     def __init__(self, folder: Path, publish: Publish) -> None:
         super().__init__(folder, sync_files=True)
         self._publish = publish
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """torch's, which makes the folder; the first process may remove one of an earlier try at the same moment."""
+        while True:
+            try:
+                return super().prepare_local_plan(plan)
+            except FileExistsError:
+                if os.path.lexists(self.path) and not os.path.isdir(self.path):
+                    raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write, then read back what is in the system's cache for the CRCs."""

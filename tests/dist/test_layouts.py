@@ -71,12 +71,12 @@ def alone_quantised(plan_options):
 
 @pytest.fixture(scope="module")
 def chaos(alone_quantised, plan_options):
-    """Mean loss difference that one unit in the last place of the norms' weights makes: of four draws
-    of up and down, since one alone differs from the next by a factor of three."""
+    """Mean loss difference that one unit in the last place of the norms' weights makes: the largest of four draws of
+    up and down, which differ by a factor of three and more where one of them meets a spike."""
     nudged = [
         run_ranks(functools.partial(trained, nudge=seed), 1, plan_options)[0]["losses"] for seed in range(4)
     ]
-    return float(np.mean([np.abs(np.subtract(losses, alone_quantised["losses"])).mean() for losses in nudged]))
+    return max(float(np.abs(np.subtract(losses, alone_quantised["losses"])).mean()) for losses in nudged)
 
 
 @on(different=("tp2 x pp2 x dp2",))
@@ -116,7 +116,7 @@ def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_o
     got = run(layout, plan_options, trained)[-1]
     difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()
     assert chaos > 0.0
-    assert difference <= 2.0 * chaos
+    assert difference <= 1.5 * chaos
 
 
 @pytest.fixture(scope="module")

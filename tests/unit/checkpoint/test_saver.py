@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_snip.checkpoint import saver as saver_module
 from megatron_snip.checkpoint.lock import LOCK
@@ -51,6 +52,21 @@ def test_an_iteration_is_saved_anew(save, tmp_path):
         save(tmp_path, 5, value)
     assert loaded(tmp_path) == (5, 3.0, 3.0)
     assert names(tmp_path) == ["iter_0000005", TRACKER]
+
+
+def test_a_folder_that_goes_while_it_is_made_is_made_again(save, tmp_path, monkeypatch):
+    """The first process removes what an earlier try left while another one finds it there."""
+    mkdir, tries = FileSystemWriter.prepare_local_plan, []
+
+    def raced(self, plan):
+        tries.append(plan)
+        if len(tries) == 1:
+            raise FileExistsError(17, "File exists", str(self.path))
+        return mkdir(self, plan)
+
+    monkeypatch.setattr(FileSystemWriter, "prepare_local_plan", raced)
+    save(tmp_path, 3, 1.5)
+    assert loaded(tmp_path) == (3, 1.5, 1.5) and len(tries) == 2
 
 
 class Killed(BaseException):
