@@ -82,7 +82,7 @@ def test_help_begins_with_what_matters_and_imports_no_torch(words):
 def test_help_beside_an_unknown_option_is_one_line():
     command = [sys.executable, "pretrain_llama.py", "--help", "--gloabl-batch-size", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "did you mean global_batch_size?" in done.stderr
+    assert done.returncode == 2 and "did you mean --global-batch-size?" in done.stderr
     assert done.stderr.strip().count("\n") == 0
 
 
