@@ -71,12 +71,13 @@ def alone_quantised(plan_options):
 
 @pytest.fixture(scope="module")
 def chaos(alone_quantised, plan_options):
-    """Mean loss difference that one unit in the last place of the norms' weights makes: the largest of four draws of
-    up and down, which differ by a factor of three and more where one of them meets a spike."""
+    """Median loss difference that one unit in the last place of the norms' weights makes: the mean of four draws of
+    up and down, since one alone differs from the next by a factor of three.  A mean over iterations would be that of a
+    single spike."""
     nudged = [
         run_ranks(functools.partial(trained, nudge=seed), 1, plan_options)[0]["losses"] for seed in range(4)
     ]
-    return max(float(np.abs(np.subtract(losses, alone_quantised["losses"])).mean()) for losses in nudged)
+    return float(np.mean([np.median(np.abs(np.subtract(losses, alone_quantised["losses"]))) for losses in nudged]))
 
 
 @on(different=("tp2 x pp2 x dp2",))
@@ -114,9 +115,9 @@ def test_random_bits_follow_the_sample_whatever_its_process_and_microbatch(alone
 @on(different=())
 def test_planned_losses_agree_up_to_chaos(layout, alone_quantised, chaos, plan_options):
     got = run(layout, plan_options, trained)[-1]
-    difference = np.abs(np.subtract(got["losses"], alone_quantised["losses"])).mean()
+    difference = np.median(np.abs(np.subtract(got["losses"], alone_quantised["losses"])))
     assert chaos > 0.0
-    assert difference <= 1.5 * chaos
+    assert difference <= 2.0 * chaos
 
 
 @pytest.fixture(scope="module")

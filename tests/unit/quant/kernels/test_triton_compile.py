@@ -25,7 +25,9 @@ from benchmarks.kernel_resources import (
     BLACKWELL,
     HOPPER,
     LAUNCHES,
+    SWEEP,
     compile_ahead,
+    compile_tiled,
     devices,
     resources,
     work,
@@ -236,6 +238,14 @@ def test_instructions_and_bytes_of_an_element(compiled, name, capability):
     launch, (loaded, issued) = LAUNCHES[name], WORK[name, capability]
     done = work(compiled("cast_kernel", capability, launch), launch, launch.tiling)
     assert loaded <= done.loaded < 1.4 * loaded and issued / 1.2 < done.issued <= issued
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiling", SWEEP, ids=str)
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if "stochastic" not in name])
+def test_no_tiling_spills(compiled, name, tiling):
+    """Those with random bits are held to 128 registers, and are held to no spills above, as launched."""
+    assert resources(compile_tiled(HOPPER, LAUNCHES[name], tiling)).spills == 0
 
 
 def test_both_forms_of_a_gradient_take_one_draw(compiled):
