@@ -23,7 +23,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LEVELS = [
     {"errors"},
     {"formats", "files"},
-    {"config"},
+    {"jsonfile", "config"},
     {"megatron_options"},
     {"arguments"},
     {"faults"},

@@ -42,8 +42,8 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word, read_file
 from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan

@@ -23,10 +23,10 @@ from megatron_snip.config import ParallelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.formats import get_format
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.model.spec import linear_place
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import GEMMS
-from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
 
 #: Format -> Transformer Engine's recipe, and what differs from ours; "" for nothing.

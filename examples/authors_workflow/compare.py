@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line, parse_json
-from megatron_snip.snip.jsonfile import is_object, read_json, write_atomic
+from megatron_snip.jsonfile import is_object, read_json, write_atomic
 
 KEY = "lm loss validation"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.jsonfile import write_atomic
 
 LOCK = "lock.json"
 BEAT_SECONDS = 5.0

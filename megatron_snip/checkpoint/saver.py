@@ -41,8 +41,8 @@ from megatron_snip.checkpoint.manifest import (
 from megatron_snip.checkpoint.storage import METADATA, CheckedWriter, Record
 from megatron_snip.config import CheckpointConfig
 from megatron_snip.errors import UserError
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
-from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Saves in a row that may fail before the run ends.

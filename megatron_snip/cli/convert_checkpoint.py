@@ -44,12 +44,12 @@ from megatron_snip.interop.huggingface import (
     model_options,
 )
 from megatron_snip.interop.sentencepiece_json import tokenizer_files
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.train.run_folder import find_checkpoint, saved_options
 
 #: Files of a Hugging Face folder that travel with the weights.

@@ -29,7 +29,7 @@ from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
-from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
 from megatron_snip.snip.plan.plan_file import Plan

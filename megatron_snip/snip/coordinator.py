@@ -24,9 +24,9 @@ import torch.distributed as dist
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.faults.writes import FailedWrites
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.snip.jsonfile import (
+from megatron_snip.jsonfile import (
     JsonFileError,
     check_fields,
     check_version,

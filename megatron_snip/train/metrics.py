@@ -21,7 +21,7 @@ from typing import IO, Any
 from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files import parse_json
-from megatron_snip.snip.jsonfile import write_atomic
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.trackers import start_trackers

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.snip.jsonfile import is_finite, write_atomic
+from megatron_snip.jsonfile import is_finite, write_atomic
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
 from megatron_snip.snip.planner import Planner

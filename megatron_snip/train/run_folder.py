@@ -34,9 +34,9 @@ from megatron_snip.config import Config, ModelConfig, option_groups
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_folder, parse_json, read_file
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.model.spec import spec_of
 from megatron_snip.runtime import environment_rank, made_with
-from megatron_snip.snip.jsonfile import write_atomic
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Model options that decide which weights there are and what they mean, whatever the sequence.

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
+from megatron_snip.jsonfile import is_count, is_finite
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.jsonfile import is_count, is_finite
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES, saving

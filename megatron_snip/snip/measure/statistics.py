@@ -28,8 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
-from megatron_snip.quant import KINDS, LinearShape
-from megatron_snip.snip.jsonfile import (
+from megatron_snip.jsonfile import (
     JsonFileError,
     check_fields,
     check_version,
@@ -41,6 +40,7 @@ from megatron_snip.snip.jsonfile import (
     read_json,
     write_atomic,
 )
+from megatron_snip.quant import KINDS, LinearShape
 
 Floats = NDArray[np.float64]
 

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
-from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.jsonfile import (
+from megatron_snip.jsonfile import (
     JsonFileError,
     check_fields,
     check_version,
@@ -45,6 +44,7 @@ from megatron_snip.snip.jsonfile import (
     read_json,
     write_atomic,
 )
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 
 Floats = NDArray[np.float64]
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.jsonfile import (
+from megatron_snip.jsonfile import (
     JsonFileError,
     check_fields,
     check_version,
@@ -35,6 +34,7 @@ from megatron_snip.snip.jsonfile import (
     read_json,
     write_atomic,
 )
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.plan.cost import MEASURES, achieved, saving
 from megatron_snip.snip.plan.ilp import Solution
 

@@ -1,16 +1,37 @@
-"""JSON files that are whole or absent, and errors that name the field: plans, statistics, tables of GEMM times."""
+"""JSON files that are whole or absent, and whose every field is checked against a schema when they are read.
+
+A schema is a `msgspec.Struct` or a dataclass, one for each kind of file, beside the code that reads the file.  The
+types below go into its fields.  Files from a stranger are read by these functions alone.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, parse_json, read_file, shown
+
+_T = TypeVar("_T")
+_LARGEST = sys.float_info.max
+#: A whole number of 0 or more that 64 bits hold.
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+#: A finite number; a plain ``float`` may be NaN or infinite.
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+#: A number from 0 to 1, with room for rounding.
+Share = Annotated[float, Meta(ge=-1e-9, le=1.0 + 1e-9)]
+#: A run's id, which becomes part of file names.
+RunId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+#: 16 hex digits of a plan's hash.
+PlanHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 
 
 class JsonFileError(UserError):
@@ -76,6 +97,36 @@ def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
     return values
+
+
+def checked(values: Any, schema: type[_T]) -> _T:
+    """The object ``schema`` of parsed JSON, every field of the declared type and range.
+
+    Raises JsonFileError naming the first field that is missing, unknown or wrong, with its value.
+    """
+    try:
+        return msgspec.convert(values, schema)
+    except msgspec.ValidationError as error:
+        raise JsonFileError(_in_words(str(error), values)) from None
+    except RecursionError:
+        raise JsonFileError("it is nested too deeply") from None
+
+
+def _in_words(problem: str, values: Any) -> str:
+    """msgspec's message with the field's name first and its value."""
+    what, _, path = problem.partition(" - at `$")
+    path = path.rstrip("`").removeprefix(".")
+    if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what, re.DOTALL):
+        name = f"{path}.{shown(found[2])[1:-1]}".removeprefix(".")
+        return f"field {name} is {'missing' if found[1].startswith('missing') else 'unknown'}"
+    what = what.replace("`", "")
+    place = f"field {path}" if path else "the file's content"
+    for step in re.findall(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)", path):
+        try:
+            values = values[step[1]] if step[1] else values[int(step[0])]
+        except (KeyError, IndexError, TypeError, ValueError):  # "[...]": msgspec names no keys of a mapping
+            return f"{place}: {what[:1].lower()}{what[1:]}"
+    return f"{place} is {shown(values)}: {what[:1].lower()}{what[1:]}"
 
 
 def check_fields(
