@@ -29,16 +29,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from megatron_snip.checkpoint.lock import FolderLock, LockLost
 from megatron_snip.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
     STATE,
     TRACKER,
     VERSION,
     Damaged,
     Manifest,
+    SavedTensor,
     folder_of,
     iterations,
     read_manifest,
 )  # fmt: skip
-from megatron_snip.checkpoint.storage import METADATA, CheckedWriter, Record
+from megatron_snip.checkpoint.storage import CheckedWriter
 from megatron_snip.config import CheckpointConfig
 from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import write_atomic
@@ -93,8 +95,9 @@ class Saver:
         if self.mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
-        def publish(records: Sequence[tuple[str, Record]]) -> None:
-            self._publish(aside, iteration, text, records, finite, begin)
+        def publish(written: Mapping[str, SavedTensor], not_finite: Sequence[str]) -> None:
+            reasons = [*([] if finite else ["loss or gradient"]), *_few(not_finite)]
+            self._publish(aside, iteration, text, written, reasons, begin)
 
         writer = CheckedWriter(aside, publish)
         try:
@@ -181,15 +184,23 @@ class Saver:
         aside: Path,
         iteration: int,
         text: str,
-        records: Sequence[tuple[str, Record]],
-        finite: bool,
+        tensors: Mapping[str, SavedTensor],
+        not_finite: Sequence[str],
         begin: float,
     ) -> None:
         """Rank 0, when all have written: state and manifest, then the name, then the tracker."""
         assert self._lock is not None
         self._lock.check()
         write_atomic(aside / STATE, text)
-        manifest = self._manifest(aside, iteration, text, records, finite)
+        small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
+        manifest = Manifest(
+            iteration=iteration,
+            run_id=self.run_id,
+            layout={name: getattr(self.mesh, name).size for name in ("tp", "pp", "dp")},
+            small={name: (len(content), zlib.crc32(content)) for name, content in small.items()},
+            tensors=dict(tensors),
+            not_finite=tuple(not_finite),
+        )
         write_atomic(aside / MANIFEST, manifest.to_text())
         _sync(aside)
         final = folder_of(self.save_dir, iteration)
@@ -212,26 +223,6 @@ class Saver:
             write_atomic(self.save_dir / TRACKER, f"{iteration}\n")
             self._prune(iteration)
         shutil.rmtree(old, ignore_errors=True)
-
-    def _manifest(
-        self, aside: Path, iteration: int, text: str, records: Sequence[tuple[str, Record]], finite: bool
-    ) -> Manifest:
-        files: dict[str, list[tuple[int, int, int, int]]] = {}
-        for _, record in records:
-            info = record.info
-            files.setdefault(info.relative_path, []).append((info.offset, info.length, record.crc, record.start))
-        bad = sorted({name for name, record in records if not record.finite})
-        more = [f"{len(bad) - 3} more tensors"] if len(bad) > 4 else []
-        named = (bad[:3] if more else bad) + more
-        small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
-        return Manifest(
-            iteration=iteration,
-            run_id=self.run_id,
-            layout={name: getattr(self.mesh, name).size for name in ("tp", "pp", "dp")},
-            small={name: (len(content), zlib.crc32(content)) for name, content in small.items()},
-            tensors={name: tuple(sorted(found)) for name, found in sorted(files.items())},
-            not_finite=(*([] if finite else ["loss or gradient"]), *named),
-        )
 
     def _prune(self, newest: int) -> None:
         """Delete what --keep-last and --keep-every do not keep, this run's own alone."""
@@ -260,6 +251,11 @@ class Saver:
                 LOGGER.warning(
                     f"{folder} is later than iteration {start}, from which this run continues; it is now {aside.name}"
                 )
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    """Names for a line."""
+    return [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more tensors"]
 
 
 def _sync(folder: Path) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_snip.checkpoint.manifest import STATE_FIELDS, newest, read_manifest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig
+
+
+#: Ids of two runs.
+RUN, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -37,12 +42,23 @@ def prove(path: Path) -> None:
     (path.parent / "manifest.json").write_text(replace(manifest, small=small).to_text())
 
 
+def poison(folder: Path) -> None:
+    """Make .metadata a pickle that sets an attribute on a class of pathlib before it gives what torch wrote.
+
+    Each name in it is one that torch writes too; BUILD with a pair of states sets attributes, on a class as well.
+    """
+    path = folder / ".metadata"
+    written = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    path.write_bytes(b"\x80\x02cpathlib\nPosixPath\n(N}X\x08\x00\x00\x00strangerK\x01stb0" + written[2:])
+    prove(path)
+
+
 @pytest.fixture
 def saver(lone_mesh):
     """Makes savers of a folder; all are closed at the end."""
     made: list[Saver] = []
 
-    def make(folder: Path, start: int = 1000, run_id: str = "run", **options: object) -> Saver:
+    def make(folder: Path, start: int = 1000, run_id: str = RUN, **options: object) -> Saver:
         made.append(Saver(folder, CheckpointConfig(**options), lone_mesh, run_id, start))  # type: ignore[arg-type]
         return made[-1]
 

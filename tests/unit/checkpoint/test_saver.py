@@ -23,7 +23,7 @@ from megatron_snip.checkpoint.manifest import (
     tracked_iteration,
 )
 from megatron_snip.checkpoint.saver import MOST_FAILED
-from tests.unit.checkpoint.conftest import loaded, tensors
+from tests.unit.checkpoint.conftest import ANOTHER, RUN, loaded, tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -148,14 +148,14 @@ def test_old_ones_are_deleted_as_asked(save, tmp_path):
     assert iterations(tmp_path) == [12, 11, 10, 8, 4], "nothing goes for one that cannot be continued"
     save(tmp_path, 13, 1.0, keep_last=2)
     assert iterations(tmp_path) == [13, 11], "nor does that one count"
-    save(tmp_path, 14, 1.0, keep_last=1, run_id="another")
+    save(tmp_path, 14, 1.0, keep_last=1, run_id=ANOTHER)
     assert iterations(tmp_path) == [14, 13, 11], "others' checkpoints stay"
 
 
 def test_going_back_puts_later_ones_aside(saver, save, tmp_path):
     for iteration in (2, 4, 6):
         save(tmp_path, iteration, 1.0)
-    (tmp_path / "iter_0000006.writing-run").mkdir()
+    (tmp_path / f"iter_0000006.writing-{RUN}").mkdir()
     saver(tmp_path, start=2)
     left = names(tmp_path)
     assert left[:1] == ["iter_0000002"] and left[-2:] == [TRACKER, LOCK]
@@ -241,8 +241,8 @@ def test_a_manifest_tells_what_is_there(save, tmp_path):
     save(tmp_path, 5, 1.0)
     folder = tmp_path / "iter_0000005"
     found = read_manifest(folder)
-    assert found.run_id == "run" and found.layout == {"tp": 1, "pp": 1, "dp": 1}
-    assert names(folder) == sorted(["manifest.json", *found.small, *found.tensors])
+    assert found.run_id == RUN and found.layout == {"tp": 1, "pp": 1, "dp": 1}
+    assert names(folder) == sorted(["manifest.json", *found.small, *found.sizes()])
     assert found.size == sum((folder / name).stat().st_size for name in names(folder) if name != "manifest.json")
     assert json.loads((folder / "manifest.json").read_text())["version"] == VERSION
     assert torch.equal(tensors(1.0)["model.a"], torch.ones(30, 4))
