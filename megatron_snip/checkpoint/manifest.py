@@ -240,6 +240,14 @@ def check(save: Path, iteration: int) -> Manifest:
 
     Damaged with the reason if it is not whole, is another iteration's, or holds what is not finite.
     """
+    manifest = check_whole(save, iteration)
+    if manifest.not_finite:
+        raise Damaged(f"it was saved with values that are not finite: {', '.join(manifest.not_finite)}")
+    return manifest
+
+
+def check_whole(save: Path, iteration: int) -> Manifest:
+    """`check` without a look at what is not finite."""
     folder = folder_of(save, iteration)
     manifest = read_manifest(folder)
     if manifest.iteration != iteration:
@@ -256,8 +264,6 @@ def check(save: Path, iteration: int) -> Manifest:
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise Damaged(f"{name} " + ("is missing" if found is None else f"has {found} bytes of {size}"))
-    if manifest.not_finite:
-        raise Damaged(f"it was saved with values that are not finite: {', '.join(manifest.not_finite)}")
     return manifest
 
 
