@@ -268,13 +268,20 @@ class Saver:
             if self._size is None:
                 self._size = next((manifest.size for _, manifest in self._whole()), 0)
             need = self._size
-        if shutil.disk_usage(self.save_dir).free >= need:
+        if self._has(need):
             return
         for folder in self._beyond(1):
             shutil.rmtree(folder, ignore_errors=True)
             LOGGER.warning(f"deleted iteration {iteration_of(folder)} of {self.save_dir} to make room for a save")
-            if shutil.disk_usage(self.save_dir).free >= need:
+            if self._has(need):
                 return
+
+    def _has(self, need: int) -> bool:
+        """Whether so many bytes are free; if the system does not say, the save will tell."""
+        try:
+            return shutil.disk_usage(self.save_dir).free >= need
+        except OSError:
+            return True
 
     def _prune(self, newest: int) -> None:
         """Delete what --keep-last and --keep-every do not keep, up to the newest."""
@@ -290,11 +297,10 @@ class Saver:
         """
         out, good, every = [], 0, self.config.keep_every
         for iteration, manifest in self._whole():
-            if newest is not None and iteration > newest:
+            if manifest.run_id != self.run_id or (newest is not None and iteration > newest):
                 continue
             good += not manifest.not_finite
-            kept = (good <= keep and not manifest.not_finite) or (every and iteration % every == 0)
-            if manifest.run_id == self.run_id and not kept:
+            if not (good <= keep and not manifest.not_finite) and not (every and iteration % every == 0):
                 out.append(folder_of(self.save_dir, iteration))
         return out[::-1]
 

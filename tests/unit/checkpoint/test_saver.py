@@ -276,19 +276,19 @@ def test_no_room_is_made_of_the_last_whole_one(tells, saver, save, tmp_path, mon
     save(tmp_path, 1, 1.0, run_id=ANOTHER)
     for iteration in (2, 3, 4, 5):
         save(tmp_path, iteration, float(iteration))
+    save(tmp_path, 6, 6.0, run_id=ANOTHER)  # is no reason to let go of ours
     (tmp_path / "iter_0000005/__0_0.distcp").write_bytes(b"")
     with monkeypatch.context() as patch:
         disk(patch, tmp_path, 1, tells=tells)
         for options in ({}, {"keep_last": 2, "keep_every": 2}, {"keep_last": 1}):
             one = saver(tmp_path, **options)
             with pytest.raises(ValueError, match="No space left on device.*, and the run ends with it"):
-                one.save(6, tensors(6.0), state_of(6, 6.0), finite=True, last=True)
+                one.save(7, tensors(7.0), state_of(7, 7.0), finite=True, last=True)
             one.close()
-            left = {(): [5, 4, 3, 2, 1], (2,): [5, 4, 2, 1], (1,): [5, 4, 1]}[tuple(options.values())[:1]]
+            left = {(): [6, 5, 4, 3, 2, 1], (2,): [6, 5, 4, 2, 1], (1,): [6, 5, 4, 1]}[tuple(options.values())[:1]]
             assert iterations(tmp_path) == left, options
-    assert newest(tmp_path)[0] == 4
-    save(tmp_path, 6, 6.0, keep_last=1)
-    assert loaded(tmp_path) == (6, 6.0, 6.0)
+    save(tmp_path, 7, 7.0, keep_last=1)
+    assert loaded(tmp_path) == (7, 7.0, 7.0) and iterations(tmp_path) == [7, 6, 5, 1]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
