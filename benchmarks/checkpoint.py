@@ -47,7 +47,7 @@ def main() -> None:
         f"model.{i}": distribute_tensor(torch.randn(1024, 1024), mesh.device_mesh["shard"], [Shard(0)])
         for i in range(args.tensors)
     }
-    savers = {kind: Saver(folder / kind, CheckpointConfig(async_save=kind == "async"), mesh, "run", 0)
+    savers = {kind: Saver(folder / kind, CheckpointConfig(async_save=kind == "async"), mesh, "0" * 16, 0)
               for kind in ("sync", "async")}  # fmt: skip
     waits: list[float] = []
 

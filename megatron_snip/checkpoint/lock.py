@@ -9,21 +9,47 @@ over it.  A holder that was stopped for so long finds another's lock when it goe
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
 
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files import parse_json, read_file
+from megatron_snip.jsonfile import checked, write_atomic
 
 LOCK = "lock.json"
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
+
+
+#: Words of a host, which go into messages.
+_Word = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f]{0,300}\Z")]
+
+
+class _Holder(Struct, frozen=True, forbid_unknown_fields=True):
+    """What lock.json says of the process that holds the folder.
+
+    place: where process ids mean the same processes; born: when it started there; folder: the folder's inode, which a
+    copy does not have.
+    """
+
+    token: _Word
+    run_id: _Word
+    host: _Word
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    place: _Word
+    born: _Word
+    folder: int
+
+    def __str__(self) -> str:
+        return f"run {self.run_id}, process {self.pid} on {self.host}"
 
 
 class LockLost(RuntimeError):
@@ -40,16 +66,16 @@ class FolderLock:
     def __init__(self, folder: Path, run_id: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._token = folder / LOCK, secrets.token_hex(8)
-        self._mine = {
-            "token": self._token, "run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(),
-            "place": _place(), "born": _born(os.getpid()), "folder": folder.stat().st_ino,
-        }  # fmt: skip
+        self._mine = _Holder(
+            self._token, run_id, socket.gethostname(), os.getpid(), _place(), _born(os.getpid()), folder.stat().st_ino
+        )
+        self._text = msgspec.json.encode(self._mine).decode()
         while not self._create():
             if other := living_holder(folder):
                 raise UserError(
                     f"{folder} belongs to {other}, which is still running; wait until it ends, or give another --save"
                 )
-            write_atomic(self.path, json.dumps(self._mine))
+            write_atomic(self.path, self._text)
             time.sleep(0.2)  # another that found the same stale lock writes its own by now: the last one holds
             if self.held():
                 break
@@ -58,19 +84,20 @@ class FolderLock:
 
     def held(self) -> bool:
         """Whether the folder is still ours."""
-        return _read(self.path).get("token") == self._token
+        holder = _read(self.path)
+        return holder is not None and holder.token == self._token
 
     def check(self) -> None:
         """LockLost if it is not."""
         if not self.held():
             other = _read(self.path)
-            if not other:
+            if other is None:
                 raise LockLost(
                     f"{self.path} is gone or cannot be read: somebody removed it, or another run took the folder over "
                     "and has ended; see what the folder holds, and continue from its last checkpoint"
                 )
             raise LockLost(
-                f"{self.path.parent}: run {other.get('run_id')} on {other.get('host')} (process {other.get('pid')}) "
+                f"{self.path.parent}: run {other.run_id} on {other.host} (process {other.pid}) "
                 "took this folder over while this one stood still; end one of them"
             )
 
@@ -85,7 +112,7 @@ class FolderLock:
         """Whether there was no lock, and there is ours now."""
         try:
             with open(self.path, "x", encoding="utf-8") as file:  # made by one process alone, on NFS too
-                file.write(json.dumps(self._mine))
+                file.write(self._text)
         except FileExistsError:
             return False
         return True
@@ -101,18 +128,18 @@ class FolderLock:
 def living_holder(folder: Path) -> str:
     """Run, process and host that hold a folder of checkpoints, "" if none does.  Of another host it takes a while."""
     path = folder / LOCK
-    if not path.exists():
+    if not path.is_file():  # a pipe or a folder of this name holds nothing
         return ""
     other = _read(path)
-    copied = other.get("folder", folder.stat().st_ino) != folder.stat().st_ino
-    if other.get("place") == _place():
-        alive = _is_alive(other) and (not copied or _beats(path, other))
-    else:
-        alive = _beats(path, other)
-    return f"run {other.get('run_id')}, process {other.get('pid')} on {other.get('host')}" if alive else ""
+    alive = (
+        _beats(path, other)
+        if other is None or other.place != _place()
+        else _is_alive(other) and (other.folder == folder.stat().st_ino or _beats(path, other))
+    )
+    return str(other or "a run that cannot be read") if alive else ""
 
 
-def _beats(path: Path, other: dict[str, Any]) -> bool:
+def _beats(path: Path, other: _Holder | None) -> bool:
     """Whether a lock's holder touches it, and not one that this is a copy of.
 
     It is seen by this clock alone, as hosts' clocks differ.
@@ -121,25 +148,24 @@ def _beats(path: Path, other: dict[str, Any]) -> bool:
     while time.monotonic() < end:
         time.sleep(min(1.0, BEAT_SECONDS))
         if _read(path) != other:
-            return bool(_read(path))  # it was let go of, or another was faster
+            return _read(path) is not None  # it was let go of, or another was faster
         if _touched(path) != first:
             return True
     return False
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A lock's content; nothing if there is none or it cannot be read."""
+def _read(path: Path) -> _Holder | None:
+    """What a lock says; None if there is none or it cannot be read."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return checked(parse_json(read_file(path, "lock", "remove it", most=1 << 16)), _Holder)
+    except ValueError:  # UserError too
+        return None
 
 
 def _touched(path: Path) -> int | None:
     """When the file was last touched, read through the file, which network file systems look up anew."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
@@ -163,15 +189,14 @@ def _born(pid: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-def _is_alive(other: dict[str, Any]) -> bool:
+def _is_alive(other: _Holder) -> bool:
     """Whether a lock's process, of this place, still runs and is another than this one."""
-    pid = other.get("pid")
-    if not isinstance(pid, int) or pid == os.getpid():
+    if other.pid == os.getpid():
         return False
     if Path("/proc/self").exists():
-        return _born(pid) != "" and _born(pid) == other.get("born")
+        return _born(other.pid) != "" and _born(other.pid) == other.born
     try:
-        os.kill(pid, 0)
+        os.kill(other.pid, 0)
     except OSError:
         return False
     return True

@@ -1,35 +1,56 @@
 """What a folder of checkpoints holds, and which of them are whole.
 
     <save>/latest_checkpointed_iteration.txt     the iteration to continue from
-    <save>/iter_0000100/manifest.json            written last: every other file's size and CRC-32
+    <save>/iter_0000100/manifest.json            written last: sizes of the other files, place and CRC-32 of every shard
     <save>/iter_0000100/state.json               what a resume needs beside tensors
-    <save>/iter_0000100/*.distcp, .metadata      weights and moments, sharded, by torch.distributed.checkpoint
+    <save>/iter_0000100/*.distcp                 weights and moments, sharded, by torch.distributed.checkpoint
+    <save>/iter_0000100/.metadata                a pickle for torch's own reader; this package never opens it
 
 A checkpoint is whole if its manifest says so: a folder without one was cut short, and a file that does not match it
 is another one's or damaged.  Of the tensors `check` compares sizes; `storage.load_tensors` compares their CRCs as it
-reads them.
+reads them.  A manifest may come from a stranger: it names no file, and what it tells of tensors fits together and is
+no larger than the files, before anybody reads by it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import io
+import math
+import os
 import re
+import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from megatron_snip.errors import UserError
+from megatron_snip.files import MOST_BYTES, read_file, shown
+from megatron_snip.jsonfile import Count, JsonFileError, RunId, decoded, read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
-STATE, MANIFEST = "state.json", "manifest.json"
-VERSION = 3  # of manifest.json and state.json; checkpoints of version 1 have no manifest
+STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"
+VERSION = 4  # of manifest.json and state.json
 #: What a resume reads from state.json.
 STATE_FIELDS = ("run_id", "iteration", "optimizer_steps", "nan_iterations", "config", "snip")
-_ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
+#: Bytes of a value of each type that checkpoints hold.
+DTYPES = {"float32": 4, "bfloat16": 2}
+#: Bytes that torch.save adds before a shard's values, and after them; it takes some hundreds.
+MOST_BESIDE_VALUES = 1 << 16
+_ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
+
+_Crc = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Dims = Annotated[tuple[Count, ...], Meta(max_length=8)]
+_TensorName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.]{1,200}\Z")]
+_SmallName = Annotated[str, Meta(pattern=r"\A(state\.json|\.metadata)\Z")]
+_Axis = Annotated[str, Meta(pattern=r"\A(tp|pp|dp)\Z")]
+_Why = Annotated[str, Meta(max_length=300)]
 
 
 class Damaged(UserError):
@@ -45,21 +66,50 @@ def naming(folder: Path, iteration: int) -> Iterator[None]:
         raise UserError(f"{folder_of(folder, iteration)}: {error}; load another iteration") from error
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint's folder holds besides its manifest.
+class Shard(Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A part of a tensor that one process wrote: a record in its file.
 
-    small: file -> (bytes, CRC-32); tensors: file -> its records (offset, bytes, CRC-32, byte of it where the values
-    begin), which fill it; not_finite: why a run must not go on from it, empty for a good one; layout: processes by
-    axis.
+    offset, length: bytes of the record in the file; start: the byte of it where the values begin, row by row;
+    first, sizes: which part of the tensor it is.
     """
 
-    iteration: int
-    run_id: str
-    layout: Mapping[str, int]
-    small: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, tuple[tuple[int, int, int, int], ...]]
-    not_finite: tuple[str, ...] = ()
+    rank: Annotated[int, Meta(ge=0, lt=1_000_000)]
+    offset: Count
+    length: Count
+    crc: _Crc
+    start: Annotated[int, Meta(ge=0, le=MOST_BESIDE_VALUES)]
+    first: _Dims
+    sizes: _Dims
+
+    @property
+    def file(self) -> str:
+        """The name of the file."""
+        return file_of(self.rank)
+
+
+class SavedTensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """Type and shape of a tensor, and the shards that make it up."""
+
+    dtype: Annotated[str, Meta(max_length=40)]
+    shape: _Dims
+    shards: tuple[Shard, ...]
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint's folder holds besides its manifest.
+
+    layout: processes by axis; small: file -> (bytes, CRC-32); not_finite: why a run must not go on from it, empty for
+    a good one.
+    """
+
+    iteration: Count
+    run_id: RunId
+    layout: dict[_Axis, Count]
+    small: dict[_SmallName, tuple[Count, _Crc]]
+    tensors: dict[_TensorName, SavedTensor]
+    not_finite: Annotated[tuple[_Why, ...], Meta(max_length=8)] = ()
+    version: int = VERSION
+    sha256: Annotated[str, Meta(max_length=64)] = ""
 
     @property
     def size(self) -> int:
@@ -67,17 +117,50 @@ class Manifest:
         return sum(size for size, _ in self.small.values()) + sum(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file of tensors."""
-        return {name: sum(length for _, length, *_ in records) for name, records in self.tensors.items()}
+        """Bytes of every file of tensors, which its records fill."""
+        by_rank: Counter[int] = Counter()
+        for tensor in self.tensors.values():
+            for shard in tensor.shards:
+                by_rank[shard.rank] += shard.length
+        return {file_of(rank): size for rank, size in sorted(by_rank.items())}
 
     def to_text(self) -> str:
         """The file's text: one JSON object with the SHA-256 of the rest, so that a cut or edited one shows."""
-        body = {"version": VERSION, **vars(self)}
-        return json.dumps({**body, "sha256": _digest(body)})
+        body = msgspec.json.encode(msgspec.structs.replace(self, sha256=""))
+        whole = msgspec.structs.replace(self, sha256=hashlib.sha256(body).hexdigest())
+        return msgspec.json.encode(whole).decode()
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+class _Version(Struct):
+    """A manifest of any version."""
+
+    version: Any
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that torch's writer gives a process."""
+    return f"__{rank}_0.distcp"
+
+
+def open_file(folder: Path, name: str) -> io.FileIO:
+    """A file of a checkpoint, unbuffered.  Damaged if it is none: a pipe would wait, and a link may lead anywhere."""
+    try:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = io.FileIO(os.open(folder / name, flags))
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Damaged(f"{name} cannot be read (it is no regular file)")
+    return file
+
+
+def _content(folder: Path, name: str, most: int) -> bytes:
+    """What a file of at most ``most`` bytes holds."""
+    with open_file(folder, name) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise Damaged(f"{name} has {size} bytes, and at most {most} are read")
+        return io.BufferedReader(file).read(most)
 
 
 def folder_of(save: Path, iteration: int) -> Path:
@@ -99,51 +182,88 @@ def iterations(save: Path) -> list[int]:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; Damaged if there is none or it is not what was written."""
+    if not os.path.lexists(folder / MANIFEST):
+        raise Damaged(f"it has no {MANIFEST}, so its save did not end, or a version before {VERSION} wrote it")
+    text = _content(folder, MANIFEST, MOST_BYTES)
     try:
-        body = json.loads((folder / MANIFEST).read_text())
-        digest = body.pop("sha256")
-    except FileNotFoundError:
-        raise Damaged(
-            f"it has no {MANIFEST}, so its save did not end, or a version before {VERSION} wrote it"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error!r})") from error
-    if body.get("version") != VERSION:
-        raise Damaged(f"{MANIFEST} has version {body.get('version')!r}, and this code reads version {VERSION}")
-    if digest != _digest(body):
-        raise Damaged(f"{MANIFEST} is not what was written: its SHA-256 differs")
-    del body["version"]
-    try:
-        tensors = {name: tuple(map(tuple, records)) for name, records in body.pop("tensors").items()}
-        small = {name: tuple(facts) for name, facts in body.pop("small").items()}
-        return Manifest(tensors=tensors, small=small, not_finite=tuple(body.pop("not_finite")), **body)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} has fields that no version writes ({error!r})") from error
+        if (version := decoded(text, _Version).version) != VERSION:
+            raise Damaged(f"{MANIFEST} has version {shown(version)}, and this code reads version {VERSION}")
+        manifest = decoded(text, Manifest)
+    except JsonFileError as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    if manifest.to_text().encode() != text:
+        raise Damaged(f"{MANIFEST} is not what was written: its SHA-256 or its form differs")
+    for name, tensor in manifest.tensors.items():
+        if problem := _unfit(tensor):
+            raise Damaged(f"{MANIFEST}: {name} {problem}")
+    return manifest
+
+
+def _unfit(tensor: SavedTensor) -> str:
+    """What is wrong with a tensor; empty if nothing is, and its shards hold every value of it once."""
+    itemsize = DTYPES.get(tensor.dtype)
+    if itemsize is None:
+        return f"is of type {shown(tensor.dtype)}, and checkpoints hold {' and '.join(DTYPES)}"
+    for shard in tensor.shards:
+        if len(shard.first) != len(tensor.shape) or len(shard.sizes) != len(tensor.shape):
+            return f"has {len(tensor.shape)} dims, and a shard in {shard.file} has others"
+        beside = shard.length - math.prod(shard.sizes) * itemsize - shard.start
+        if not 0 <= beside <= MOST_BESIDE_VALUES:
+            return f"has a shard in {shard.file} at byte {shard.offset} that does not fit its record"
+    if not _covers([shard for shard in tensor.shards if 0 not in shard.sizes], tensor.shape, 0):
+        return f"of shape {list(tensor.shape)} does not have every value once in its shards"
+    return ""
+
+
+def _covers(shards: Sequence[Shard], shape: Sequence[int], dim: int) -> bool:
+    """Whether shards fill a shape without overlap, from a dim on: in slabs, each filled by those that begin in it.
+
+    Any grid is, as meshes cut tensors.
+    """
+    if 0 in shape:
+        return not shards
+    if dim == len(shape):
+        return len(shards) == 1
+    slabs: defaultdict[tuple[int, int], list[Shard]] = defaultdict(list)
+    for shard in shards:
+        slabs[shard.first[dim], shard.sizes[dim]].append(shard)
+    end = 0
+    for (first, size), inside in sorted(slabs.items()):
+        if first != end or not _covers(inside, shape, dim + 1):
+            return False
+        end += size
+    return end == shape[dim]
 
 
 def check(save: Path, iteration: int) -> Manifest:
-    """The manifest of a checkpoint that a run may go on from, by its small files and all files' sizes.
+    """The manifest of a checkpoint that a run may go on from, by its state and all files' sizes.
 
     Damaged with the reason if it is not whole, is another iteration's, or holds what is not finite.
     """
+    manifest = check_whole(save, iteration)
+    if manifest.not_finite:
+        raise Damaged(f"it was saved with values that are not finite: {', '.join(manifest.not_finite)}")
+    return manifest
+
+
+def check_whole(save: Path, iteration: int) -> Manifest:
+    """`check` without a look at what is not finite."""
     folder = folder_of(save, iteration)
     manifest = read_manifest(folder)
     if manifest.iteration != iteration:
         raise Damaged(f"{MANIFEST} is from iteration {manifest.iteration}")
-    for name, (size, crc) in manifest.small.items():
-        try:
-            content = (folder / name).read_bytes()
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
-        if len(content) != size or zlib.crc32(content) != crc:
-            raise Damaged(f"{name} is not what was written: its size or CRC-32 differs")
-    for name, size in manifest.sizes().items():
+    if STATE not in manifest.small:
+        raise Damaged(f"{MANIFEST} does not tell of {STATE}")
+    size, crc = manifest.small[STATE]
+    content = _content(folder, STATE, MOST_BYTES)
+    if len(content) != size or zlib.crc32(content) != crc:
+        raise Damaged(f"{STATE} is not what was written: its size or CRC-32 differs")
+    unread = {METADATA: manifest.small[METADATA][0]} if METADATA in manifest.small else {}
+    for name, size in {**unread, **manifest.sizes()}.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise Damaged(f"{name} " + ("is missing" if found is None else f"has {found} bytes of {size}"))
-    if manifest.not_finite:
-        raise Damaged(f"it was saved with values that are not finite: {', '.join(manifest.not_finite)}")
     return manifest
 
 
@@ -160,9 +280,10 @@ def tracked_iteration(save: Path) -> int | None:
                 f"from into that file, or --load {folder_of(save, held[0])}"
             )
         return None
-    text = tracker.read_text(errors="replace").strip()
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{tracker}: {text!r} is not an iteration; write the number of an iter_ folder into it")
+    way_out = "write the number of an iter_ folder into it"
+    text = read_file(tracker, "iteration to continue from", way_out).decode(errors="replace").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise UserError(f"{tracker}: {shown(text)} is not an iteration; {way_out}")
     return int(text)
 
 
@@ -196,15 +317,12 @@ def read_state(save: Path, iteration: int) -> dict[str, Any]:
     """What state.json of a checkpoint holds.  UserError if it cannot be read, lacks a field, or is another's."""
     path = folder_of(save, iteration) / STATE
     way_out = "load another iteration (--ckpt-step)"
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-        missing = [field for field in STATE_FIELDS if field not in state]
-    except (OSError, ValueError, TypeError, RecursionError) as error:  # ValueError: no JSON, or no text at all
-        raise UserError(f"{path}: cannot be read ({error}); {way_out}") from error
+    state = read_json(path, "state", way_out)
+    missing = [field for field in STATE_FIELDS if field not in state]
     if missing:
         raise UserError(f"{path}: field {missing[0]} is missing; {way_out}")
     if state.get("version") != VERSION:
-        raise UserError(f"{path}: version is {state.get('version')!r}, and this code reads {VERSION}; {way_out}")
+        raise UserError(f"{path}: version is {shown(state.get('version'))}, and this code reads {VERSION}; {way_out}")
     if state["iteration"] != iteration:
-        raise UserError(f"{path}: it is from iteration {state['iteration']!r}; {way_out}")
+        raise UserError(f"{path}: it is from iteration {shown(state['iteration'])}; {way_out}")
     return state

@@ -8,13 +8,15 @@ tries again, and only a few in a row end it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import shutil
+import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +31,28 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from megatron_snip.checkpoint.lock import FolderLock, LockLost
 from megatron_snip.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
     STATE,
     TRACKER,
     VERSION,
     Damaged,
     Manifest,
+    SavedTensor,
+    check_whole,
     folder_of,
+    iteration_of,
     iterations,
-    read_manifest,
 )  # fmt: skip
-from megatron_snip.checkpoint.storage import METADATA, CheckedWriter, Record
+from megatron_snip.checkpoint.storage import CheckedWriter
 from megatron_snip.config import CheckpointConfig
 from megatron_snip.errors import UserError
+from megatron_snip.files import MOST_BYTES
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
 
 LOGGER = logging.getLogger("megatron_snip")
+#: What a disk without room says.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: Saves in a row that may fail before the run ends.
 MOST_FAILED = 3
 
@@ -59,6 +67,7 @@ class Saver:
         self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
         self.failed = 0  # saves in a row
         self.count, self.waited = 0, 0.0  # saves, and seconds that training stood still for them
+        self._size: int | None = None  # of the last checkpoint, in bytes
         self._aside: Path | None = None  # where the last save wrote
         self._running: AsyncSaveResponse | None = None
         self._stager: DefaultStager | None = None
@@ -93,21 +102,20 @@ class Saver:
         if self.mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
-        def publish(records: Sequence[tuple[str, Record]]) -> None:
-            self._publish(aside, iteration, text, records, finite, begin)
+        def publish(written: Mapping[str, SavedTensor], not_finite: Sequence[str]) -> None:
+            reasons = [*([] if finite else ["loss or gradient"]), *_few(not_finite)]
+            self._publish(aside, iteration, text, written, reasons, begin)
 
-        writer = CheckedWriter(aside, publish)
-        try:
-            if self.config.async_save:
-                self._running = self._start(dict(tensors), writer)
-            else:
-                dcp_save(dict(tensors), storage_writer=writer, planner=planner)
-                self.failed = 0
-        except CheckpointException as error:  # a BaseException, the same on every process
-            self._failed(error, iteration, last)
+        self._make_room()
+        for again in (False, True):
+            try:
+                self._write(dict(tensors), CheckedWriter(aside, publish), planner, wait=last)
+                break
+            except CheckpointException as error:  # a BaseException, the same on every process
+                if again or not self._was_full(error):
+                    self._failed(error, iteration, last)
+                    break
         self.count, self.waited = self.count + 1, self.waited + time.perf_counter() - begin
-        if last:
-            self.wait(last=True)
 
     def wait_copied(self) -> None:
         """Wait until a save in the background has its copy of the tensors."""
@@ -116,17 +124,14 @@ class Saver:
             self._running.staging_completion.result()
             self.waited += time.perf_counter() - begin
 
-    def wait(self, *, last: bool = False) -> None:
+    def wait(self) -> None:
         """Wait for a save in the background.  Errors are those of `save`."""
-        running, self._running = self._running, None
-        if running is None:
-            return
         begin = time.perf_counter()
         try:
-            running.upload_completion.result()
-            self.failed = 0
+            self._finish()
         except CheckpointException as error:
-            self._failed(error, None, last)
+            self._was_full(error)
+            self._failed(error, None, False)
         self.waited += time.perf_counter() - begin
 
     def close(self) -> None:
@@ -141,6 +146,24 @@ class Saver:
             self._lock.release()
         if self.count > 1:  # the time of a single save is in its own line
             LOGGER.info(f"training waited {self.waited:.2f} s in total for {self.count} checkpoint saves")
+
+    def _write(
+        self, tensors: dict[str, Tensor], writer: CheckedWriter, planner: SavePlanner | None, *, wait: bool
+    ) -> None:
+        """Write, or begin to write in the background and, if asked, wait for it.  CheckpointException if it fails."""
+        if self.config.async_save:
+            self._running = self._start(tensors, writer)
+            if wait:
+                self._finish()
+        else:
+            dcp_save(tensors, storage_writer=writer, planner=planner)
+            self.failed = 0
+
+    def _finish(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.upload_completion.result()
+            self.failed = 0
 
     def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
         """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""
@@ -163,9 +186,7 @@ class Saver:
             raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
-        if self._aside is not None and self._lock is not None and self._lock.held():
-            # what it wrote would keep a full disk full
-            shutil.rmtree(self._aside, ignore_errors=True)
+        self._drop_aside()
         self.failed += 1
         what = "the save in the background" if iteration is None else f"the save of iteration {iteration}"
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
@@ -181,16 +202,24 @@ class Saver:
         aside: Path,
         iteration: int,
         text: str,
-        records: Sequence[tuple[str, Record]],
-        finite: bool,
+        tensors: Mapping[str, SavedTensor],
+        not_finite: Sequence[str],
         begin: float,
     ) -> None:
         """Rank 0, when all have written: state and manifest, then the name, then the tracker."""
         assert self._lock is not None
         self._lock.check()
-        write_atomic(aside / STATE, text)
-        manifest = self._manifest(aside, iteration, text, records, finite)
-        write_atomic(aside / MANIFEST, manifest.to_text())
+        _write_readable(aside / STATE, text)
+        small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
+        manifest = Manifest(
+            iteration=iteration,
+            run_id=self.run_id,
+            layout={name: getattr(self.mesh, name).size for name in ("tp", "pp", "dp")},
+            small={name: (len(content), zlib.crc32(content)) for name, content in small.items()},
+            tensors=dict(tensors),
+            not_finite=tuple(not_finite),
+        )
+        _write_readable(aside / MANIFEST, manifest.to_text())
         _sync(aside)
         final = folder_of(self.save_dir, iteration)
         old = final.with_name(f"{final.name}.writing-old-{self.run_id}")
@@ -198,6 +227,7 @@ class Saver:
             os.rename(final, old)
         os.rename(aside, final)
         _sync(self.save_dir)
+        self._size = manifest.size
         shares = sorted(manifest.sizes().values())
         LOGGER.info(
             f"saved iteration {iteration} to {self.save_dir}: {manifest.size / 1e6:.1f} MB in "
@@ -213,40 +243,72 @@ class Saver:
             self._prune(iteration)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _manifest(
-        self, aside: Path, iteration: int, text: str, records: Sequence[tuple[str, Record]], finite: bool
-    ) -> Manifest:
-        files: dict[str, list[tuple[int, int, int, int]]] = {}
-        for _, record in records:
-            info = record.info
-            files.setdefault(info.relative_path, []).append((info.offset, info.length, record.crc, record.start))
-        bad = sorted({name for name, record in records if not record.finite})
-        more = [f"{len(bad) - 3} more tensors"] if len(bad) > 4 else []
-        named = (bad[:3] if more else bad) + more
-        small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
-        return Manifest(
-            iteration=iteration,
-            run_id=self.run_id,
-            layout={name: getattr(self.mesh, name).size for name in ("tp", "pp", "dp")},
-            small={name: (len(content), zlib.crc32(content)) for name, content in small.items()},
-            tensors={name: tuple(sorted(found)) for name, found in sorted(files.items())},
-            not_finite=(*([] if finite else ["loss or gradient"]), *named),
-        )
+    def _drop_aside(self) -> None:
+        """Remove what a failed save wrote, which would keep a full disk full."""
+        if self._aside is not None and self._lock is not None and self._lock.held():
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _was_full(self, error: CheckpointException) -> bool:
+        """Whether a save failed for want of space under --keep-last; then room is made for another try."""
+        found = [e for e, _ in error.failures.values()]
+        if self.config.keep_last is None or not any(isinstance(e, OSError) and e.errno in _FULL for e in found):
+            return False
+        self._drop_aside()
+        self._make_room(sys.maxsize)  # a quota does not show in what is free
+        return True
+
+    def _make_room(self, need: int | None = None) -> None:
+        """Under --keep-last, delete old checkpoints until a save fits, down to one whole one.
+
+        need: bytes that must be free; by default those of the last checkpoint, as the next will be of about that size.
+        """
+        if self.config.keep_last is None or self._lock is None or not self._lock.held():
+            return
+        if need is None:
+            if self._size is None:
+                self._size = next((manifest.size for _, manifest in self._whole()), 0)
+            need = self._size
+        if self._has(need):
+            return
+        for folder in self._beyond(1):
+            shutil.rmtree(folder, ignore_errors=True)
+            LOGGER.warning(f"deleted iteration {iteration_of(folder)} of {self.save_dir} to make room for a save")
+            if self._has(need):
+                return
+
+    def _has(self, need: int) -> bool:
+        """Whether so many bytes are free; if the system does not say, the save will tell."""
+        try:
+            return shutil.disk_usage(self.save_dir).free >= need
+        except OSError:
+            return True
 
     def _prune(self, newest: int) -> None:
-        """Delete what --keep-last and --keep-every do not keep, this run's own alone."""
-        last, every = self.config.keep_last, self.config.keep_every
-        if last is None:
-            return
-        good = 0
-        for iteration in (i for i in iterations(self.save_dir) if i <= newest):
-            folder = folder_of(self.save_dir, iteration)
-            with contextlib.suppress(Damaged, OSError):
-                found = read_manifest(folder)
-                good += not found.not_finite
-                kept = (good <= last and not found.not_finite) or (every and iteration % every == 0)
-                if found.run_id == self.run_id and not kept:
+        """Delete what --keep-last and --keep-every do not keep, up to the newest."""
+        if self.config.keep_last is not None:
+            for folder in self._beyond(self.config.keep_last, newest):
+                with contextlib.suppress(OSError):
                     shutil.rmtree(folder)
+
+    def _beyond(self, keep: int, newest: int | None = None) -> list[Path]:
+        """This run's own checkpoints without the ``keep`` newest whole ones and those of --keep-every, oldest first.
+
+        newest: look at none after it.
+        """
+        out, good, every = [], 0, self.config.keep_every
+        for iteration, manifest in self._whole():
+            if manifest.run_id != self.run_id or (newest is not None and iteration > newest):
+                continue
+            good += not manifest.not_finite
+            if not (good <= keep and not manifest.not_finite) and not (every and iteration % every == 0):
+                out.append(folder_of(self.save_dir, iteration))
+        return out[::-1]
+
+    def _whole(self) -> Iterator[tuple[int, Manifest]]:
+        """Whole checkpoints of the folder, newest first, whosever they are."""
+        for iteration in iterations(self.save_dir):
+            with contextlib.suppress(Damaged, OSError):
+                yield iteration, check_whole(self.save_dir, iteration)
 
     def _clean_up(self, start: int) -> None:
         """Remove what killed saves left, and put aside checkpoints of after the one that the run goes on from."""
@@ -260,6 +322,18 @@ class Saver:
                 LOGGER.warning(
                     f"{folder} is later than iteration {start}, from which this run continues; it is now {aside.name}"
                 )
+
+
+def _write_readable(path: Path, text: str) -> None:
+    """Write a file if it will be read again; OSError for one that is larger."""
+    if len(text) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"{len(text)} bytes, and at most {MOST_BYTES} are read", str(path))
+    write_atomic(path, text)
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    """Names for a line."""
+    return [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more tensors"]
 
 
 def _sync(folder: Path) -> None:

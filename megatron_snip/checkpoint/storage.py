@@ -1,21 +1,20 @@
 """Tensors in torch's distributed checkpoints: a CRC-32 of each record, kept as it is written and checked as it is read.
 
 A record is one process's shard of one tensor.  torch's own reader would load a flipped bit as another weight, and
-would run whatever a crafted `.metadata` pickles; this one refuses both.
+would run whatever a crafted `.metadata` pickles.  This one reads by the manifest, and never opens that file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import io
 import os
-import pickle
+import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +27,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
-from megatron_snip.checkpoint.manifest import Damaged, Manifest, check, folder_of
+from megatron_snip.checkpoint.manifest import (
+    DTYPES,
+    Damaged,
+    Manifest,
+    SavedTensor,
+    Shard,
+    check,
+    file_of,
+    folder_of,
+    open_file,
+)
 from megatron_snip.errors import UserError
 
 try:  # the same numbers ten times as fast, with the instruction that processors have for them
@@ -36,41 +45,23 @@ try:  # the same numbers ten times as fast, with the instruction that processors
 except ImportError:
     from zlib import crc32
 
-METADATA = ".metadata"
-#: Everything that torch pickles into the metadata of tensors; nothing else is looked up, let alone called.
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},  # Python 3.13
-}  # fmt: skip
-
-
 #: Bytes that are read and checked in one piece: few enough to be in the processor's cache at the second look.
 _PIECE = 1 << 20
 
 
-@dataclass(frozen=True)
-class Record:
-    """Where a shard lies, and what is told of it beside torch's metadata.
+#: What becomes of a checkpoint whose tensors are written; called in one process, with all tensors by name, and the
+#: names of those that are not finite.
+Publish = Callable[[Mapping[str, SavedTensor], Sequence[str]], None]
 
-    start: the byte of the record where the shard's values begin, row by row; before and after them is what torch.save
-    adds.
-    """
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """What a process tells of a record that it wrote: where it lies, and what torch does not tell."""
 
     info: _StorageInfo
     crc: int
-    start: int
+    start: int  # the byte of it where the values begin
     finite: bool
-
-
-#: What becomes of a checkpoint whose tensors are written; called in one process, with all records by tensor's name.
-Publish = Callable[[list[tuple[str, Record]]], None]
 
 
 class CheckedWriter(FileSystemWriter):
@@ -100,6 +91,8 @@ class CheckedWriter(FileSystemWriter):
             values = cast(Tensor, planner.resolve_data(item))
             if not values.is_contiguous():
                 raise UserError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
+            if (dtype := _name(values.dtype)) not in DTYPES:
+                raise UserError(f"{item.index.fqn} is of type {dtype}, and checkpoints hold {' and '.join(DTYPES)}")
             finite[item.index] = bool(torch.isfinite(values.sum()))
         try:
             results = super().write_data(plan, planner).wait()
@@ -110,7 +103,7 @@ class CheckedWriter(FileSystemWriter):
         out = []
         for result in results:
             crc, start = _look_at(Path(self.path), result.storage_data)
-            record = Record(result.storage_data, crc, start, finite[result.index])
+            record = _Record(result.storage_data, crc, start, finite[result.index])
             out.append(dataclasses.replace(result, storage_data=record))
         future: Future[list[WriteResult]] = Future()
         future.set_result(out)
@@ -120,7 +113,37 @@ class CheckedWriter(FileSystemWriter):
         """Write torch's metadata and publish; one process calls it, with what all have written."""
         plain = [[dataclasses.replace(r, storage_data=r.storage_data.info) for r in share] for share in results]
         super().finish(metadata, plain)
-        self._publish([(result.index.fqn, result.storage_data) for share in results for result in share])
+        shards: defaultdict[str, list[Shard]] = defaultdict(list)
+        sizes = {
+            (name, chunk.offsets): chunk.sizes
+            for name, tensor in metadata.state_dict_metadata.items()
+            for chunk in cast(dcp.TensorStorageMetadata, tensor).chunks
+        }
+        not_finite = set()
+        for result in (result for share in results for result in share):
+            name, first, record = result.index.fqn, cast(torch.Size, result.index.offset), result.storage_data
+            where = (_rank(record.info), record.info.offset, record.info.length)
+            shards[name].append(Shard(*where, record.crc, record.start, tuple(first), tuple(sizes[name, first])))
+            if not record.finite:
+                not_finite.add(name)
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, dcp.TensorStorageMetadata)
+            dtype = _name(tensor.properties.dtype)
+            tensors[name] = SavedTensor(dtype, tuple(tensor.size), tuple(shards[name]))
+        self._publish(tensors, sorted(not_finite))
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A type's name in a manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _rank(info: _StorageInfo) -> int:
+    """The process whose file holds a record."""
+    found = re.fullmatch(r"__(\d+)_0\.distcp", info.relative_path)
+    assert found is not None, f"torch's writer names files otherwise: {info.relative_path}"
+    return int(found[1])
 
 
 def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
@@ -134,151 +157,119 @@ def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
         return crc, torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
 
 
-def _member(kind: Any, name: Any) -> Any:
-    """The member of torch's one enumeration in metadata; nothing else has its attributes looked up."""
-    if kind is not dcp._MEM_FORMAT_ENCODING or name not in kind.__members__:
-        raise Damaged(
-            f"{METADATA} looks up {name!r} of {kind!r}, which no checkpoint of tensors needs; do not trust it"
-        )
-    return kind[name]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's metadata of tensors, and nothing else that a pickle can name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The named class if it is one of torch's metadata; Damaged otherwise."""
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # by which Python up to 3.11.3 pickles members of an enumeration
-        if name not in _ALLOWED.get(module, ()):
-            raise Damaged(f"{METADATA} names {module}.{name}, which no checkpoint of tensors needs; do not trust it")
-        return super().find_class(module, name)
-
-
 class CheckedReader(FileSystemReader):
     """torch's reader of a folder that `manifest` describes; raises Damaged where a record is not what was written.
 
-    It takes types and shapes from the metadata and the values' place from the manifest, and unpickles no record.  So
-    values are read to where they belong, and checked there.
+    It takes types, shapes and the values' place from the manifest, and unpickles nothing.  So values are read to where
+    they belong, and checked there.
+
+    tensors: the names that are wanted.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, tensors: Sequence[str]) -> None:
         super().__init__(folder)
-        self._records = {
-            (name, offset): (length, crc, start)
-            for name, records in manifest.tensors.items()
-            for offset, length, crc, start in records
+        self._tensors = {name: manifest.tensors[name] for name in tensors}
+        self._shards = {
+            (name, shard.first): shard
+            for name, tensor in self._tensors.items()
+            for shard in tensor.shards
+            if 0 not in shard.sizes  # it may begin where another does
         }
-        self._shards: dict[tuple[str, torch.Size], tuple[torch.Size, torch.dtype]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """torch's metadata, by an unpickler that knows its classes alone."""
-        try:
-            with open(Path(self.path) / METADATA, "rb") as file:
-                found = _MetadataUnpickler(file).load()
-            assert isinstance(found, dcp.Metadata)
-        except Damaged:
-            raise
-        except Exception as error:  # a damaged pickle fails in many ways
-            raise Damaged(f"{METADATA} cannot be read ({error!r})") from error
-        return found
+        """What torch has to know of the tensors."""
+        found: dict[str, dcp.STORAGE_TYPES] = {}
+        for name, tensor in self._tensors.items():
+            chunks = [
+                dcp.ChunkStorageMetadata(torch.Size(shard.first), torch.Size(shard.sizes))
+                for shard in tensor.shards
+                if 0 not in shard.sizes
+            ]
+            properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
+            found[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return dcp.Metadata(found)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep type and shape of every shard."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, dcp.TensorStorageMetadata)
-            for chunk in tensor.chunks:
-                self._shards[name, chunk.offsets] = (chunk.sizes, tensor.properties.dtype)
+        """Nothing: the manifest is known."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for, file by file from front to back."""
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        by_rank: dict[int, list[tuple[Shard, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            by_file[self._checked(item).relative_path].append(item)
-        for name, items in by_file.items():
-            with open(Path(self.path) / name, "rb", buffering=0) as file:
-                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+            shard = self._shards[item.storage_index.fqn, cast(torch.Size, item.storage_index.offset)]
+            by_rank[shard.rank].append((shard, item))
+        for rank, items in by_rank.items():
+            with open_file(Path(self.path), file_of(rank)) as file:
+                for shard, item in sorted(items, key=lambda one: one[0].offset):
                     target = planner.resolve_tensor(item).detach()
-                    self._read(file, item, target)
+                    self._read(file, shard, item, target)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _checked(self, item: ReadItem) -> _StorageInfo:
-        """Where a shard lies by the metadata; Damaged if the manifest has no such record, or a smaller one."""
-        info: _StorageInfo = self.storage_data[item.storage_index]
-        length, _, start = self._records.get((info.relative_path, info.offset), (None, 0, 0))
-        sizes, dtype = self._shards[_place(item)]
-        if length != info.length or start + math.prod(sizes) * dtype.itemsize > length:
-            raise Damaged(
-                f"{info.relative_path} at byte {info.offset}: {METADATA} tells of a record that the manifest does not"
-            )
-        return info
-
-    def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
+    def _read(self, file: io.FileIO, shard: Shard, item: ReadItem, target: Tensor) -> None:
         """Read a shard into a tensor if it is the whole of it, else into memory of its own for a part of it."""
-        info = self.storage_data[item.storage_index]
-        sizes, dtype = self._shards[_place(item)]
-        whole = item.lengths == sizes and target.shape == sizes
+        name = item.storage_index.fqn
+        dtype = getattr(torch, self._tensors[name].dtype)
+        whole = item.lengths == shard.sizes and target.shape == shard.sizes
         if whole and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu":
-            self._read_values(file, info, target)
+            _read_values(file, shard, name, target)
             return
-        shard = torch.empty(sizes, dtype=dtype)
-        self._read_values(file, info, shard)
+        values = torch.empty(shard.sizes, dtype=dtype)
+        _read_values(file, shard, name, values)
         for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            shard = shard.narrow(dim, first, length)
-        target.copy_(shard)
-
-    def _read_values(self, file: BinaryIO, info: _StorageInfo, values: Tensor) -> None:
-        """Read a record's values into a contiguous tensor of their type, and check the whole record."""
-        length, crc, start = self._records[info.relative_path, info.offset]
-        inside = values.view(-1).view(torch.uint8).numpy().data
-        found = 0
-        file.seek(info.offset)
-        for part in (memoryview(bytearray(start)), inside, memoryview(bytearray(length - start - len(inside)))):
-            for at in range(0, len(part), _PIECE):
-                found = crc32(_fill(file, part[at : at + _PIECE]), found)
-        if found != crc:
-            raise Damaged(f"{info.relative_path} at byte {info.offset} is not what was written: its CRC-32 differs")
+            values = values.narrow(dim, first, length)
+        target.copy_(values)
 
 
-def _place(item: ReadItem) -> tuple[str, torch.Size]:
-    """The saved tensor's name, and where in it the shard begins."""
-    return item.storage_index.fqn, cast(torch.Size, item.storage_index.offset)
+def _read_values(file: io.FileIO, shard: Shard, name: str, values: Tensor) -> None:
+    """Read a record's values into a contiguous tensor of their type, and check the whole record and the values."""
+    flat = values.view(-1)
+    inside = flat.view(torch.uint8).numpy().data
+    after = shard.length - shard.start - len(inside)
+    crc, at, sums = crc32(_fill(file, memoryview(bytearray(shard.start)), shard.offset)), 0, []
+    for part in flat.split(_PIECE // flat.itemsize):  # each in the processor's cache for all three looks
+        piece = inside[at : at + part.nbytes]
+        crc, at = crc32(_fill(file, piece), crc), at + len(piece)
+        sums.append(part.sum())
+    if crc32(_fill(file, memoryview(bytearray(after))), crc) != shard.crc:
+        raise Damaged(f"{shard.file} at byte {shard.offset} is not what was written: its CRC-32 differs")
+    if not torch.stack(sums).isfinite().all():
+        raise Damaged(f"{name} has values that are not finite, in {shard.file}")
 
 
-def _fill(file: BinaryIO, into: memoryview) -> memoryview:
+def _fill(file: io.FileIO, into: memoryview, offset: int | None = None) -> memoryview:
     """Read until a buffer is full or the file ends; what the end leaves is caught by the CRC."""
+    if offset is not None:
+        file.seek(offset)
     got = 0
-    while got < len(into) and (read := file.readinto(into[got:])):  # type: ignore[attr-defined]
+    while got < len(into) and (read := file.readinto(into[got:])):
         got += read
     return into
 
 
-def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> None:
     """Read tensors in place, each by its name, from any layout; every process calls it.
 
+    manifest: what `check` gave, for a caller that reads tensor by tensor.
     UserError, before anything is read, if one is missing or has another shape.  Damaged, on every process, if the
     checkpoint is not what was written; some tensors may have been read by then.
     """
     folder = folder_of(save, iteration)
-    manifest = check(save, iteration)
-    reader = CheckedReader(folder, manifest)
-    saved = reader.read_metadata().state_dict_metadata
+    manifest = manifest or check(save, iteration)
     for name, tensor in tensors.items():
-        if name not in saved:
+        if name not in manifest.tensors:
             raise UserError(
                 f"{folder}: holds no {name}; it is a checkpoint of another model: match the model options "
                 "to its state.json"
             )
-        size = getattr(saved[name], "size", None)
-        if size is None or tuple(size) != tuple(tensor.shape):
+        if (shape := manifest.tensors[name].shape) != tuple(tensor.shape):
             raise UserError(
-                f"{folder}: {name} has shape {list(size or [])}, the model's is {list(tensor.shape)}; "
+                f"{folder}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}; "
                 "match the model options to its state.json"
             )
+    reader = CheckedReader(folder, manifest, list(tensors))
     try:
         with warnings.catch_warnings():  # torch says that a single process loads, as export means to
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

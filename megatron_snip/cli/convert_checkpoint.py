@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from megatron_snip import __version__, runtime
-from megatron_snip.checkpoint.manifest import check, naming, read_state
+from megatron_snip.checkpoint.manifest import Manifest, check, naming, read_state
 from megatron_snip.checkpoint.saver import Saver
-from megatron_snip.checkpoint.storage import CheckedReader, load_tensors
+from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
@@ -186,9 +186,9 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
         raise UserError(f"--load {load}: no checkpoint is there; give a folder of checkpoints, or an iter_ folder")
     state = read_state(folder, iteration)
     config = Config().replace(**saved_options(state, ("model", "training", "data", "precision", "parallel")))
-    reader = CheckedReader(folder / f"iter_{iteration:07d}", check(folder, iteration))
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    shapes = {name: tuple(saved[name].size) for name in saved if name.startswith(OURS)}
+    with naming(folder, iteration):
+        manifest = check(folder, iteration)
+    shapes = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(OURS)}
     dtype = dtype or ("bfloat16" if config.training.bf16 else "float32")
     entries = plan_entries(shapes, spec_of(config.model), DTYPES[dtype].itemsize, MOST_OF_A_FILE)
     count, total = entries[-1].file + 1, sum(entry.size for entry in entries)
@@ -208,7 +208,7 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
     aside.mkdir(parents=True)
     with tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
         for i, name in enumerate(names):
-            write_file(aside / name, [entry for entry in entries if entry.file == i], folder, iteration, dtype, bar)
+            write_file(aside / name, [entry for entry in entries if entry.file == i], folder, manifest, dtype, bar)
     if count > 1:
         places = {entry.theirs: names[entry.file] for entry in entries}
         write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
@@ -219,7 +219,7 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
     print(f"{hf}: {len(entries)} tensors of iteration {iteration} in {dtype}, {total / 1e9:.2f} GB")
 
 
-def write_file(path: Path, entries: Sequence[Entry], folder: Path, iteration: int, dtype: str, bar: Any) -> None:
+def write_file(path: Path, entries: Sequence[Entry], folder: Path, manifest: Manifest, dtype: str, bar: Any) -> None:
     """One file of an export."""
     try:
         from safetensors.torch import save_file
@@ -228,8 +228,8 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, iteration: in
     tensors = {}
     for entry in entries:
         tensor = torch.empty(entry.shape)
-        with naming(folder, iteration):
-            load_tensors(folder, iteration, {entry.ours: tensor})
+        with naming(folder, manifest.iteration):
+            load_tensors(folder, manifest.iteration, {entry.ours: tensor}, manifest)
         tensors[entry.theirs] = tensor.to(DTYPES[dtype])
         bar.update(entry.size)
     save_file(tensors, path, metadata={"format": "pt"})

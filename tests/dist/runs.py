@@ -114,7 +114,7 @@ def save_after(options: dict[str, Any], folder: Path, iterations: int) -> None:
         batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
         parts.stepper.step(batch, i)
     parts.train_loader.close()
-    saver = Saver(folder, config.checkpoint, parts.mesh, "run", 0)
+    saver = Saver(folder, config.checkpoint, parts.mesh, "0123456789abcdef", 0)
     saver.save(iterations, parts.tensors(), {"steps": parts.optimizer.steps}, finite=True, last=True)
     saver.close()
 

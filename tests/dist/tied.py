@@ -22,7 +22,7 @@ def train_between(options: dict[str, Any], folder: Path, first: int, last: int) 
     size = config.training.global_batch_size
     steps = [parts.stepper.step(parts.train_loader.batch(i * size), i + 1) for i in range(first, last)]
     parts.train_loader.close()
-    saver = Saver(folder, config.checkpoint, parts.mesh, "run", first)
+    saver = Saver(folder, config.checkpoint, parts.mesh, "0123456789abcdef", first)
     saver.save(last, parts.tensors(), {"steps": last}, finite=True, last=True)
     saver.close()
     tensors = {name: local_of(tensor).clone() for name, tensor in parts.tensors().items()}

@@ -66,7 +66,8 @@ def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(holder, tmp_path, monkeyp
 
 def elsewhere(folder, **changes):
     """A lock of another host."""
-    text = {"token": "t", "run_id": "theirs", "host": "node7", "pid": 1, "place": "another", "born": "1", **changes}
+    text = {"token": "t", "run_id": "theirs", "host": "node7", "pid": 1, "place": "another", "born": "1"}
+    text |= {"folder": folder.stat().st_ino, **changes}
     (folder / LOCK).write_text(json.dumps(text))
 
 
@@ -94,10 +95,27 @@ def test_an_id_that_another_process_has_now(tmp_path):
     mine.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
-def test_a_lock_that_cannot_be_read_is_stale(content, tmp_path, monkeypatch):
+NO_LOCKS = {
+    "empty": lambda path: path.write_text(""),
+    "cut": lambda path: path.write_text("{"),
+    "a list": lambda path: path.write_text("[]"),
+    "a number": lambda path: path.write_text("3"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "large": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
+    "other fields": lambda path: path.write_text('{"token": 1}'),
+    "escapes": lambda path: elsewhere(path.parent, host="\x1b[2J"),
+    "a huge process id": lambda path: elsewhere(path.parent, pid=1 << 80, place=lock_module._place()),
+    "no process id": lambda path: elsewhere(path.parent, pid="1", place=lock_module._place()),
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_LOCKS)
+def test_a_lock_that_cannot_be_read_is_stale(what, tmp_path, monkeypatch):
     monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.3)
-    (tmp_path / LOCK).write_text(content)
+    NO_LOCKS[what](tmp_path / LOCK)
+    assert lock_module.living_holder(tmp_path) == ""
     mine = FolderLock(tmp_path, "mine")
     assert mine.held()
     mine.release()

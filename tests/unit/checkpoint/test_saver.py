@@ -23,7 +23,7 @@ from megatron_snip.checkpoint.manifest import (
     tracked_iteration,
 )
 from megatron_snip.checkpoint.saver import MOST_FAILED
-from tests.unit.checkpoint.conftest import loaded, tensors
+from tests.unit.checkpoint.conftest import ANOTHER, RUN, loaded, tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -148,14 +148,21 @@ def test_old_ones_are_deleted_as_asked(save, tmp_path):
     assert iterations(tmp_path) == [12, 11, 10, 8, 4], "nothing goes for one that cannot be continued"
     save(tmp_path, 13, 1.0, keep_last=2)
     assert iterations(tmp_path) == [13, 11], "nor does that one count"
-    save(tmp_path, 14, 1.0, keep_last=1, run_id="another")
+    save(tmp_path, 14, 1.0, keep_last=1, run_id=ANOTHER)
     assert iterations(tmp_path) == [14, 13, 11], "others' checkpoints stay"
+
+
+def test_what_could_not_be_read_again_is_not_saved(saver, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver_module, "MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="bytes, and at most 100 are read.*, and the run ends with it"):
+        saver(tmp_path).save(1, tensors(1.0), state_of(1, 1.0) | {"more": "." * 100}, finite=True, last=True)
+    assert iterations(tmp_path) == []
 
 
 def test_going_back_puts_later_ones_aside(saver, save, tmp_path):
     for iteration in (2, 4, 6):
         save(tmp_path, iteration, 1.0)
-    (tmp_path / "iter_0000006.writing-run").mkdir()
+    (tmp_path / f"iter_0000006.writing-{RUN}").mkdir()
     saver(tmp_path, start=2)
     left = names(tmp_path)
     assert left[:1] == ["iter_0000002"] and left[-2:] == [TRACKER, LOCK]
@@ -214,6 +221,76 @@ def test_too_many_failed_saves_end_the_run(async_save, saver, tmp_path, monkeypa
     assert names(tmp_path) == [LOCK], "what was written of them would keep the disk full"
 
 
+def disk(monkeypatch, folder: Path, room: int, *, tells: bool = True) -> None:
+    """A disk with room for a number of checkpoints like those in the folder; it `tells` what is free, or only fails."""
+    size = read_manifest(folder / "iter_0000001").size
+
+    def free() -> int:
+        return (room - len(iterations(folder))) * size + 100
+
+    def full(self, *args):
+        if free() < size:
+            raise OSError(28, "No space left on device", str(self.path))
+        return write(self, *args)
+
+    write = saver_module.CheckedWriter.write_data
+    monkeypatch.setattr(saver_module.CheckedWriter, "write_data", full)
+    usage = SimpleNamespace(free=free() if tells else 1 << 60)
+    kept = {key: getattr(saver_module.shutil, key) for key in ("rmtree",)}
+
+    def disk_usage(path):
+        usage.free = free() if tells else 1 << 60
+        return usage
+
+    monkeypatch.setattr(saver_module, "shutil", SimpleNamespace(**kept, disk_usage=disk_usage))
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["free space is told", "a quota is not told"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_room_is_made_for_a_save_that_does_not_fit(async_save, tells, saver, tmp_path, monkeypatch, caplog):
+    """With --keep-last, by deleting what it would delete after the save, and no more than one whole one is kept."""
+    one = saver(tmp_path, async_save=async_save, keep_last=2)
+
+    def save(iteration: int, *, last: bool = False) -> None:
+        one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=last)
+        one.wait_copied()
+
+    for iteration in (1, 2):
+        save(iteration)
+    one.wait()
+    disk(monkeypatch, tmp_path, 2, tells=tells)
+    save(3)
+    if async_save and not tells:  # it is found in the background, and the next save has room
+        save(4)
+    one.wait()
+    newest_one = iterations(tmp_path)[0]
+    assert iterations(tmp_path) in ([3, 2], [4, 2]) and loaded(tmp_path)[0] == newest_one
+    save(5, last=True)
+    assert iterations(tmp_path) == [5, newest_one], "the last one of a run is tried again at once"
+    assert "deleted iteration 1 " in caplog.text and "to make room" in caplog.text
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_no_room_is_made_of_the_last_whole_one(tells, saver, save, tmp_path, monkeypatch, caplog):
+    """Nor of other runs', of those that --keep-every keeps, or without --keep-last.  A damaged one stays, uncounted."""
+    save(tmp_path, 1, 1.0, run_id=ANOTHER)
+    for iteration in (2, 3, 4, 5):
+        save(tmp_path, iteration, float(iteration))
+    save(tmp_path, 6, 6.0, run_id=ANOTHER)  # is no reason to let go of ours
+    (tmp_path / "iter_0000005/__0_0.distcp").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        disk(patch, tmp_path, 1, tells=tells)
+        for options in ({}, {"keep_last": 2, "keep_every": 2}, {"keep_last": 1}):
+            one = saver(tmp_path, **options)
+            with pytest.raises(ValueError, match="No space left on device.*, and the run ends with it"):
+                one.save(7, tensors(7.0), state_of(7, 7.0), finite=True, last=True)
+            one.close()
+            left = {(): [6, 5, 4, 3, 2, 1], (2,): [6, 5, 4, 2, 1], (1,): [6, 5, 4, 1]}[tuple(options.values())[:1]]
+            assert iterations(tmp_path) == left, options
+    save(tmp_path, 7, 7.0, keep_last=1)
+    assert loaded(tmp_path) == (7, 7.0, 7.0) and iterations(tmp_path) == [7, 6, 5, 1]
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_bug_of_ours_is_no_failed_write(async_save, saver, tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "write_atomic", lambda path, text: [].no_such_name)
@@ -241,8 +318,8 @@ def test_a_manifest_tells_what_is_there(save, tmp_path):
     save(tmp_path, 5, 1.0)
     folder = tmp_path / "iter_0000005"
     found = read_manifest(folder)
-    assert found.run_id == "run" and found.layout == {"tp": 1, "pp": 1, "dp": 1}
-    assert names(folder) == sorted(["manifest.json", *found.small, *found.tensors])
+    assert found.run_id == RUN and found.layout == {"tp": 1, "pp": 1, "dp": 1}
+    assert names(folder) == sorted(["manifest.json", *found.small, *found.sizes()])
     assert found.size == sum((folder / name).stat().st_size for name in names(folder) if name != "manifest.json")
     assert json.loads((folder / "manifest.json").read_text())["version"] == VERSION
     assert torch.equal(tensors(1.0)["model.a"], torch.ones(30, 4))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from pathlib import Path, PosixPath
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_snip.checkpoint.manifest import read_state
+from megatron_snip.cli.convert_checkpoint import export_hf
 from megatron_snip.train import run_state, setup
 from megatron_snip.train.guard import go_back
+from tests.unit.checkpoint.conftest import poison
 
 
 def losses(rows: list[dict]) -> list[float]:
@@ -87,6 +89,25 @@ def flip(path: Path) -> None:
 
 def shard(saves: Path, iteration: int) -> Path:
     return saves / f"iter_{iteration:07d}/__0_0.distcp"
+
+
+@pytest.mark.parametrize("way", ["load", "finetune", "export", "go_back"])
+def test_what_torch_pickled_is_not_unpickled(way, train_here, tmp_path, monkeypatch):
+    """A crafted `.metadata` set an attribute on a class, and with that where the solver's process began to look."""
+    monkeypatch.delattr(PosixPath, "stranger", raising=False)
+    train_here(train_iters=2)
+    saves = tmp_path / "run/checkpoints"
+    poison(saves / "iter_0000002")
+    if way == "export":
+        pytest.importorskip("safetensors")
+        export_hf(str(saves), None, tmp_path / "out", dtype=None, dry_run=False)
+        assert (tmp_path / "out/model.safetensors").is_file()
+    elif way == "go_back":
+        assert go_back(SimpleNamespace(tensors=dict, stages={}), saves, 2)["iteration"] == 2
+    else:
+        more = {"finetune": True, "run_dir": str(tmp_path / "fine")} if way == "finetune" else {}
+        assert len(train_here(train_iters=3, load=str(saves), **more)) == 3
+    assert not hasattr(PosixPath, "stranger")
 
 
 def test_the_newest_checkpoint_that_verifies_is_taken(train_here, tmp_path, caplog):
