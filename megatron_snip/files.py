@@ -47,7 +47,8 @@ _WAYS_OUT = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 _TEMPORARY = ".tmp"
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+#: What stands for a byte in a text that is not UTF-8; no JSON or TOML file may have it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
@@ -163,7 +164,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     for pair in pairs:
         for part in pair:
-            if isinstance(part, str) and not part.isascii() and (half := _HALF_PAIR.search(part)):
+            if isinstance(part, str) and not part.isascii() and (half := HALF_PAIR.search(part)):
                 raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -175,7 +176,7 @@ def toml_value(value: str | bool | int | float) -> str:
     """A value as TOML; UserError for text that is not Unicode, as the name of a file may be."""
     if not isinstance(value, str):
         return json.dumps(value)
-    if half := _HALF_PAIR.search(value):
+    if half := HALF_PAIR.search(value):
         raise UserError(f"{value!r} has {half[0]!r}, which is no character; give a name in UTF-8")
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogate pairs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+import zlib
 
 import pytest
 import torch
@@ -51,16 +52,16 @@ def theirs(folder, model_type="llama", **more):
 
 
 def forge(folder, **data):
-    """Other options of the data in a checkpoint's state.json, with the checksum that goes with them."""
+    """Other options of the data in a checkpoint's state.json, with the checksums that go with them."""
     iteration = folder / "iter_0000000"
-    text = (iteration / "state.json").read_text()
-    state = json.loads(text)
+    state, body = (json.loads((iteration / name).read_text()) for name in ("state.json", "manifest.json"))
     state["config"]["data"] |= data
-    (iteration / "state.json").write_text(json.dumps(state))
-    manifest = (iteration / "manifest.json").read_text()
-    old, new = (hashlib.sha256(each.encode()).hexdigest() for each in (text, json.dumps(state)))
-    assert old in manifest
-    (iteration / "manifest.json").write_text(manifest.replace(old, new))
+    text = json.dumps(state)
+    (iteration / "state.json").write_text(text)
+    body["small"]["state.json"] = [len(text), zlib.crc32(text.encode())]
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (iteration / "manifest.json").write_text(json.dumps({**body, "sha256": digest}))
 
 
 def imported(tmp_path, **more):
