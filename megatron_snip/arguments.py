@@ -16,7 +16,7 @@ from typing import Any
 import megatron_snip.config
 from megatron_snip.config import Config, check_names, option_groups
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_toml, read_file, shown
+from megatron_snip.files import HALF_PAIR, parse_toml, read_file, shown
 from megatron_snip.megatron_options import without_megatrons
 
 #: What a first run is about, after --config.
@@ -126,6 +126,8 @@ def _check_texts(config: Config) -> None:
                 raise UserError(f"{option} is empty; give it a value, or leave it out")
             if isinstance(text, str) and "\0" in text:
                 raise UserError(f"{option} {text!r} has a NUL character; leave that out")
+            if isinstance(text, str) and HALF_PAIR.search(text):  # no JSON file could keep it
+                raise UserError(f"{option} {text!r} is not UTF-8; rename it, or set LC_ALL=C.UTF-8 where it is")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

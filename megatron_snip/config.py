@@ -109,7 +109,7 @@ class TrainingConfig:
     lr_warmup_samples: int = 0  # The same in sequences, with train-samples.
     lr_warmup_fraction: Optional[float] = None  # The same as a fraction of the decay (lr-decay-iters).
     lr_warmup_init: float = 0.0  # Learning rate at which the warm-up starts.
-    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay; by default a tenth.
+    lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay.
     lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
     weight_decay: float = 0.01  # Decoupled weight decay of matrices; norms have none.

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_snip.errors import UserError
 
@@ -47,7 +47,8 @@ _WAYS_OUT = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 _TEMPORARY = ".tmp"
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+#: What stands for a byte in a text that is not UTF-8; no JSON or TOML file may have it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
@@ -119,18 +120,30 @@ def check_folder(option: str, path: Path) -> None:
         raise UserError(f"{option} {path} cannot be written ({error.strerror}: {nearest}); {way_out}") from None
 
 
-def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most ``most`` bytes.  UserError names the file and says why it is none."""
+@contextmanager
+def open_file(path: str | os.PathLike[str], what: str, way_out: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading.  UserError names the file and says why it is none."""
     try:
         # A pipe would wait for a writer that may never come.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            kind = _KINDS.get(stat.S_IFMT(os.fstat(stream.fileno()).st_mode))
-            data = b"" if kind else stream.read(most + 1)
+        stream = open(  # noqa: SIM115 - closed below; what the caller does has errors of its own
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        )
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot read the {what} ({reason}); {way_out}") from None
-    if kind:
-        raise UserError(f"{path}: cannot read the {what} (it is {kind}, not a file); {way_out}")
+    with stream:
+        if kind := _KINDS.get(stat.S_IFMT(os.fstat(stream.fileno()).st_mode)):
+            raise UserError(f"{path}: cannot read the {what} (it is {kind}, not a file); {way_out}")
+        yield stream
+
+
+def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file of at most ``most`` bytes.  UserError names the file and says why it is none."""
+    with open_file(path, what, way_out) as stream:
+        try:
+            data = stream.read(most + 1)
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the {what} ({error.strerror}); {way_out}") from None
     if len(data) > most:
         raise UserError(f"{path}: this {what} has more than {most >> 20} MiB; {way_out}")
     return data
@@ -151,12 +164,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     for pair in pairs:
         for part in pair:
-            if isinstance(part, str) and not part.isascii() and (half := _HALF_PAIR.search(part)):
+            if isinstance(part, str) and not part.isascii() and (half := HALF_PAIR.search(part)):
                 raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise UserError(f"key {shown(counts.most_common(1)[0][0])} appears twice")
     return found
+
+
+def toml_value(value: str | bool | int | float) -> str:
+    """A value as TOML; UserError for text that is not Unicode, as the name of a file may be."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if half := HALF_PAIR.search(value):
+        raise UserError(f"{value!r} has {half[0]!r}, which is no character; give a name in UTF-8")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogate pairs
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:

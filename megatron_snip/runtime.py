@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import logging
 import os
 import platform
@@ -259,6 +260,8 @@ def set_up_logging(rank: int) -> None:
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     LOGGER.propagate = False
+    if isinstance(sys.stdout, io.TextIOWrapper):  # under LC_ALL=C a line less would end the run
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

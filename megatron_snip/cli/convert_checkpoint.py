@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
@@ -33,9 +34,8 @@ from megatron_snip.checkpoint.manifest import Manifest, check, naming, read_stat
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig, Config
-from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, path_word
+from megatron_snip.files import check_output, path_word, toml_value
 from megatron_snip.interop.huggingface import (
     check_weights,
     hf_config,
@@ -44,6 +44,7 @@ from megatron_snip.interop.huggingface import (
     model_options,
 )
 from megatron_snip.interop.sentencepiece_json import tokenizer_files
+from megatron_snip.interop.tokenizer_files import TOKENIZER, copy_tokenizer, read_files, write_files
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
@@ -52,12 +53,6 @@ from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.train.run_folder import find_checkpoint, saved_options
 
-#: Files of a Hugging Face folder that travel with the weights.
-TOKENIZER = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja",
-)  # fmt: skip
-GENERATION = "generation_config.json"
 PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
 #: What our checkpoints put before a weight's name.
 OURS = "model."
@@ -86,13 +81,6 @@ class _Lazy(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._read(index.fqn)
-
-
-def copy_files(source: Path, names: Sequence[str], target: Path) -> None:
-    """Copy those of the named files that are there."""
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize: int, most: int) -> list[Entry]:
@@ -128,7 +116,8 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
             f"--hf {hf} holds no model (config.json with .safetensors files); give the folder of a Hugging Face model"
         )
     options = model_options(hf)
-    if any((hf / name).is_file() for name in TOKENIZER):  # copied below
+    beside = read_files(hf)
+    if beside.keys() & set(TOKENIZER):  # written below
         options |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(save.resolve())}
     config = Config().replace(**options)
     spec = spec_of(config.model)
@@ -145,15 +134,12 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
         return
     if save.exists() and any(save.iterdir()):
         raise UserError(f"--save {save} is not empty; give a new folder")
-    not_finite: list[str] = []
     saver = Saver(save, CheckpointConfig(), mesh, secrets.token_hex(8), 0)
     with tqdm(total=2 * total, unit="B", unit_scale=True, desc="import") as bar:  # looked at, then written
 
         def read(name: str) -> Tensor:
             tensor = torch.empty(shapes[name])
             load_hf(hf, {name.removeprefix(OURS): tensor}, spec)
-            if not tensor.isfinite().all():
-                not_finite.append(spec.hf_name(name.removeprefix(OURS)))
             bar.update(tensor.nbytes)
             return tensor
 
@@ -162,18 +148,22 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
             "nan_iterations": 0, "config": config.to_dict(), "snip": None, "weights_alone": True,
         }  # fmt: skip
         places = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # no memory
-        saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
+        try:
+            saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
+        except CheckpointException as error:
+            saver.close()
+            shutil.rmtree(save)  # it was empty
+            first, _ = error.failures[0]
+            raise first if isinstance(first, UserError) else error from error
     saver.close()
     runtime.stop()
-    if not_finite:
-        raise UserError(f"{hf}: {not_finite[0]} is not finite, so nothing can load {save}; give another model")
-    copy_files(hf, [*TOKENIZER, GENERATION], save)
+    write_files(beside, save)
     if behind:
         print(
             f"{hf}: {len(behind)} tensors do not belong to the model that its config.json describes, and are left out, "
             f"such as {behind[0]}", file=sys.stderr,
         )  # fmt: skip
-    write_atomic(save / "model.toml", "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
+    write_atomic(save / "model.toml", "".join(f"{key} = {toml_value(value)}\n" for key, value in options.items()))
     print(
         f"{save}: {len(rows)} tensors; next: pretrain_llama.py --config {save}/model.toml --load {save} --finetune ..."
     )
@@ -246,45 +236,38 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
         older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     spec = spec_of(config.model)
     about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
-    write_json(hf / "config.json", {**about, **settings, **older, **ends_of(config)})
-    if (tokenizer := config.data.tokenizer_model) is not None:
-        source = Path(tokenizer)
-        if source.is_dir():
-            copy_files(source, [*TOKENIZER, GENERATION], hf)
-        elif source.is_file():
-            write_tokenizer(source, hf)
-        else:
-            print(f"the tokenizer {source} no longer exists; copy it to {hf.name} by hand", file=sys.stderr)
+    write_json(hf / "config.json", {**about, **settings, **older, **write_tokenizer(config, hf)})
     plan = (state.get("snip") or {}).get("plan")
     if plan is not None:
         write_json(hf / PLAN, plan)
     write_atomic(hf / "README.md", card(config, state, plan))
 
 
-def ends_of(config: Config) -> dict[str, int | None]:
-    """BOS and EOS of the tokenizer; None where it is not there, or transformers would take 1 and 2."""
-    d, found = config.data, dict[str, int | None](bos_token_id=None, eos_token_id=None)
-    if d.tokenizer_model is not None and Path(d.tokenizer_model).exists():
-        try:
-            tokenizer = build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size)
-            found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
-        except UserError as error:
-            print(f"config.json names no EOS: {error}", file=sys.stderr)
-    return found
+def write_tokenizer(config: Config, hf: Path) -> dict[str, int | None]:
+    """The run's tokenizer, in the form that transformers reads as the same tokens; returns its BOS and EOS.
 
-
-def write_tokenizer(source: Path, hf: Path) -> None:
-    """A tokenizer of one file, by the name and in the form that transformers reads as the same tokens."""
-    if source.suffix == ".json":
-        copy_files(source.parent, ["tokenizer_config.json", "special_tokens_map.json"], hf)
-        shutil.copyfile(source, hf / "tokenizer.json")
-        return
-    shutil.copyfile(source, hf / "tokenizer.model")
+    They are None where it is not there, or transformers would take 1 and 2.
+    """
+    d, ends = config.data, dict[str, int | None](bos_token_id=None, eos_token_id=None)
+    if d.tokenizer_model is None:
+        return ends
+    source = Path(d.tokenizer_model)  # the checkpoint says it, and may be a stranger's
+    if not source.exists():
+        print(f"the tokenizer {source} no longer exists; copy it to {hf.name} by hand", file=sys.stderr)
+        return ends
     try:
-        for name, value in tokenizer_files(source).items():
-            write_json(hf / name, value)
+        tokenizer = copy_tokenizer(d.tokenizer_type, source, hf)
     except UserError as error:
-        print(f"{error}: transformers may read {hf.name} with other tokens than the model's", file=sys.stderr)
+        print(f"no tokenizer is written, and config.json names no EOS: {error}", file=sys.stderr)
+        return ends
+    print(f"the tokenizer is a copy of {source.resolve()}, which the checkpoint names")
+    if source.is_file() and d.tokenizer_type != "HuggingFaceTokenizer":
+        try:
+            for name, value in tokenizer_files(hf / "tokenizer.model").items():
+                write_json(hf / name, value)
+        except UserError as error:
+            print(f"{error}: transformers may read {hf.name} with other tokens than the model's", file=sys.stderr)
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
 
 
 def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str:

@@ -345,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if plan is not None:
         check_plan(plan, config, here.device)
     tokenizer = build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size)
+    LOGGER.info(f"tokenizer: {d.tokenizer_model}")  # the checkpoint may name it
     bos = bos_of(own, tokenizer, hf=is_hf_folder(Path(own.model)))
     stage = make_model(config, start, plan, here)
     from megatron_snip.interop.lm_eval_model import SnipLM  # lm-eval is known to be here

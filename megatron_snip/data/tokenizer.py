@@ -7,13 +7,16 @@ is the last of its ``vocab_size`` ids, where Megatron adds one more, so that --v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_json, read_file
+from megatron_snip.files import open_file, parse_json, read_file, shown
 
+MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest have 40 MB
+#: Ids beyond a vocabulary's number of tokens, as models have some that are left free.
+_MOST_FREE = 1 << 16
 # What a lone tokenizer.json, which names no EOS, may call it.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<EOD>")
 
@@ -55,13 +58,9 @@ class SentencePieceTokenizer:
         if not model.is_file():
             raise UserError(f"--tokenizer-model {model} is not a file; give the sentencepiece .model file")
         self.processor = sentencepiece.SentencePieceProcessor()
-        try:
-            data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=1 << 28)
+        data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=MOST_BYTES)
+        with _told(f"--tokenizer-model {model} is not a sentencepiece model", "give another"):
             self.processor.LoadFromSerializedProto(data)
-        except RuntimeError as error:
-            raise UserError(
-                f"--tokenizer-model {model} is not a sentencepiece model ({error}); give another"
-            ) from error
         self.vocab_size: int = self.processor.vocab_size()
         self.eod: int = self.processor.eos_id()
         if self.eod < 0:
@@ -92,14 +91,14 @@ class TokenizerJson:
             import tokenizers
         except ImportError as error:
             raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(f"--tokenizer-model {path} is not a tokenizer.json ({error}); give another") from error
+        data = read_file(path, "tokenizer", "give another --tokenizer-model", most=MOST_BYTES)
+        with _told(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        self._path = path
         self._tokenizer.no_truncation()  # a file may ask for them, and documents would be cut or filled up
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.vocab_size = _size_of(vocabulary, path)
         named = _configured_eos(path.parent)
         candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
         if not candidates:
@@ -108,18 +107,49 @@ class TokenizerJson:
                 'name it as "eos_token" in a tokenizer_config.json beside it'
             )
         self.eod = vocabulary[candidates[0]]
-        self.bos = _first(lambda special: self._tokenizer.encode("a", add_special_tokens=special).ids)
+        self.bos = _first(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
-        # the same ids as encode's, without the places in the text, which take a fifth of the time
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """The ids of a text, without special tokens.  UserError where the tokenizer's own rules fail at it."""
+        return self._ids(False, text)
+
+    def _ids(self, special: bool, text: str = "a") -> list[int]:
+        with _told(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
+            # the same ids as encode's, without the places in the text, which take a fifth of the time
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
+
+
+class _told:
+    """What a tokenizer's library raises as a UserError of one line: many kinds, and Rust's panics are no Exception."""
+
+    def __init__(self, what: str, way_out: str) -> None:
+        self._what, self._way_out = what, way_out
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None or isinstance(error, (UserError, KeyboardInterrupt, SystemExit)):
+            return
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(f"{self._what} ({first[:300]}); {self._way_out}") from error
+
+
+def _size_of(vocabulary: Mapping[str, int], path: Path) -> int:
+    """One more than the largest id; UserError where it would make a model of tokens that do not exist."""
+    token, largest = max(vocabulary.items(), key=lambda each: each[1], default=("", -1))
+    if largest >= 2 * len(vocabulary) + _MOST_FREE:
+        raise UserError(
+            f"--tokenizer-model {path} gives {token[:40]!r} the id {largest}, and has {len(vocabulary)} tokens; "
+            "give another"
+        )
+    return largest + 1
 
 
 def _first(encode: Callable[[bool], list[int]]) -> int | None:
@@ -140,8 +170,10 @@ def _configured_eos(folder: Path) -> str | None:
         eos = settings.get("eos_token") if isinstance(settings, dict) else None
         if isinstance(eos, dict):
             eos = eos.get("content")
+        if not isinstance(eos, str | None):
+            raise UserError(f"{path}: eos_token is {shown(eos)}, not a token; correct the file")
         if eos:
-            return str(eos)
+            return eos
     return None
 
 
@@ -162,31 +194,42 @@ class TransformersTokenizer:
             raise UserError(
                 f"--tokenizer-model {path} holds no tokenizer (tokenizer.json or tokenizer.model); give one that does"
             )
-        try:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            _check_file(file)
+        way_out = "give a tokenizer.json, or a folder whose tokenizer needs no code of its own"
+        with _told(f"--tokenizer-model {path}: transformers cannot read it", way_out):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers raises many kinds
-            first = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"--tokenizer-model {path}: transformers cannot read it: {first}; give a tokenizer.json, or a folder "
-                "whose tokenizer needs no code of its own"
-            ) from error
+        self._path = path
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
-        self.vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1)
+        self.vocab_size = max(len(self._tokenizer), _size_of(self._tokenizer.get_vocab(), path))
         self.eod = int(self._tokenizer.eos_token_id)
-        self.bos = _first(lambda special: self._tokenizer.encode("a", add_special_tokens=special))
+        self.bos = _first(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        """The ids of a text, without special tokens.  UserError where the tokenizer's own rules fail at it."""
+        return self._ids(False, text)
+
+    def _ids(self, special: bool, text: str = "a") -> list[int]:
+        with _told(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
+
+
+def _check_file(path: Path) -> None:
+    """UserError for what transformers would wait for or read for long."""
+    if path.is_dir() or path.suffix not in (".json", ".model", ".txt", ".jinja"):
+        return
+    with open_file(path, "tokenizer", "give another --tokenizer-model") as file:
+        if file.seek(0, 2) > MOST_BYTES:
+            raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB; give another --tokenizer-model")
 
 
 class NullTokenizer:

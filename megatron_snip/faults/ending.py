@@ -65,7 +65,7 @@ class Ending:
         assert self.folder is not None
         with contextlib.suppress(OSError):  # then there are no stacks, but there is a run
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
+            self._file = self.path.open("a", encoding="utf-8")
             faulthandler.enable(self._file, all_threads=True)
 
     @property
@@ -162,7 +162,7 @@ class Ending:
             if self.folder is None:
                 raise OSError("no run folder yet")
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}, process {os.getpid()}\n{text}\n")
         except OSError:
             if lost_connection(error) is None:
@@ -171,7 +171,7 @@ class Ending:
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError, AssertionError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}, process {os.getpid()}: stacks\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

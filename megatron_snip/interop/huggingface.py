@@ -7,11 +7,13 @@ Source: transformers, models/llama and models/qwen3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_json, read_file
+from megatron_snip.files import open_file, parse_json, read_file, shown
+from megatron_snip.jsonfile import checked
 from megatron_snip.model.rotary import rotate
 from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend
@@ -36,13 +39,55 @@ _LLAMA3 = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
 }  # fmt: skip
-#: Numbers above 0 that a config.json may leave out, and those of them that it may set to null.
-_MAY_MISS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+#: Bytes of a config.json, and of all headers of a folder's safetensors: those of the largest models have 0.2 MB.
+_MOST_CONFIG, _MOST_HEADERS = 1 << 20, 1 << 24
+#: What weights may be stored in.
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Kinds of model whose attention in transformers is as `attention_of` computes it; of others nothing is assumed.
 _SAME_ATTENTION = ("llama", "qwen3")
 #: A tied model has the first alone; bytes of each that are compared at a time where both are there.
 _EMBEDDING, _OUTPUT, _COMPARED = "model.embed_tokens.weight", "lm_head.weight", 1 << 26
+#: A size; a number above 0.
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
+_T = TypeVar("_T")
+
+
+class _Kind(msgspec.Struct):
+    """The field of a config.json that says whether the others can be read."""
+
+    architectures: list[str] | None = None
+
+
+class _Rope(msgspec.Struct):
+    """The rotary embedding in a config.json; what only rope_type llama3 has may be missing."""
+
+    rope_theta: _Positive | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: _Positive | None = None
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    original_max_position_embeddings: _Size | None = None
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a config.json that are read; it has many more."""
+
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=9999)]
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    max_position_embeddings: _Size = 2048
+    rms_norm_eps: _Positive = 1e-6
+    rope_theta: _Positive | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    tie_word_embeddings: bool = False
+    quantization_config: Any = None
 
 
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
@@ -76,7 +121,7 @@ def is_hf_folder(folder: Path) -> bool:
         return False
     if any(folder.glob("*.safetensors")):
         return True
-    if b'"architectures"' in config.read_bytes():  # a run folder has a config.json, too
+    if b'"architectures"' in read_file(config, "configuration", "move it aside"):  # a run folder has a config.json, too
         raise UserError(
             f"{folder} holds the config.json of a model, but no .safetensors files; download them, or write the model "
             "with save_pretrained of transformers"
@@ -92,69 +137,67 @@ def model_options(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     known = {spec.architecture: spec for spec in MODELS.values()}
     way_out = f"give the folder of a {' or '.join(known)}"
-    try:
-        found = parse_json(read_file(path, "model's configuration", way_out, most=1 << 20))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from None
-    given = (found.get("architectures") or []) if isinstance(found, dict) else None
+    found = _found(path, way_out)
+    given = _checked(path, found, _Kind).architectures
     spec = next((known[name] for name in given or () if name in known), None)
     if spec is None:
-        raise UserError(f"{path}: architectures is {given}, and only {', '.join(known)} can be read; {way_out}")
+        raise UserError(f"{path}: architectures is {shown(given)}, and only {', '.join(known)} can be read; {way_out}")
     found = {**spec.defaults, **found}
     for key, wanted in spec.fixed.items():
         if found.get(key, wanted) != wanted:
-            raise UserError(f"{path}: {key} is {found[key]!r}, and this package supports only {wanted!r}; {way_out}")
-    if missing := [theirs for theirs in _SAME.values() if type(found.get(theirs)) is not int or found[theirs] < 1]:
-        raise UserError(f"{path}: {missing[0]} is {found.get(missing[0])!r}, not a number above 0; {way_out}")
-    if quantised := found.get("quantization_config"):
-        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            value = shown(found[key])
+            raise UserError(f"{path}: {key} is {value}, and this package supports only {wanted!r}; {way_out}")
+    fields = _checked(path, found, _Fields)
+    if quantised := fields.quantization_config:
+        kind = shown(quantised.get("quant_method") if isinstance(quantised, dict) else quantised).strip("'")
         raise UserError(f"{path}: the weights are quantised ({kind}); give the model's folder in BF16, FP16 or float32")
-    _check_entries(path, found)
-    if found.get("tie_word_embeddings"):
+    if fields.tie_word_embeddings:
         _refuse_other_output(folder)
-    options: dict[str, Any] = {"model_name": spec.name, **{ours: found[theirs] for ours, theirs in _SAME.items()}}
-    options["num_query_groups"] = found.get("num_key_value_heads") or options["num_attention_heads"]
-    options["kv_channels"] = found.get("head_dim") or options["hidden_size"] // options["num_attention_heads"]
-    options["max_position_embeddings"] = found.get("max_position_embeddings", 2048)
-    options["norm_epsilon"] = found.get("rms_norm_eps", 1e-6)
-    options["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
+    options: dict[str, Any] = {"model_name": spec.name}
+    options |= {ours: getattr(fields, theirs) for ours, theirs in _SAME.items()}
+    options["num_query_groups"] = fields.num_key_value_heads or fields.num_attention_heads
+    options["kv_channels"] = fields.head_dim or fields.hidden_size // fields.num_attention_heads
+    options["max_position_embeddings"] = fields.max_position_embeddings
+    options["norm_epsilon"] = fields.rms_norm_eps
+    options["untie_embeddings_and_output_weights"] = not fields.tie_word_embeddings
     options["make_vocab_size_divisible_by"] = math.gcd(options["vocab_size"], 128)
-    return options | _rope_options(path, found)
+    return options | _rope_options(path, fields)
 
 
-def _check_entries(path: Path, found: Mapping[str, Any]) -> None:
-    """UserError for an entry that may be left out, but not be this."""
-    for key in _MAY_MISS:
-        if key in found and not (found[key] is None and key in _MAY_BE_NULL):
-            _check_number(path, key, found[key], (int, float) if key == "rms_norm_eps" else (int,))
-    if type(tied := found.get("tie_word_embeddings", False)) is not bool:
-        raise UserError(f"{path}: tie_word_embeddings is {tied!r}, not true or false; correct the file")
+def _found(path: Path, way_out: str) -> dict[str, Any]:
+    """The object in a config.json."""
+    data = read_file(path, "model's configuration", way_out, most=_MOST_CONFIG)
+    try:
+        found = parse_json(data)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: it is {shown(found)}, not an object; {way_out}")
+    return found
 
 
-def _check_number(path: Path, key: str, value: object, kinds: tuple[type, ...] = (int, float)) -> None:
-    if type(value) not in kinds or not cast(float, value) > 0:
-        raise UserError(f"{path}: {key} is {value!r}, not a number above 0; correct the file")
+def _checked(path: Path, found: dict[str, Any], schema: type[_T]) -> _T:
+    try:
+        return checked(found, schema)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; correct the file") from None
 
 
-def _rope_options(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_options(path: Path, fields: _Fields) -> dict[str, Any]:
     """Options of the rotary embedding, which newer files have in one table and older ones in two places."""
-    name = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
-    rope: dict[str, Any] = found.get(name) or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: {name} is {rope!r}, not a table; correct the file")
-    base = rope.get("rope_theta") or found.get("rope_theta") or 10000.0
-    _check_number(path, "rope_theta", base)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope = fields.rope_parameters or fields.rope_scaling or _Rope()
+    base = float(rope.rope_theta or fields.rope_theta or 10000.0)
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
-        return {"rotary_base": float(base)}
+        return {"rotary_base": base}
     if kind != "llama3":
-        raise UserError(f"{path}: rope_type is {kind!r}, but only default and llama3 are supported; give another model")
-    if missing := [theirs for theirs in _LLAMA3.values() if theirs not in rope]:
+        raise UserError(
+            f"{path}: rope_type is {shown(kind)}, but only default and llama3 are supported; give another model"
+        )
+    scaling = {ours: getattr(rope, theirs) for ours, theirs in _LLAMA3.items()}
+    if missing := [theirs for ours, theirs in _LLAMA3.items() if scaling[ours] is None]:
         raise UserError(f"{path}: {missing[0]} of rope_type llama3 is missing; correct the file")
-    scaling = {ours: rope[theirs] for ours, theirs in _LLAMA3.items()}
-    for theirs in _LLAMA3.values():
-        _check_number(path, theirs, rope[theirs])
-    return {"rotary_base": float(base), "use_rope_scaling": True, **scaling}
+    return {"rotary_base": base, "use_rope_scaling": True, **scaling}
 
 
 def check_model(folder: Path, m: ModelConfig) -> None:
@@ -176,7 +219,7 @@ def check_model(folder: Path, m: ModelConfig) -> None:
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> list[str]:
-    """UserError unless a Hugging Face folder has every weight once, each by our name, in this shape.
+    """UserError unless a Hugging Face folder has every weight once, each by our name, in this shape and in floats.
 
     Returns what else is there, but for what a model of this kind can do without.
     """
@@ -190,6 +233,11 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
             raise UserError(
                 f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
+            )
+        if (dtype := saved[theirs].properties.dtype) not in _DTYPES:
+            raise UserError(
+                f"{folder}: {theirs} is stored in {str(dtype).removeprefix('torch.')}; give the model's folder in "
+                "BF16, FP16 or float32"
             )
     known = {*map(spec.hf_name, weights), _OUTPUT}  # of a tied model a copy
     return sorted(name for name in saved if name not in known and not name.endswith("rotary_emb.inv_freq"))
@@ -206,7 +254,8 @@ def _way_to(missing: str, saved: Mapping[str, Any]) -> str:
 def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Read weights in place, each by our name, sharded or whole; every process calls it and reads its own part alone.
 
-    UserError, before anything is read, for a missing tensor or one of another shape.
+    UserError, before anything is read, for a missing tensor or one of another shape or type; on every process for one
+    that is not finite.
     """
     check_weights(folder, weights, spec)
     theirs = {spec.hf_name(name): tensor for name, tensor in weights.items()}
@@ -214,19 +263,27 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> Non
         dcp_load(theirs, storage_reader=_reader(folder))
     except CheckpointException as error:  # a BaseException, the same on every process
         rank, (first, _) = min(error.failures.items())
+        if isinstance(first, UserError):
+            raise first from error
         raise UserError(f"{folder}: rank {rank} could not read it ({first}); check its files") from error
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """torch's description of every tensor; UserError if two files have the same."""
+    """torch's description of every tensor; UserError if two files have the same, or one holds a part of a tensor."""
     try:
-        found = dict(_reader(folder).read_metadata().state_dict_metadata)
         _file_of_each(folder)
-        return found
+        found = dict(_reader(folder).read_metadata().state_dict_metadata)
     except UserError:
         raise
     except Exception as error:  # safetensors has an error of its own for a damaged file
         raise UserError(f"{folder}: its .safetensors cannot be read ({error}); copy them again") from error
+    for name, tensor in found.items():
+        if len(tensor.chunks) != 1 or any(tensor.chunks[0].offsets):
+            raise UserError(
+                f"{folder}: {name} is a part of a tensor, as a process of a larger run saves it; write whole tensors "
+                "with save_pretrained of transformers"
+            )
+    return found
 
 
 def _file_of_each(folder: Path) -> dict[str, Path]:
@@ -234,7 +291,9 @@ def _file_of_each(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
     file_of: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    _check_headers(folder, paths)
+    for path in paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 if name in file_of:
@@ -244,6 +303,20 @@ def _file_of_each(folder: Path) -> dict[str, Path]:
                     )
                 file_of[name] = path
     return file_of
+
+
+def _check_headers(folder: Path, paths: Sequence[Path]) -> None:
+    """UserError for a file that would make safetensors wait, and for headers that take long to read."""
+    total = 0
+    for path in paths:
+        with open_file(path, "weights", "copy them again") as file:
+            start = file.read(8)
+        total += struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if total > _MOST_HEADERS:
+            raise UserError(
+                f"{folder}: the headers of its .safetensors say that they have more than {_MOST_HEADERS >> 20} MiB, "
+                f"{path.name}'s too; copy them again"
+            )
 
 
 def _refuse_other_output(folder: Path) -> None:
@@ -278,7 +351,18 @@ def _reader(folder: Path) -> Any:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     except ImportError as error:
         raise UserError(f"{folder}: reading it needs {error.name}; pip install 'megatron_snip[hf]'") from None
-    return HuggingFaceStorageReader(str(folder))
+
+    class Reader(HuggingFaceStorageReader):
+        """torch's, which also refuses what is not finite: what one process raises here, all processes raise."""
+
+        def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+            super()._process_read_request(f, req, planner)
+            read = planner.resolve_tensor(req).detach()
+            # of the tensor itself no copy is made, however large it is; NaN shows in both
+            if read.numel() and not all(end.isfinite() for end in read.aminmax()):
+                raise UserError(f"{folder}: {req.storage_index.fqn} is not finite; give another model")
+
+    return Reader(str(folder))
 
 
 def attention_of(model: nn.Module, length: Callable[[int], int]) -> dict[int, Attend] | None:

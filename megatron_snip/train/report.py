@@ -48,7 +48,7 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     facts, notes = rows_of(summary_of(run)), [note for one in (run, *rest) for note in one.notes]
     text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
     path = file or run.path / "report.html"
-    write_atomic(path, text)
+    write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may be no UTF-8
     return path
 
 

@@ -30,7 +30,7 @@ class _Spans:
 
     warmup: float  # a fraction of the decay need not be whole
     decay: int  # from 0 on, warm-up included
-    wsd: int  # the end of the decay
+    wsd: int  # the end of the decay, where it is WSD's
     training: int
 
 
@@ -42,7 +42,7 @@ def _spans(t: TrainingConfig) -> _Spans:
         unit, training, warmup = t.global_batch_size, t.train_iters, float(t.lr_warmup_iters)
         decay, wsd = t.lr_decay_iters or training, t.lr_wsd_decay_iters
     warmup = warmup * unit if t.lr_warmup_fraction is None else t.lr_warmup_fraction * (decay * unit)
-    return _Spans(warmup, decay * unit, (wsd or max(1, decay // 10)) * unit, training * unit)
+    return _Spans(warmup, decay * unit, (wsd or 0) * unit, training * unit)
 
 
 def learning_rate(t: TrainingConfig, samples: int) -> float:
@@ -133,6 +133,9 @@ def check_schedule(t: TrainingConfig) -> None:
             raise UserError(
                 f"--lr-wsd-decay-{unit} is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
             )
+    wsd = "lr_wsd_decay_iters" if t.train_samples is None else "lr_wsd_decay_samples"
+    if t.lr_decay_style == "WSD" and getattr(t, wsd) is None:
+        raise UserError(f"--lr-decay-style WSD needs --{wsd.replace('_', '-')}, how long it decays at the end; give it")
     ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
     if style == "constant" and ends != (None, None):
         raise UserError(

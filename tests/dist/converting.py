@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_snip import runtime
+from megatron_snip.errors import UserError
 from megatron_snip.train import run_folder
 from megatron_snip.train.step import Stepper
 from tests.dist.runs import make, train_run
@@ -24,6 +25,15 @@ def convert(*words: str) -> str:
     try:
         convert_checkpoint.main(words)
     except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused(options: dict[str, Any]) -> str:
+    """What a run refuses, on every process."""
+    try:
+        train_run(options)
+    except UserError as error:
         return str(error)
     return ""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
+import zlib
 
 import pytest
 import torch
 
 from megatron_snip.data.tokenizer import build_tokenizer
-from tests.dist.converting import collect, convert, first_batch, logits_of, told, tokenizer_files, warned
+from megatron_snip.interop.huggingface import model_options
+from tests.dist.converting import collect, convert, first_batch, logits_of, refused, told, tokenizer_files, warned
 from tests.dist.harness import run_ranks
 from tests.dist.runs import train_run
 
@@ -46,6 +49,19 @@ def theirs(folder, model_type="llama", **more):
             torch.nn.init.normal_(p, mean=1.0, std=0.3)
     model.save_pretrained(folder, max_shard_size="1MB")
     return model
+
+
+def forge(folder, **data):
+    """Other options of the data in a checkpoint's state.json, with the checksums that go with them."""
+    iteration = folder / "iter_0000000"
+    state, body = (json.loads((iteration / name).read_text()) for name in ("state.json", "manifest.json"))
+    state["config"]["data"] |= data
+    text = json.dumps(state)
+    (iteration / "state.json").write_text(text)
+    body["small"]["state.json"] = [len(text), zlib.crc32(text.encode())]
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (iteration / "manifest.json").write_text(json.dumps({**body, "sha256": digest}))
 
 
 def imported(tmp_path, **more):
@@ -140,9 +156,9 @@ def test_a_dry_run_tells_and_writes_nothing(tmp_path):
     [
         ({"architectures": ["MixtralForCausalLM"]}, "architectures is ['MixtralForCausalLM'], and only Llama"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"hidden_size": None}, "hidden_size is None, not a number above 0"),
+        ({"hidden_size": None}, "hidden_size is None: expected int, got null; correct the file"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_type llama3 is missing"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "config.json: factor of rope_type llama3 is missing"),
         ({"intermediate_size": 512}, "gate_proj.weight has shape [256, 128], the model's is [512, 128]"),
     ],
 )
@@ -183,7 +199,67 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
         model.model.norm.weight[3] = float("nan")
     model.save_pretrained(tmp_path / "nan")
     words = ("import", "--hf", str(tmp_path / "nan"), "--save", str(tmp_path / "nan_in"))
-    assert "model.norm.weight is not finite, so nothing can load" in run_ranks(convert, 1, *words)[0]
+    (said,) = run_ranks(convert, 1, *words)
+    assert said == f"{tmp_path}/nan: model.norm.weight is not finite; give another model"
+    assert not (tmp_path / "nan_in").exists()
+
+
+def test_every_process_refuses_a_weight_that_one_finds_not_finite(tmp_path):
+    """Each reads its own part alone, and the part of the second has it."""
+    model = theirs(tmp_path / "hf", **CASES["small"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[255, 3] = float("inf")
+    model.save_pretrained(tmp_path / "inf")
+    options = {
+        **model_options(tmp_path / "inf"), **TP2, "load": str(tmp_path / "inf"), "run_dir": str(tmp_path / "run"),
+        "seq_length": 128, "lr_warmup_iters": 1, "make_vocab_size_divisible_by": 4,
+    }  # fmt: skip
+    said = f"{tmp_path}/inf: model.layers.1.mlp.up_proj.weight is not finite; give another model"
+    assert run_ranks(refused, 2, options) == [said, said]
+
+
+def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path):
+    """Its state.json says where the tokenizer is, and a checksum in its manifest is its maker's."""
+    imported(tmp_path, **CASES["small"])
+    (tmp_path / "id_rsa").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nsecret\n")
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys/tokenizer.json").write_text('{"token": "secret"}')
+    for number, (kind, path) in enumerate(
+        [("Llama2Tokenizer", "id_rsa"), ("HuggingFaceTokenizer", "id_rsa"), ("HuggingFaceTokenizer", "keys")]
+    ):
+        forge(tmp_path / "in", tokenizer_type=kind, tokenizer_model=str(tmp_path / path))
+        out = tmp_path / f"out{number}"
+        ((problem, said),) = run_ranks(warned, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(out))
+        assert problem == "" and f"no tokenizer is written, and config.json names no EOS: --tokenizer-model {tmp_path}" in said
+        assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+        assert not any(b"secret" in path.read_bytes() for path in out.iterdir())
+    files = tokenizer_files(tmp_path)
+    forge(tmp_path / "in", tokenizer_type="Llama2Tokenizer", tokenizer_model=str(files["SentencePieceTokenizer"]))
+    (said,) = run_ranks(told, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
+    assert f"the tokenizer is a copy of {files['SentencePieceTokenizer']}, which the checkpoint names" in said
+    assert (tmp_path / "out/tokenizer.model").read_bytes() == files["SentencePieceTokenizer"].read_bytes()
+
+
+def test_import_follows_no_link_out_of_the_folder(tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    (tmp_path / "secret").write_text('{"token": "secret"}')
+    (tmp_path / "hf/tokenizer.json").symlink_to("../secret")
+    (said,) = run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in"))
+    assert f"{tmp_path}/hf/tokenizer.json is a link out of its folder, to {tmp_path}/secret; put a copy" in said
+    assert not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize("name", ["ck\N{ROCKET}", 'a "b" \\ \t\x7f\x01\u00e9'])
+def test_a_folder_of_any_name_has_options_that_can_be_read(name, tmp_path):
+    theirs(tmp_path / "hf", **CASES["small"])
+    files = tokenizer_files(tmp_path)
+    for path in files["HuggingFaceTokenizer"].iterdir():
+        path.rename(tmp_path / "hf" / path.name)
+    save = tmp_path / name
+    assert run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(save)) == [""]
+    assert tomllib.loads((save / "model.toml").read_text("utf-8"))["tokenizer_model"] == str(save)
+    options = {"seq_length": 128, "mock_data": True, "run_dir": str(tmp_path / "run"), "train_iters": 1, "lr_warmup_iters": 0}
+    run_ranks(train_run, 1, {**tomllib.loads((save / "model.toml").read_text("utf-8")), **options, "load": str(save), "finetune": True})
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_snip import config as config_module
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config, option_groups
+from megatron_snip.errors import UserError
 
 #: Words of the command line -> value; every option stands here once (checked below).
 WORDS = {
@@ -356,3 +358,10 @@ def test_many_dots_in_a_value_are_no_key(tmp_path):
     path = tmp_path / "options.toml"
     path.write_text('data_path = ["data/v1.2.3.4", "a.b.c"]\n[model]\nnum_layers = 2\n')
     assert parse(["--config", str(path)]).data.data_path == ("data/v1.2.3.4", "a.b.c")
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--save", "--tokenizer-model", "--wandb-exp-name"])
+def test_a_name_that_is_not_utf_8_is_refused(option):
+    """JSON files could not hold it, and no run could go on from them."""
+    with pytest.raises(UserError, match=rf"{option} 'run.udcff' is not UTF-8; rename it"):
+        parse([option, os.fsdecode(b"run\xff")])

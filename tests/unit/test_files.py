@@ -144,3 +144,19 @@ def test_a_folder_behind_a_link_to_nowhere_is_told(tmp_path):
     for folder in (link, link / "run"):
         with pytest.raises(ValueError, match=f"^--save {folder}: {link} is a link to {tmp_path}/gone, which is not"):
             check_folder("--save", folder)
+
+
+@pytest.mark.parametrize("text", ["ck\N{ROCKET}", 'a "b" \\ c', "\t\n\x00\x01\x1f\x7f", "\u00e9\u4e2d\u2028", "'''"])
+def test_a_text_in_toml_is_what_it_was(text):
+    assert files.parse_toml(f"x = {files.toml_value(text)}\n".encode()) == {"x": text}
+
+
+@pytest.mark.parametrize("value", [True, False, 3, 1e-5, 500000.0])
+def test_a_value_in_toml_is_what_it_was(value):
+    found = files.parse_toml(f"x = {files.toml_value(value)}\n".encode())["x"]
+    assert found == value and type(found) is type(value)
+
+
+def test_a_name_that_is_not_utf_8_has_no_toml():
+    with pytest.raises(UserError, match="no character; give a name in UTF-8"):
+        files.toml_value(os.fsdecode(b"run\xff"))

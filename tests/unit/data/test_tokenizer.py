@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron_snip.errors import UserError
 
 TEXT = "def add(a, b):\n    return a + b  # 12 + 30\n\n\tUnseen: \u00e9\u4e2d\U0001f600"
 CORPUS = ["def add(a, b):", "    return a + b", "# the sum of two numbers", "while True: pass"] * 20
@@ -159,7 +161,7 @@ def test_code_in_a_tokenizers_folder_is_not_run_and_nobody_is_asked(tmp_path, mo
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: (tmp_path / "asked").touch() or "y")
     with pytest.raises(
-        ValueError, match=r"--tokenizer-model .*: transformers cannot read it: .*; give a tokenizer.json"
+        ValueError, match=r"--tokenizer-model .*: transformers cannot read it \(.*\); give a tokenizer.json"
     ):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     assert not (tmp_path / "ran").exists() and not (tmp_path / "asked").exists()
@@ -219,3 +221,67 @@ def test_what_a_tokenizer_puts_before_a_text(tmp_path):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         found = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
         assert found.bos == bos and found.encode("a") == [0], template
+
+
+def with_rule(folder, rule):
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(found))
+
+
+def test_a_rule_that_panics_is_one_line(folder):
+    """Rust's panics are no Exception; a text that the rule can do is encoded all the same."""
+    with_rule(folder, "(a|aa)+$")
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    with pytest.raises(UserError, match=rf"--tokenizer-model {folder}/tokenizer.json cannot encode 'aaaa.*; give an"):
+        tokenizer.encode("a" * 5000 + "b")
+    assert tokenizer.encode("ab")
+
+
+def test_a_panic_at_the_start_is_one_line(folder, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    class Panics:
+        @staticmethod
+        def from_buffer(data):
+            raise PanicException("called `Option::unwrap()`\non a `None` value")
+
+    monkeypatch.setattr("tokenizers.Tokenizer", Panics)
+    with pytest.raises(UserError, match=r"is not a tokenizer.json \(called `Option::unwrap\(\)`\); give another$"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+    for ending in (KeyboardInterrupt, SystemExit):
+        Panics.from_buffer = staticmethod(lambda data, ending=ending: (_ for _ in ()).throw(ending()))
+        with pytest.raises(ending):
+            build_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+def test_ids_far_beyond_the_vocabulary_are_refused(folder):
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["model"]["vocab"]["zz"] = 2**32 - 1
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"gives 'zz' the id 4294967295, and has [0-9]+ tokens; give another"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+    found["model"]["vocab"]["zz"] = 5000  # models leave some ids free
+    path.write_text(json.dumps(found))
+    assert build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size == 5001
+
+
+def test_a_pipe_in_a_tokenizers_place_is_not_waited_for(folder, tmp_path):
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer.json: cannot read the tokenizer \(it is a pipe"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+    with pytest.raises(UserError, match="is a pipe|is not a file"):
+        build_tokenizer("Llama2Tokenizer", str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="is a pipe"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("eos", [["x"], {"content": 3}, 2, True])
+def test_an_eos_that_is_no_text_is_named(folder, eos):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    with pytest.raises(UserError, match=r"tokenizer_config.json: eos_token is .*, not a token; correct the file"):
+        build_tokenizer("HuggingFaceTokenizer", str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def make_stage(m: ModelConfig, mesh, *, tied: bool) -> LlamaStage:
     build = Build(m, mesh, Region(mesh.tp, False), 1, torch.float32, torch.device("cpu"))
     stage = LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied)
     stage.allocate()
+    for parameter in stage.parameters():  # its memory may hold what is not finite
+        parameter.detach().fill_(0.5)
     return stage
 
 
@@ -180,6 +183,73 @@ def test_what_a_folder_has_beside_the_model_is_told(lone_mesh, tmp_path):
     assert check_weights(tmp_path, dict(stage.named_parameters()), LLAMA) == [*more]
 
 
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "{", "[" * 10**5])
+def test_a_configuration_that_is_no_object_is_one_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"{tmp_path}/config.json: .*; give the folder of a Llama"):
+        model_options(tmp_path)
+
+
+def weights_of(stage, **changed):
+    weights = {LLAMA.hf_name(name): tensor.detach().clone() for name, tensor in stage.named_parameters()}
+    return {**weights, **changed}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_not_finite_is_refused(value, dtype, lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    weights = {name: tensor.to(dtype) for name, tensor in weights_of(stage).items()}
+    weights["model.layers.1.mlp.up_proj.weight"][7, 3] = value
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight is not finite; give another model$"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+def test_a_double_beyond_floats_is_refused(lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    norm = torch.full((64,), 1e300, dtype=torch.float64)
+    safetensors_torch.save_file(weights_of(stage, **{"model.norm.weight": norm}), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.norm.weight is not finite"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_a_weight_in_another_type_is_refused(dtype, lone_mesh, tmp_path):
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    norm = torch.ones(64).to(dtype)
+    safetensors_torch.save_file(weights_of(stage, **{"model.norm.weight": norm}), tmp_path / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"model.norm.weight is stored in {name}; give the model's folder in BF16"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+def test_a_part_of_a_tensor_does_not_pass_for_the_whole(lone_mesh, tmp_path):
+    """torch's reader takes the header's word for where a tensor stands, and would leave the rest as it was."""
+    stage = make_stage(ModelConfig(**BASE), lone_mesh, tied=False)
+    weights = weights_of(stage, **{"model.norm.weight": torch.ones(4)})
+    offsets = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in weights.items()}
+    offsets["model.norm.weight"] = {"saved_offsets": [60]}
+    about = {"DCP_SHARDING_INFO": json.dumps(offsets)}
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors", metadata=about)
+    with pytest.raises(UserError, match=r"model.norm.weight is a part of a tensor"):
+        load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
+
+
+def test_a_pipe_among_the_weights_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors: cannot read the weights \(it is a pipe, not a file\)"):
+        load_hf(tmp_path, {"norm.weight": torch.zeros(64)}, LLAMA)
+
+
+def test_headers_of_millions_of_tensors_are_not_read(tmp_path):
+    entry = ",".join(f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(400_000))
+    header = f"{{{entry}}}".encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=r"the headers of its .safetensors say that they have more than 16 MiB"):
+        load_hf(tmp_path, {"norm.weight": torch.zeros(64)}, LLAMA)
+
+
 def test_a_cut_file_is_one_line(lone_mesh, tmp_path):
     safetensors_torch.save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
@@ -214,22 +284,25 @@ def test_older_configurations_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": "16"}, "head_dim is '16', not a number above 0; correct the file"),
-        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0, not a number above 0"),
-        ({"max_position_embeddings": None}, "max_position_embeddings is None, not a number above 0"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
-        ({"rope_theta": "big"}, "rope_theta is 'big', not a number above 0"),
-        ({"rope_scaling": [8]}, r"rope_scaling is \[8\], not a table"),
-        (
-            {"rope_scaling": {
-                "rope_type": "llama3", "factor": "8", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }},
-            "factor is '8', not a number above 0",
-        ),
+        ({"head_dim": "16"}, "head_dim is '16': expected int . null, got str; correct the file"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: expected int <= 9999"),
+        ({"hidden_size": None}, "hidden_size is None: expected int, got null"),
+        ({"num_key_value_heads": 2.5}, "num_key_value_heads is 2.5: expected int . null, got float"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None: expected int"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': expected float"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: expected float > 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false': expected bool"),
+        ({"rope_theta": "big"}, "rope_theta is 'big': expected float . null"),
+        ({"rope_scaling": [8]}, r"rope_scaling is \[8\]: expected object . null, got array"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_scaling.rope_type is \['yarn'\]: expected str . null"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope_scaling.factor is '8': expected float . null"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor of rope_type llama3 is missing"),
+        ({"architectures": [["x"]]}, r"architectures\[0\] is \['x'\]: expected str, got array"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "architectures is {'LlamaForCausalLM': 1}: expected array"),
+        ({"hidden_act": ["silu"] * 10**5}, r"hidden_act is \[.{,80}\], and this package supports only 'silu'"),
+        ({"quantization_config": {"quant_method": ["x"] * 10**5}}, "the weights are quantised .{,80}; give"),
     ],
-)  # fmt: skip
+)
 def test_an_entry_of_another_type_is_named(change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**OLD, **change}))
     with pytest.raises(UserError, match=message):

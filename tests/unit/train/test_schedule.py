@@ -34,7 +34,7 @@ def rates(t: TrainingConfig, iterations) -> dict[int, float]:
     ],
 )  # fmt: skip
 def test_schedules(style, expected):
-    t = TrainingConfig(lr_decay_style=style, **SCHEDULE)
+    t = TrainingConfig(lr_decay_style=style, lr_wsd_decay_iters=11 if style == "WSD" else None, **SCHEDULE)
     assert rates(t, expected) == pytest.approx(expected, rel=1e-12)
 
 

@@ -243,6 +243,11 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
         ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, how long it decays at the end"),
+        (
+            {"lr_decay_style": "WSD", "train_samples": 240, "train_iters": 0},
+            "--lr-decay-style WSD needs --lr-wsd-decay-samples, how long it decays at the end",
+        ),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
             "--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4; change one",
