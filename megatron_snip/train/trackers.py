@@ -105,7 +105,7 @@ class Wandb:
             self.run = init(mode="offline")
             LOGGER.warning(
                 f"wandb cannot be reached: {one_line(error)}; until the next start its rows stay in the run folder; "
-                f"send them later: wandb sync {shlex.quote(str(self.run.settings.sync_dir))}"
+                f"send them later: wandb sync {shlex.quote(str(Path(self.run.settings.sync_dir).absolute()))}"
             )
         self.run.define_metric("iteration")
         self.run.define_metric("*", step_metric="iteration")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -221,33 +222,50 @@ def test_a_store_that_has_gone_ends_nothing_by_itself_and_close_joins(make, tmp_
 HOST = """
 import sys, time
 from torch._C._distributed_c10d import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_store_that_was_stopped_for_a_while_breaks_nothing(make):
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def host(port: int):
+    """A process with a store, and the store's port."""
+    process = subprocess.Popen([sys.executable, "-c", HOST, str(port)], stdout=subprocess.PIPE, text=True)
     try:
-        port, said = int(host.stdout.readline()), []
-        watches = [make(rank, 2, said.append, 10.0, lambda: client_of(port)) for rank in (0, 1)]
-        host.send_signal(signal.SIGSTOP)
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def heartbeats_come(port: int, ranks: list[int], seconds: float = 20.0) -> bool:
+    """Whether each rank's count grows, twice."""
+    client, end, seen = client_of(port), time.monotonic() + seconds, {rank: set() for rank in ranks}
+    while time.monotonic() < end and any(len(counts) < 3 for counts in seen.values()):
+        for rank in ranks:
+            if client.check([f"sign/{rank}"]):
+                seen[rank].add(json.loads(client.get(f"sign/{rank}"))["count"])
+        time.sleep(0.05)
+    return all(len(counts) > 2 for counts in seen.values())
+
+
+def test_a_store_that_is_stopped_or_away_for_a_while_breaks_nothing(make):
+    said: list[str | None] = []
+    with host(0) as (process, port):
+        watches = [make(rank, 2, said.append, 30.0, lambda: client_of(port)) for rank in (0, 1)]
+        process.send_signal(signal.SIGSTOP)
         time.sleep(5.0)  # the clients' own limit is a second
-        host.send_signal(signal.SIGCONT)
-        time.sleep(2.5)
-        watcher = client_of(port)
-        first = [json.loads(watcher.get(f"sign/{rank}"))["count"] for rank in (0, 1)]
-        time.sleep(2.5)
-        later = [json.loads(watcher.get(f"sign/{rank}"))["count"] for rank in (0, 1)]
-        assert said == [] and all(one._thread.is_alive() for one in watches)
-        assert all(b > a for a, b in zip(first, later, strict=True)), "heartbeats come again"
+        process.send_signal(signal.SIGCONT)
+        assert heartbeats_come(port, [0, 1])
+    time.sleep(3.0)
+    with host(port):
+        assert heartbeats_come(port, [0, 1]), "over new connections"
+        assert said == []
         for one in watches:
             one.close()
-    finally:
-        host.kill()
-        host.wait()
-        host.stdout.close()
+            assert not one._thread.is_alive()
 
 
 def test_a_folder_is_a_store(tmp_path):
