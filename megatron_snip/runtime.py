@@ -63,6 +63,11 @@ def environment_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def environment_local_world_size() -> int:
+    """Processes of the run on this node as torchrun tells it; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def environment_world_size() -> int:
     """Processes of the run as torchrun tells it; 1 for a lone process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -257,7 +262,7 @@ def private_folder() -> Path | None:
     What the processes tell each other to meet lies there in files: whoever can reach a port of a store could change it.
     """
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_0/RANK/error.json
-    if os.environ.get("LOCAL_WORLD_SIZE") != str(environment_world_size()) or len(report.parents) < 4:
+    if environment_local_world_size() != environment_world_size() or len(report.parents) < 4:
         return None
     with contextlib.suppress(OSError):
         around = report.parents[2].stat()
