@@ -1,4 +1,4 @@
-"""Pretrain a Llama: `torchrun --nproc_per_node N pretrain_llama.py --config FILE.toml [options]`."""
+"""Pretrain a Llama: `torchrun --rdzv-backend one_node --nproc_per_node N pretrain_llama.py [options]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What it costs that a checkpoint proves itself, against torch's own writer and reader of the same tensors.
 
     python benchmarks/checkpoint.py                       # 252 MB a process
-    torchrun --nproc_per_node 2 benchmarks/checkpoint.py  # the same tensors in shards
+    torchrun --rdzv-backend one_node --nproc_per_node 2 benchmarks/checkpoint.py  # the same tensors in shards
 
 Both sides take turns, and torch's writer syncs its files too.  Loads read from the system's cache.  "wait" is what
 training stands still under --async-save: handing over, and the copy of the tensors, as if the update followed at once.

@@ -69,7 +69,7 @@ def run_layout(
     from gpu_training import run_folder, train
 
     name = f"{layout} {precision}"
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=one_node", "--nproc_per_node", str(gpus))
     options = [*words, "--global-batch-size", str(batch), "--precision", precision, "--train-iters", "12",
                "--untie-embeddings-and-output-weights", "--profile", "--profile-step-start", "11",
                "--profile-step-end", "12"]  # fmt: skip

@@ -81,11 +81,13 @@ if [ -e "$run/checkpoints/latest_checkpointed_iteration.txt" ]; then
     echo "[quickstart] resuming $run (--fresh starts a new run)" >&2
 fi
 
+# one_node: no port is open to other machines (SECURITY.md).
 # Four processes share two cores, so one thread each.  exec: signals reach torchrun itself.  On SIGTERM it gives
 # them two minutes for the iteration under way and a save, where torch would give 30 seconds (before 2.12, always).
 export OMP_NUM_THREADS=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-120}"
-exec torchrun --standalone --nproc_per_node 4 pretrain_llama.py --config examples/quickstart.toml \
+exec torchrun --rdzv-backend one_node --nproc_per_node 4 \
+    pretrain_llama.py --config examples/quickstart.toml \
     --train-data-path "$data/tokens/train_text_document" \
     --valid-data-path "$data/tokens/valid_text_document" \
     --tokenizer-model "$data/tokenizer/tokenizer.model" \

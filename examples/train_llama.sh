@@ -10,7 +10,9 @@
 # Further options go to pretrain_llama.py and override all others.
 #
 # Environment: GPUS_PER_NODE (8), NUM_NODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (6000); on
-# several nodes the same command runs once on each, with its own NODE_RANK.
+# several nodes the same command runs once on each, with its own NODE_RANK.  Whoever can reach their ports controls
+# the run: MASTER_ADDR is node 0's address in a private network, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (such as
+# ib0) name each node's interface in it.
 # SAVE_GRACE_SECONDS (840) is the time that processes have to save after SIGTERM reached torchrun.  They check for
 # the signal once per iteration, so it must exceed one iteration plus a save.  torch before 2.12 does not know the
 # variable that it sets, and always gives 30 seconds.
@@ -47,13 +49,17 @@ examples="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${SAVE_GRACE_SECONDS:-840}"
 
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NUM_NODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
-)
+DISTRIBUTED_ARGS=(--nproc_per_node "$GPUS_PER_NODE")
+if [ "$NUM_NODES" = 1 ]; then
+    DISTRIBUTED_ARGS+=(--rdzv-backend one_node) # no port is open to other machines
+else
+    DISTRIBUTED_ARGS+=(
+        --nnodes "$NUM_NODES"
+        --node_rank "$NODE_RANK"
+        --master_addr "$MASTER_ADDR"
+        --master_port "$MASTER_PORT"
+    )
+fi
 
 # The file holds the published shape, the layout, the batch sizes, the schedule and SNIP's options.  What
 # stands in the arrays below wins over it, for example TRAINING_ARGS+=(--lr 2e-4 --train-iters 10000).

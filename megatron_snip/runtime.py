@@ -13,24 +13,26 @@ import logging
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.faults.rendezvous import agree_on_start
-from megatron_snip.faults.watch import Watch
+from megatron_snip.faults.watch import Folder, Watch
 from megatron_snip.files import one_line
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -60,6 +62,11 @@ def environment_rank() -> int:
 def environment_local_rank() -> int:
     """This process's rank on its node as torchrun tells it, before anything is started; 0 for a lone process."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def environment_local_world_size() -> int:
+    """Processes of the run on this node as torchrun tells it; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def environment_world_size() -> int:
@@ -234,16 +241,51 @@ def _join(
     if "RANK" not in os.environ:  # a lone process needs no address
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
-    own, key = next(rendezvous("env://", rank, world_size, timeout=timeout))[0], "start"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
-        key = agree_on_start(own, rank, world_size, timeout.total_seconds())
+    private, key = private_folder(), "start"
+    own: Store
+    if private is not None:
+        stay_on_this_host()
+        own = FileStore(str(private / "store"), world_size)
+    else:
+        own = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
+            key = agree_on_start(own, rank, world_size, timeout.total_seconds())
     store = PrefixStore(key, own)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
     if ending is not None and world_size > 1:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        second = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-        place = PrefixStore(f"{key}/watch", second)
-        ending.watch = Watch(place, rank, world_size, timeout.total_seconds(), ending.from_watch)
+        connect = partial(_connect, f"{key}/watch") if private is None else partial(Folder, private / "watch")
+        ending.watch = Watch(connect, rank, world_size, timeout.total_seconds(), ending.from_watch)
+
+
+def private_folder() -> Path | None:
+    """torchrun's folder of this start, if all processes are on this node and its user alone can open it.
+
+    What the processes tell each other to meet lies there in files: whoever can reach a port of a store could change it.
+    """
+    report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_0/RANK/error.json
+    if environment_local_world_size() != environment_world_size() or len(report.parents) < 4:
+        return None
+    with contextlib.suppress(OSError):
+        around = report.parents[2].stat()
+        if around.st_uid == os.geteuid() and not around.st_mode & 0o077 and report.parents[1].is_dir():
+            return report.parents[1]
+    return None
+
+
+def stay_on_this_host() -> None:
+    """Let gloo and NCCL listen on the loopback interface alone, unless the user has named another."""
+    with contextlib.suppress(OSError):
+        for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _connect(key: str) -> PrefixStore:
+    """A connection of its own to the run's store; OSError where nobody listens, which torch would also print."""
+    address, seconds = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5.0
+    socket.create_connection(address, seconds).close()
+    client = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    return PrefixStore(key, client)
 
 
 def stop() -> None:

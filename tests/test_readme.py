@@ -174,6 +174,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
             "gpus-per-task",
             "max-restarts",
             "rdzv-backend",
+            "standalone",
         }
     )
     assert options <= known

@@ -1,8 +1,8 @@
 r"""Measure what low precision would cost in each linear of a model, without training.
 
     python tools/analyse.py llama/ --data my.txt
-    torchrun --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl --output analysis \
-        --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
+    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl \
+        --output analysis --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
 prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.

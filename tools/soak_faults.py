@@ -355,7 +355,7 @@ class Torchrun:
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
         world = int(options["tensor_model_parallel_size"]) * int(options["pipeline_model_parallel_size"])
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        agent = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=one_node", f"--nproc_per_node={world}"]
         words = ["env", "OMP_NUM_THREADS=1", *agent, str(PROGRAM)]
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"

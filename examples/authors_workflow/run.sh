@@ -36,7 +36,8 @@ more="${WORKFLOW_MORE:-40}"
 . tools/set_up.sh base
 
 distributed() {
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" torchrun --standalone --nproc_per_node "${NPROC_PER_NODE:-1}" "$@"
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" torchrun --rdzv-backend one_node \
+        --nproc_per_node "${NPROC_PER_NODE:-1}" "$@"
 }
 
 # pretrain RUN_DIR OPTIONS...: all runs read the same tokens, in the same order.

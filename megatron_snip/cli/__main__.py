@@ -1,6 +1,6 @@
 """One command for all: `megatron-snip COMMAND ...`, or `python -m megatron_snip.cli COMMAND ...`.
 
-Under torchrun: `torchrun --nproc_per_node N -m megatron_snip.cli COMMAND ...`.
+Under torchrun: `torchrun --rdzv-backend one_node --nproc_per_node N -m megatron_snip.cli COMMAND ...`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 r"""Probe a checkpoint without training: collect the statistics that plans are made from.
 
     python tools/collect_stats.py --load runs/my/checkpoints
-    torchrun --nproc_per_node 8 tools/collect_stats.py --load runs/my/checkpoints/iter_0001000 --output stats.json \
+    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/collect_stats.py \
+        --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
 --load is a folder of checkpoints, whose newest one is probed, or one checkpoint in it.  Model, data, batch and SNIP

@@ -2,7 +2,7 @@ r"""Score a model on benchmarks of EleutherAI's lm-evaluation-harness, unquantis
 
     python tools/evaluate.py runs/my/checkpoints --tasks zero-shot
     python tools/evaluate.py runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
-    torchrun --nproc_per_node 8 tools/evaluate.py llama/ --tensor-model-parallel-size 8 --bf16 \
+    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/evaluate.py llama/ --tensor-model-parallel-size 8 --bf16 \
         --tasks mmlu --num-fewshot 5
     python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 

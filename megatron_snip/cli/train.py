@@ -1,7 +1,7 @@
 """Pretrain a Llama: what pretrain_llama.py and `megatron-snip train` run.
 
-torchrun --nproc_per_node N pretrain_llama.py --config FILE.toml [options]
-torchrun --nproc_per_node N -m megatron_snip.cli train --config FILE.toml [options]
+torchrun --rdzv-backend one_node --nproc_per_node N pretrain_llama.py --config FILE.toml [options]
+torchrun --rdzv-backend one_node --nproc_per_node N -m megatron_snip.cli train --config FILE.toml [options]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A thread in every process that sends heartbeats, and notices missing ones and that the run has failed.
 
-Each process leaves a heartbeat in the store every period: a count, its process id and host, and where its main
+Each process leaves a heartbeat in a store every period: a count, its process id and host, and where its main
 thread stands.  Each looks after the next rank's sign.  The first process that fails takes the word, so that one
 alone tells why the run ends; all others find that in the store, write their stacks and end, whatever they wait for.
 """
@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-
-from torch._C._distributed_c10d import Store
+from typing import Protocol
 
 LOGGER = logging.getLogger("megatron_snip")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,6 +28,54 @@ _LONGEST_PERIOD, _PERIODS = 2.0, 30  # seconds; a time-out has at least so many 
 _READINGS_APART = 2.5  # periods: who lives gives a sign in between
 #: Files in which the innermost frames of a process stand that waits for others.
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "/pipelining/", "/fsdp/")
+
+
+class Store(Protocol):
+    """What a watch needs of a store; torch's has it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value, over an older one."""
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """A counter's new value."""
+
+
+class Folder:
+    """A store in a folder of this host, a file a key: no port serves it, and it takes no more room as time goes by."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key.replace("/", "_")
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value, over an older one."""
+        part = self.folder / f"part_{os.getpid()}_{threading.get_ident()}"
+        part.write_text(value)
+        part.replace(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+        return self._path(key).read_bytes()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+        return all(self._path(key).exists() for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """A counter's new value: a byte each."""
+        with self._path(key).open("ab") as file:
+            file.write(amount * b"1")
+            file.flush()
+            return file.tell()
 
 
 @dataclass(frozen=True)
@@ -73,18 +120,22 @@ def process_state(pid: int) -> str | None:
 class Watch:
     """The thread and what it knows.  `close` ends it; it never ends a process by itself but through `leave`.
 
-    store: a connection of its own, which nothing else uses, with keys that no other start has.
+    connect: gives a store with keys that no other start has, over a connection that nothing else uses; called again
+        where that one fails, since a call that was cut short may leave it out of step.
     seconds: a process that sends no heartbeat for so long has failed.
     leave: called in this thread, with the line to tell or, where another process has told it, None.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, seconds: float, leave: Callable[[str | None], None]
-    ) -> None:
-        self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
+        self, connect: Callable[[], Store], rank: int, world_size: int, seconds: float,
+        leave: Callable[[str | None], None],
+    ) -> None:  # fmt: skip
+        self.store, self.rank, self.world_size, self.seconds = connect(), rank, world_size, seconds
         self.period = min(_LONGEST_PERIOD, seconds / _PERIODS)
         self.leaving = False
-        self._leave, self._count = leave, 0
+        self._connect, self._leave, self._count = connect, leave, 0
+        self._blind_since: float | None = None  # the store failed then, and has not answered since
+        self._said_blind = False
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
         self._next = (rank + 1) % world_size
@@ -99,8 +150,9 @@ class Watch:
         """End the thread, and let the others know that no more signs of life will come."""
         self._closed.set()
         self.leaving = True
-        with contextlib.suppress(Exception):
-            self._give_sign()
+        if self._blind_since is None:
+            with contextlib.suppress(Exception):
+                self._give_sign()
         self._thread.join(self.period + 5.0)  # it may be stuck where the store is: then it ends with the process
 
     def take_the_word(self) -> bool:
@@ -152,9 +204,25 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(self.period):
             try:
+                if self._blind_since is not None:
+                    self.store = self._connect()
                 self._turn()
-            except Exception:  # the store has gone with its process: lost connections tell the rest
-                return
+                self._blind_since = None
+            except Exception as error:  # if the store has gone with its process, lost connections tell the rest
+                self._stay_blind(error)
+
+    def _stay_blind(self, error: Exception) -> None:
+        """Try again a period later; say so once, where others may soon miss this process's heartbeat."""
+        now = time.monotonic()
+        if self._blind_since is None:
+            self._blind_since, self._said_blind = now, False
+        blind = now - self._blind_since
+        if blind > self.seconds / 2 and not self._said_blind:
+            self._said_blind = True
+            LOGGER.error(
+                f"rank {self.rank} has not reached the run's store for {blind:.0f} s, and sends no heartbeat: "
+                f"{' '.join(str(error).split())[:200]}; it tries again every {self.period:.1f} s"
+            )
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -164,7 +232,8 @@ class Watch:
             if not self._closed.is_set():
                 self._leave(None)
             return
-        if now - self._last_turn > 5 * self.period:  # this process stood still itself, perhaps all did
+        # this process stood still or saw nothing, perhaps all did
+        if self._blind_since is not None or now - self._last_turn > 5 * self.period:
             self._next_came = now
         self._last_turn = now
         self._look_after_next(now)

@@ -18,6 +18,7 @@ from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.guard import go_back
 from megatron_snip.train.instruments import peak_tflops
+from megatron_snip.train.memory import warn_about_memory
 from megatron_snip.train.metrics import progress_line, validation_line
 from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report import write_report
@@ -307,6 +308,7 @@ def train(config: Config, ending: Ending | None = None) -> None:
         ending.folder, ending.advice = stacks, partial(advice, config)
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
+    warn_about_memory(config, here)
     trainer = Trainer(config, build(config, here, plan, False), start)
     trainer.began = began  # --exit-duration-in-mins counts the start too, as a job's time limit does
     if ending is not None:

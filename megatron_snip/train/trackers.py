@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
+from megatron_snip.faults.ending import one_line
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
@@ -21,6 +23,7 @@ from megatron_snip.snip.predict.divergence import Predictions
 LOGGER = logging.getLogger("megatron_snip")
 #: Of a plan's table: divergences in nats and relative to the squared update.
 PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
+_PATIENCE = 20.0  # seconds that all other processes wait, too; wandb's own is 90
 
 
 class Tracker(Protocol):
@@ -55,7 +58,10 @@ def start_trackers(config: Config, run_id: str, iteration: int | None) -> list[T
     """Those that the options ask for, of a run that goes on after an iteration; None: to add to what is there."""
     trackers: list[Tracker] = []
     if config.logging.wandb_project:
-        trackers.append(Wandb(config, run_id))
+        try:
+            trackers.append(Wandb(config, run_id))
+        except Exception as error:  # its own errors share no class; an OSError here is of wandb's own files
+            LOGGER.warning(f"wandb cannot start: {one_line(error)}; training goes on, and metrics.jsonl has every row")
     if config.logging.tensorboard_dir:
         trackers.append(TensorBoard(config.logging.tensorboard_dir, iteration))
     return trackers
@@ -71,7 +77,7 @@ def plan_rows(plan: Plan, predictions: Predictions | None) -> list[list[Any]]:
 
 
 class Wandb:
-    """A wandb run whose x axis is the iteration.
+    """A wandb run whose x axis is the iteration; offline where wandb does not answer at the start.
 
     The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
     """
@@ -83,15 +89,24 @@ class Wandb:
         log = config.logging
         folder = Path(log.wandb_save_dir or log.run_dir)  # wandb makes its own folder, wandb/, in it
         folder.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
+        init = partial(
+            wandb.init,
             project=log.wandb_project,
             name=log.wandb_exp_name or Path(log.run_dir).name,
             id=run_id,
             resume="allow",
-            mode=log.wandb_mode,
             dir=str(folder),
             config=config.to_dict(),
         )
+        try:
+            self.run = init(mode=log.wandb_mode, settings=wandb.Settings(init_timeout=_PATIENCE))
+        except Exception as error:
+            wandb.teardown()  # its process still holds the run's id
+            self.run = init(mode="offline")
+            LOGGER.warning(
+                f"wandb cannot be reached: {one_line(error)}; until the next start its rows stay in the run folder; "
+                f"send them later: wandb sync {shlex.quote(str(Path(self.run.settings.sync_dir).absolute()))}"
+            )
         self.run.define_metric("iteration")
         self.run.define_metric("*", step_metric="iteration")
 

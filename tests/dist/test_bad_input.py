@@ -268,7 +268,7 @@ def test_under_torchrun_one_rank_speaks(inputs, tmp_path):
     """Both ranks find the error, after they have met."""
     before = contents(tmp_path)
     options = {**MODEL, "train_data_path": inputs / "no_idx", "run_dir": tmp_path / "run"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", PROGRAM, *words(options)]
+    command = ["-m", "torch.distributed.run", "--rdzv-backend=one_node", "--nproc_per_node=2", PROGRAM, *words(options)]
     got = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )

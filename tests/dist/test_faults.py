@@ -28,7 +28,7 @@ RUN = [
     *"--vocab-size 512 --untie-embeddings-and-output-weights --global-batch-size 4 --mock-data".split(),
     *"--distributed-backend gloo --save-interval 10 --log-interval 100".split(),
 ]
-ONE_NODE = ["--standalone", "--nproc_per_node=2"]
+ONE_NODE = ["--rdzv-backend=one_node", "--nproc_per_node=2"]
 FOREVER = ["--train-iters", "100000"]
 
 
@@ -231,7 +231,7 @@ def test_a_stopped_process_is_named_and_ends_the_run_in_time(tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_is_told_in_one_line(tmp_path):
     run = tmp_path / "run"
-    with program(run, FOREVER, ["--standalone", "--nproc_per_node=4"]) as agent:
+    with program(run, FOREVER, ["--rdzv-backend=one_node", "--nproc_per_node=4"]) as agent:
         wait_for(lambda: rows(run) >= 11, "iteration 11")
         killed = children(agent.pid)[2]
         os.kill(killed, signal.SIGKILL)

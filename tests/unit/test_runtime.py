@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +136,51 @@ def test_a_lone_process_of_a_job_runs(variables, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(runtime, "_join", lambda *_: None)
     assert runtime.start("gloo", 1.0).world_size == 1
+
+
+def report_file(monkeypatch, folder: Path, processes: int, here: int, mode: int = 0o700) -> Path:
+    """torchrun's environment, with its folders; the one of this start."""
+    start = folder / "torchelastic_x" / "none_y" / "attempt_0"
+    (start / "0").mkdir(parents=True)
+    start.parent.chmod(mode)
+    for name, value in (("WORLD_SIZE", processes), ("LOCAL_WORLD_SIZE", here),
+                        ("TORCHELASTIC_ERROR_FILE", start / "0" / "error.json")):  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    return start
+
+
+def test_processes_of_one_node_meet_in_torchruns_private_folder(monkeypatch, tmp_path):
+    assert runtime.private_folder() is None, "no torchrun"
+    assert runtime.private_folder() != report_file(monkeypatch, tmp_path / "several", 4, 2), "they are not all here"
+    start = report_file(monkeypatch, tmp_path / "one", 2, 2)
+    assert runtime.private_folder() == start
+    for mode in (0o755, 0o770, 0o701):
+        report_file(monkeypatch, tmp_path / str(mode), 2, 2, mode)
+        assert runtime.private_folder() is None, "others can see it"
+    for path in ("", os.devnull, str(tmp_path / "gone/none_y/attempt_0/0/error.json")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+        assert runtime.private_folder() is None
+
+
+def test_a_run_on_one_node_uses_the_loopback_interface_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    try:
+        runtime.stay_on_this_host()
+        assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def test_a_store_that_nobody_serves_is_an_error_without_a_word(monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(OSError, match="refused"):
+        runtime._connect("start")
+    assert capfd.readouterr().err == "", "a watch tries again every two seconds"
 
 
 def test_seeds_depend_on_every_part_and_on_nothing_else():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
@@ -43,9 +45,46 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
+class Page(HTMLParser):
+    """A page's policy, and the text of its scripts that run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.policy, self.scripts, self.runs, self.handlers = "", [], False, []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        found = dict(attrs)
+        self.handlers += [name for name in found if name.startswith("on")]
+        if found.get("http-equiv") == "Content-Security-Policy":
+            self.policy = found["content"]
+        self.runs = tag == "script" and found.get("type") in (None, "text/javascript", "module")
+        if self.runs:
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.runs:
+            self.scripts[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.runs = False
+
+
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
     return write_report(run_of_everything(tmp_path_factory.mktemp("run") / "mine"))
+
+
+def test_the_policy_names_each_script_and_allows_no_other(everything):
+    page = Page(everything.read_text())
+    rules = {words[0]: words[1:] for rule in page.policy.split(";") if (words := rule.split())}
+    plotly = (files("plotly") / "package_data/plotly.min.js").read_text()  # the page's script unpacks and adds it
+    assert len(page.scripts) == 1 and not page.handlers
+    wanted = {
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in (*page.scripts, plotly)
+    }
+    assert set(rules["script-src"]) == wanted and rules["default-src"] == ["'none'"]
 
 
 def test_the_report_is_one_file(tmp_path):

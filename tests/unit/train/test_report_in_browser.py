@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_snip.train import report_page
 from megatron_snip.train.report import write_report
 from tests.unit.train.recorded import line, run_of_everything, shown, write_run
 
@@ -104,14 +105,25 @@ def test_the_slider_shows_each_plan(pages):
         assert formats[3] == [None] * 3  # a gap between two kinds
 
 
-def test_a_page_that_asks_for_something_is_stopped(browser, tmp_path):
+def test_a_page_that_asks_for_something_is_stopped(browser, tmp_path, monkeypatch):
     """The page's policy, not luck, keeps it from the network; console and requests are really heard."""
-    own = write_report(write_run(tmp_path, [line(1)])).read_text()
-    (tmp_path / "bad.html").write_text(
-        own.replace("draw();\n", "fetch('http://127.0.0.1:9/x').catch(() => 0);draw();\n")
-    )
+    asks = report_page._SCRIPT.replace("draw();\n", "fetch('http://127.0.0.1:9/x').catch(() => 0);draw();\n")
+    monkeypatch.setattr(report_page, "_SCRIPT", asks)
+    file = write_report(write_run(tmp_path, [line(1)]))
     page, wrong = browser.new_page(), []
     page.on("console", lambda message: wrong.append(message.text))
-    page.goto((tmp_path / "bad.html").as_uri())
+    page.goto(file.as_uri())
     page.wait_for_selector("html[data-drawn=yes]", timeout=60_000)
     assert any("Content Security Policy" in text for text in wrong)
+
+
+def test_a_script_of_a_stranger_does_not_run(browser, tmp_path):
+    """One that came into the page, by a run's name, say."""
+    file = write_report(run_of_everything(tmp_path / "run"))
+    text = file.read_text().replace("</header>", "</header><script>document.title = 'mine'</script>", 1)
+    file.write_text(text)
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    page.wait_for_selector("html[data-drawn=yes]", timeout=60_000)
+    assert page.title() != "mine"
+    page.close()

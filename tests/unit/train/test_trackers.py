@@ -31,6 +31,18 @@ def test_packages_are_asked_for_before_the_run(options, package, monkeypatch):
         check_trackers(Config().replace(**options))
 
 
+def test_a_wandb_that_cannot_start_costs_no_run(monkeypatch, tmp_path, caplog):
+    def fail(**options):
+        raise PermissionError(13, "Permission denied", "wandb/settings")
+
+    calls = SimpleNamespace(init=fail, teardown=lambda: None, Settings=lambda **settings: None)
+    monkeypatch.setitem(sys.modules, "wandb", calls)
+    config = Config().replace(run_dir=str(tmp_path), wandb_project="p")
+    assert trackers.start_trackers(config, "id", 0) == []
+    (line,) = caplog.messages
+    assert line.startswith("wandb cannot start: ") and "training goes on" in line
+
+
 def test_rows_of_a_plan():
     names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
     plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))

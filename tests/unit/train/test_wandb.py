@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -77,17 +78,19 @@ def history(path: Path) -> list[dict]:
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in items]
 
 
-def start(folder: Path, *words: str) -> None:
+def start(folder: Path, *words: str, **variables: str) -> None:
     """A run of the program; all that it started is gone at the end."""
     dead = "http://127.0.0.1:9"  # whoever tries the network fails
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "RANK"))}
     environment |= {"HTTPS_PROXY": dead, "HTTP_PROXY": dead, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    environment |= variables
+    program = f"import runpy; from megatron_snip.train import trackers; trackers._PATIENCE = 2.0; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"  # noqa: E501
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, PROGRAM, *WORDS.split(), *words],
+            [sys.executable, "-c", program, *WORDS.split(), *words],
             cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        status = process.wait(100)
+        status = process.wait(150)
     assert status == 0, (folder / "log").read_text()
     end = time.monotonic() + 20
     while living(process.pid) and time.monotonic() < end:
@@ -170,3 +173,18 @@ def test_an_alert_is_in_the_file(tmp_path, monkeypatch):
         time.sleep(0.05)
     (alert,) = found
     assert (alert.title, alert.text) == ("no new plan", "iteration 1: keeping the current plan: it took too long")
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["closed", "silent"])
+def test_where_wandb_does_not_answer_the_run_goes_on_offline(answers, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not answers:
+            server.close()
+        variables = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": 40 * "a", "NO_PROXY": "127.0.0.1"}
+        start(tmp_path, "--wandb-mode", "online", "--train-iters", "3", "--precision", "bf16", **variables)
+    written = read_metrics(tmp_path / "run/metrics.jsonl")
+    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
+    assert [row["iteration"] for row in history(file)] == [row["iteration"] for row in written] == [0, 1, 2, 3]
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "wandb cannot be reached" in line]
+    assert line.endswith(f"wandb sync {file.parent}"), "said once, with the command"

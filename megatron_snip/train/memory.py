@@ -1,0 +1,85 @@
+"""Whether a run can fit at all, asked before it is built: the system ends one that does not without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import torch
+
+from megatron_snip import runtime
+from megatron_snip.config import Config
+from megatron_snip.model.flops import parameters
+from megatron_snip.runtime import Runtime
+
+LOGGER = logging.getLogger("megatron_snip")
+_GIB = 2**30
+#: Of a parameter in training: weight, gradient and two moments, each in float32.
+_BYTES = 16
+#: Files of a control group, of version 2 and of 1: what it may take, what it has, what of that can be dropped.
+_GROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def warn_about_memory(config: Config, here: Runtime) -> None:
+    """One line if weights, gradients and moments alone need more than this machine, or its GPU, has free."""
+    free, processes = free_memory(here.device), runtime.environment_local_world_size()
+    if here.device.type == "cuda":
+        processes = -(-processes // max(1, torch.cuda.device_count()))
+    needed = processes * held(config, here.world_size)
+    if free is None or needed <= free:
+        return
+    what = "this GPU" if here.device.type == "cuda" else "this machine"
+    LOGGER.warning(
+        f"{what} cannot hold the run: weights, gradients and the optimiser's state need {needed / _GIB:.1f} GiB for "
+        f"{processes} process{'es' if processes > 1 else ''}, activations not counted, and {free / _GIB:.1f} GiB are "
+        "free; the system may end it without a word. Take a smaller model or more machines, or shard more; --dry-run "
+        "tells what a layout needs"
+    )
+
+
+def held(config: Config, world_size: int) -> int:
+    """Bytes of weights, gradients and moments that a process holds on average."""
+    p, dp = config.parallel, config.data_parallel_size(world_size)
+    count = parameters(config.model, tied=not config.model.untie_embeddings_and_output_weights)
+    whole = dp * p.context_parallel_size
+    shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * (whole // config.replicas(dp))
+    return _BYTES * count // shards
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Bytes that this process's GPU or machine can still give, within its control group; None if nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [left for left in (_available(root), *_left_in_groups(root)) if left is not None]
+    return min(found, default=None)
+
+
+def _available(root: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """What each control group around this process may still take."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = {names: path for _, names, path in (line.split(":", 2) for line in lines)}
+    found = []
+    for name, limit, usage, droppable in _GROUPS:
+        path = Path(own.get(name, "/").lstrip("/"))
+        for group in (path, *path.parents):  # a container may see its own group as the top
+            place = root / "sys/fs/cgroup" / name / group
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+                most, used = (int((place / file).read_text()) for file in (limit, usage))
+                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                found.append(most - used + int(stat.get(droppable, 0)))
+    return found
