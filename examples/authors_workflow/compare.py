@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import one_line
-from megatron_snip.jsonfile import JsonFileError, PlanHash, Share, checked, read_json, write_atomic
+from megatron_snip.jsonfile import JsonFileError, Share, Text, checked, read_json, write_atomic
 from megatron_snip.train.metrics import read_metrics
 
 KEY = "lm loss validation"
@@ -26,9 +26,9 @@ KEY = "lm loss validation"
 class _Plan(msgspec.Struct):
     """What this table takes of a plan."""
 
-    hash: PlanHash | None
-    fp4_share: Share | None
-    loss_divergence: float | None
+    hash: Text | None = None
+    fp4_share: Share | None = None
+    loss_divergence: float | None = None
 
 
 class _Plans(msgspec.Struct):
@@ -71,7 +71,7 @@ def rows(folder: Path) -> list[list[str]]:
     shares = {"bf16": 0.0, "fp8": 0.0, "fp4": 1.0}
     table = []
     for name, (_, loss) in sorted(losses.items(), key=lambda item: item[1][1]):
-        plan = plans.get(name, _Plan(None, shares.get(name), None))
+        plan = plans.get(name, _Plan(fp4_share=shares.get(name)))
         share, predicted = plan.fp4_share, plan.loss_divergence
         told = ["-" if share is None else f"{share:.1%}", "-" if predicted is None else f"{predicted:.2e}"]
         table.append([name, *told, f"{loss:.4f}", f"{loss - reference:+.4f}"])

@@ -27,12 +27,12 @@ Scores = Mapping[str, tuple[float, float | None]]
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of scores; the metrics of each task are checked one by one, so that errors name it."""
+    """A file of scores; what is in scores is checked one by one, so that errors name it."""
 
     version: Count
     iteration: Count
     model: Text
-    scores: dict[Text, dict[Text, Any]]
+    scores: dict[Text, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Evaluation:
             scores: dict[str, dict[str, Scores]] = {
                 precision: {
                     task: checked(metrics, dict[Text, tuple[float, float | None]], f"scores.{precision}.{task}")
-                    for task, metrics in tasks.items()
+                    for task, metrics in checked(tasks, dict[Text, Any], f"scores.{precision}").items()
                 }
                 for precision, tasks in found.scores.items()
             }

@@ -73,9 +73,10 @@ def test_the_plan_beside_an_exported_model(tmp_path):
 def test_the_run_folder_is_the_one_with_the_runs_id(tmp_path):
     start = start_of(tmp_path)
     assert run_folder_of(start) is None
-    for name, run_id in (("elsewhere", "another"), ("run", "me")):
+    for name, run_id in (("elsewhere", "5" * 16), ("run", ME)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"run_id": "{run_id}", "checkpoint": {{"save": null}}}}')
+        options = {"run_id": run_id, **Config().to_dict(), "versions": {}}
+        (tmp_path / name / "config.json").write_text(json.dumps(options))
     assert run_folder_of(start) == tmp_path / "run"
     (tmp_path / "elsewhere/config.json").write_text("{}")  # another program's
     assert run_folder_of(start) == tmp_path / "run"

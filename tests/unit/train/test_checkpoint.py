@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_snip.checkpoint.manifest import read_state
 from megatron_snip.train import run_state, setup
 from megatron_snip.train.guard import go_back
+from megatron_snip.train.state_file import read_state
 
 
 def losses(rows: list[dict]) -> list[float]:

@@ -10,12 +10,13 @@ import signal
 import numpy as np
 import pytest
 
-from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.data.workers import Workers
 from megatron_snip.train import loop, setup
 from megatron_snip.train.same_data import difference
+from megatron_snip.train.state_file import read_state
 
 
 def newest_iteration(saves):
