@@ -1,8 +1,7 @@
 """The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
 
-``BackgroundSolver(request)`` starts ``python -m megatron_snip.snip.plan.solver``, a process that imports numpy
-and HiGHS but not torch.  Its request arrives as one line of JSON on stdin, its answer leaves as the last line
-on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
+``BackgroundSolver(request)`` starts this module as a process of its own, which imports numpy and HiGHS but not torch.
+Its request arrives as one line of JSON on stdin, its answer leaves as the last line on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
 
 Who ends the child: itself, when done, when stdin closes or its parent is gone (looked at every half second),
 or when its own alarm rings; and the parent, in ``result`` and ``cancel``, which always reap it.
@@ -22,7 +21,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn
 
 import msgspec
@@ -30,6 +28,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import Finite, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
@@ -149,11 +148,11 @@ class BackgroundSolver:
         self._deadline = time.monotonic() + request.time_limit + GRACE_SECONDS
         try:
             self._child = subprocess.Popen(
-                [*(command or (sys.executable, "-m", __name__)), str(os.getpid())],
+                [*(command or megatron_snip.child_command(__name__)), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                cwd=Path(__file__).resolve().parents[3],  # where -m finds this package, however we were found
+                cwd=megatron_snip.PLACE,  # so that relative places in PYTHONPATH lead to no data either
             )
         except OSError as error:
             raise SolverFailed(f"the solver's process did not start: {error}") from error
@@ -329,7 +328,3 @@ def _read_line() -> str:
             sys.exit("stdin closed before the request was complete")
         parts += part
     return parts.decode()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -35,11 +36,14 @@ from megatron_snip.train.run_folder import Start
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
 
 
+ME = "0123456789abcdef"  # a run
+
+
 def start_of(tmp_path, **precision):
     """A checkpoint's start whose run had these options; ``plan``: the plan in force."""
     plan = precision.pop("plan", None)
     config = Config().replace(**precision, run_dir=str(tmp_path / "run")).to_dict()
-    return Start(3, {"config": config, "snip": {"plan": plan}}, tmp_path / "elsewhere/checkpoints", 3, "me")
+    return Start(3, {"config": config, "snip": {"plan": plan}}, tmp_path / "elsewhere/checkpoints", 3, ME)
 
 
 def test_the_plan_of_a_file(tmp_path):
@@ -179,11 +183,11 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
 
 
 def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):
-    assert known(tmp_path / "scores.json", 3, "me") == Evaluation(3, model="me")
+    assert known(tmp_path / "scores.json", 3, ME) == Evaluation(3, model=ME)
     Evaluation(3).with_scores("bf16", {}).save(tmp_path / "scores.json")
-    assert known(tmp_path / "scores.json", 3, "me").scores == {"bf16": {}}
+    assert known(tmp_path / "scores.json", 3, ME).scores == {"bf16": {}}
     with pytest.raises(ValueError, match=r"scores.json is from iteration 3, not 4; give another --output"):
-        known(tmp_path / "scores.json", 4, "me")
+        known(tmp_path / "scores.json", 4, ME)
 
 
 def test_scores_of_another_model_are_kept_apart(tmp_path):
@@ -193,7 +197,7 @@ def test_scores_of_another_model_are_kept_apart(tmp_path):
     assert known(tmp_path / "scores.json", 0, model_of(one)).scores == {"bf16": {}}
     with pytest.raises(ValueError, match=r"scores.json has the scores of .*/one, not .*/other; give another --output"):
         known(tmp_path / "scores.json", 0, model_of(other))
-    assert model_of(start_of(tmp_path)) == "me"
+    assert model_of(start_of(tmp_path)) == ME
 
 
 def test_a_try_does_not_pass_for_the_task(monkeypatch):
@@ -217,7 +221,7 @@ def test_the_run_s_trackers_get_the_row(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(evaluate, "start_trackers", start_trackers)
     monkeypatch.setattr(evaluate, "write_report", said.append)
     evaluate.track(tmp_path, start, row)
-    assert said == [tmp_path, ("p", str(tmp_path), "me", None), (row, None, None), "end"]
+    assert said == [tmp_path, ("p", str(tmp_path), ME, None), (row, None, None), "end"]
     monkeypatch.setattr(evaluate, "write_report", lambda folder: 1 / 0)
     with caplog.at_level("WARNING", "megatron_snip"):
         evaluate.track(tmp_path, start, row)

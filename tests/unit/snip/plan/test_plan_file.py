@@ -11,7 +11,7 @@ import pytest
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.ilp import solve
 from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, build_plan
-from tests.unit.snip.plan.plan_edits import edits, without, wrong_linears
+from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
 MIXED = LinearPrecision("fp4", "fp4", "fp8")
