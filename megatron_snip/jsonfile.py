@@ -67,13 +67,15 @@ def checked(values: Any, schema: type[_T], where: str = "") -> _T:
 
 def _in_words(problem: str, values: Any, where: str) -> str:
     """msgspec's message with the field's name first and its value."""
-    what, _, path = problem.partition(" - at `$")
-    path = path.rstrip("`").removeprefix(".")
+    what, _, path = problem.partition(" - at `")
+    of_a_key, path = path.startswith("key` in `$"), path.rpartition("$")[2].rstrip("`").removeprefix(".")
     full = f"{where}{'.' if where and path[:1] not in ('', '[') else ''}{path}"
     if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what, re.DOTALL):
         name = f"{full}.{shown(found[2])[1:-1]}".removeprefix(".")
         return f"field {name} is {'missing' if found[1].startswith('missing') else 'unknown'}"
     what = what.replace("`", "")
+    if of_a_key:
+        return f"field {full} has a name that it cannot have: {what[:1].lower()}{what[1:]}"
     place = f"field {full}" if full else "the file's content"
     for step in re.findall(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)", path):
         try:

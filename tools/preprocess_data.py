@@ -35,7 +35,7 @@ from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
 from megatron_snip.data.indexed import token_dtype
 from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron_snip.data.workers import end_with_parent
+from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
@@ -316,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sample_fraction=arguments.sample_fraction,
             sample_seed=arguments.sample_seed,
         )
+        check_workers("--workers", arguments.workers)
         paths = _expand(arguments.input)
         preprocess(job, paths, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except BrokenProcessPool:

@@ -63,6 +63,17 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def most_workers() -> int:
+    """Processes beyond which more read no faster on this machine, but fill its memory: 4 for each core, or 64."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
+def check_workers(option: str, count: int) -> None:
+    """Raise UserError for more worker processes than `most_workers`."""
+    if count > (most := most_workers()):
+        raise UserError(f"{option} is {count}; give at most {most}, 4 for each core of this machine or 64")
+
+
 def read(dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:
     """Samples ``numbers`` of a dataset, int64 [samples, tokens], in this process."""
     return np.stack([dataset[int(number)] for number in numbers])

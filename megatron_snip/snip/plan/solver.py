@@ -1,7 +1,8 @@
 """The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
 
 ``BackgroundSolver(request)`` starts this module as a process of its own, which imports numpy and HiGHS but not torch.
-Its request arrives as one line of JSON on stdin, its answer leaves as the last line on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
+Its request arrives as one line of JSON on stdin, its answer leaves as the last line on stdout.  Numbers go as Python's
+shortest exact decimals, so the child solves the very same matrices.
 
 Who ends the child: itself, when done, when stdin closes or its parent is gone (looked at every half second),
 or when its own alarm rings; and the parent, in ``result`` and ``cancel``, which always reap it.
