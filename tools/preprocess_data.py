@@ -175,7 +175,7 @@ class _Progress:
 
     def __init__(self, builders: ResumableBuilders, total: int, log_interval: int) -> None:
         self._builders, self._log_interval, self._started = builders, log_interval, time.perf_counter()
-        self.at: dict[str, int] = builders.found or {"pieces": 0, "bytes": 0, "documents": 0}
+        self.at: dict[str, int] = {"pieces": 0, "bytes": 0, "documents": 0} | (builders.found or {})
         self._found, self._marked = dict(self.at), self._started
         self._shown = self.at["documents"]
         self.bar = tqdm(total=total, initial=self.at["bytes"], unit="B", unit_scale=True, desc="tokenise")
