@@ -276,8 +276,17 @@ def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
 
 
 def tracked(state: Mapping[str, Any]) -> Config:
-    """The run's own options, which say where it logs to."""
-    return Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
+    """The run's own options, which say where it logs to.
+
+    A checkpoint may be a stranger's, so of the folders that it names only those count in which a run has logged before.
+    """
+    config = Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
+    log = config.logging
+    if log.tensorboard_dir and not any(Path(log.tensorboard_dir).glob("events.out.tfevents.*")):
+        config = config.replace(tensorboard_dir=None)
+    if log.wandb_save_dir and not (Path(log.wandb_save_dir) / "wandb").is_dir():
+        config = config.replace(wandb_project=None)
+    return config
 
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

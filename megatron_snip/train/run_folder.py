@@ -380,6 +380,7 @@ def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Con
         )
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
+    saved.pop("data_cache_path", None)  # a checkpoint may be a stranger's, and this folder is written to
     if any(getattr(given.data, name) for name in _SOURCES):
         saved = {name: value for name, value in saved.items() if name not in _SOURCES}
     config = parse(words, saved).replace(load=str(folder))

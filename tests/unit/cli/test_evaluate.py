@@ -228,6 +228,20 @@ def test_the_run_s_trackers_get_the_row(tmp_path, monkeypatch, caplog):
     assert caplog.messages == ["the scores are not in the report, wandb or TensorBoard: division by zero"]
 
 
+def test_no_tracker_writes_to_a_folder_that_only_a_checkpoint_names(tmp_path):
+    """Such as one of yours that a stranger's checkpoint names; one in which the run has logged is its own."""
+    named = {"tensorboard_dir": str(tmp_path / "events"), "wandb_project": "p", "wandb_save_dir": str(tmp_path / "w")}
+    start = start_of(tmp_path, **named)
+    for folder in ("events", "w"):
+        (tmp_path / folder).mkdir()
+    found = evaluate.tracked(start.state).logging
+    assert (found.tensorboard_dir, found.wandb_project) == (None, None)
+    (tmp_path / "events/events.out.tfevents.1").touch()
+    (tmp_path / "w/wandb").mkdir()
+    found = evaluate.tracked(start.state).logging
+    assert (found.tensorboard_dir, found.wandb_project) == (named["tensorboard_dir"], "p")
+
+
 @pytest.mark.slow
 def test_tasks_of_the_lists_are_known():
     tasks = pytest.importorskip("lm_eval.tasks")

@@ -16,7 +16,7 @@ from megatron_snip.jsonfile import JsonFileError
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
-from megatron_snip.train.run_folder import find_start, run_id_of
+from megatron_snip.train.run_folder import find_start, run_id_of, with_saved_options
 from megatron_snip.train.state_file import new_state, read_run_file, state_of
 from tests.unit.train.test_run_folder import checkpoint, options
 
@@ -185,6 +185,13 @@ def test_a_run_takes_nothing_of_a_forged_checkpoint(forged, tmp_path: Path):
         config = options(tmp_path / "new", load=str(saves), **more)
         with pytest.raises(ValueError, match=rf"state\.json: field {name}.*; load another iteration \(--ckpt-step\)$"):
             find_start(config)
+
+
+def test_a_checkpoint_names_no_folder_for_a_tool_to_write_to(tmp_path: Path):
+    named = Config().replace(data_cache_path="/home/you", data_path=("a",), num_layers=3)
+    checkpoint(tmp_path, 7, RUN, config=named.to_dict())
+    config, _ = with_saved_options(["--load", str(tmp_path)], ("model", "data"))
+    assert config.data.data_cache_path is None and config.data.data_path == ("a",) and config.model.num_layers == 3
 
 
 @pytest.mark.parametrize(
