@@ -39,8 +39,7 @@ def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     trained = {"version": VERSION, "iteration": iteration, "weights_alone": False, **more}
-    state = new_state(run_id, Config()) | trained
-    text = json.dumps(state)
+    text = json.dumps(new_state(run_id, Config()) | trained)
     (folder / "state.json").write_text(text)
     small = {"state.json": (len(text), zlib.crc32(text.encode()))}
     (folder / "manifest.json").write_text(Manifest(iteration, run_id, {}, small, {}).to_text())
@@ -321,11 +320,8 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
     assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
     for kind in ("plans", "stats"):
-        assert sorted(p.name for p in (run / kind).iterdir()) == [
-            "iter_0000003.json",
-            "iter_0000007.json",
-            "notes.json",
-        ]
+        names = ["iter_0000003.json", "iter_0000007.json", "notes.json"]
+        assert sorted(p.name for p in (run / kind).iterdir()) == names
     written = json.loads((run / "config.json").read_text())
     made = written.pop("versions")
     assert written == {"run_id": ABC, **config.to_dict()}

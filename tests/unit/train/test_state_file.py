@@ -188,7 +188,7 @@ def test_a_run_takes_nothing_of_a_forged_checkpoint(forged, tmp_path: Path):
 
 
 def test_a_checkpoint_names_no_folder_for_a_tool_to_write_to(tmp_path: Path):
-    named = Config().replace(data_cache_path="/home/you", data_path=("a",), num_layers=3)
+    named = Config().replace(data_cache_path="yours", data_path=("a",), num_layers=3)
     checkpoint(tmp_path, 7, RUN, config=named.to_dict())
     config, _ = with_saved_options(["--load", str(tmp_path)], ("model", "data"))
     assert config.data.data_cache_path is None and config.data.data_path == ("a",) and config.model.num_layers == 3
