@@ -73,7 +73,7 @@ def _in_words(problem: str, values: Any, where: str) -> str:
     if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what, re.DOTALL):
         name = f"{full}.{shown(found[2])[1:-1]}".removeprefix(".")
         return f"field {name} is {'missing' if found[1].startswith('missing') else 'unknown'}"
-    what = what.replace("`", "")
+    what = "No known value" if what.startswith("Invalid enum value") else what.replace("`", "")  # it may be long
     if of_a_key:
         return f"field {full} has a name that it cannot have: {what[:1].lower()}{what[1:]}"
     place = f"field {full}" if full else "the file's content"
