@@ -35,6 +35,8 @@ from megatron_snip.faults.rendezvous import agree_on_start
 from megatron_snip.faults.watch import Folder, Watch
 from megatron_snip.files import one_line
 
+#: What keeps the current folder out of the path of new Python processes.
+_SAFE_PATH = "PYTHONSAFEPATH"
 LOGGER = logging.getLogger("megatron_snip")
 #: What --deterministic-mode lets a user set; NCCL's are those that Megatron accepts.
 DETERMINISTIC = {
@@ -363,8 +365,11 @@ def report_errors() -> Iterator[Ending]:
     of its own.  What every process finds is told by rank 0 alone: the others wait a moment before they tell it, because
     torchrun ends all of them as soon as one has failed.  Any other error is told by the process that meets it first,
     its traceback goes into the run folder.
+    Python processes that libraries start inside, as multiprocessing does, import nothing from the current folder, which
+    may be a stranger's.
     """
-    rank = environment_rank()
+    rank, before = environment_rank(), os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
     set_up_logging(rank)
     end_with_agent()
     ending = Ending(rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
@@ -384,3 +389,8 @@ def report_errors() -> Iterator[Ending]:
             raise  # nothing has begun: the traceback is all that there is to tell
         else:
             ending.after(error)
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before

@@ -35,7 +35,7 @@ from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
 from megatron_snip.data.indexed import token_dtype
 from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron_snip.data.workers import end_with_parent
+from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, parse_json, path_word
 
@@ -175,7 +175,7 @@ class _Progress:
 
     def __init__(self, builders: ResumableBuilders, total: int, log_interval: int) -> None:
         self._builders, self._log_interval, self._started = builders, log_interval, time.perf_counter()
-        self.at: dict[str, int] = builders.found or {"pieces": 0, "bytes": 0, "documents": 0}
+        self.at: dict[str, int] = {"pieces": 0, "bytes": 0, "documents": 0} | (builders.found or {})
         self._found, self._marked = dict(self.at), self._started
         self._shown = self.at["documents"]
         self.bar = tqdm(total=total, initial=self.at["bytes"], unit="B", unit_scale=True, desc="tokenise")
@@ -316,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sample_fraction=arguments.sample_fraction,
             sample_seed=arguments.sample_seed,
         )
+        check_workers("--workers", arguments.workers)
         paths = _expand(arguments.input)
         preprocess(job, paths, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except BrokenProcessPool:

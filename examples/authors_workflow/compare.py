@@ -13,21 +13,34 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line, parse_json
-from megatron_snip.jsonfile import is_object, read_json, write_atomic
+from megatron_snip.files import one_line
+from megatron_snip.jsonfile import JsonFileError, Share, Text, checked, read_json, write_atomic
+from megatron_snip.train.metrics import read_metrics
 
 KEY = "lm loss validation"
+
+
+class _Plan(msgspec.Struct):
+    """What this table takes of a plan."""
+
+    hash: Text | None = None
+    fp4_share: Share | None = None
+    loss_divergence: float | None = None
+
+
+class _Plans(msgspec.Struct):
+    """pareto.json."""
+
+    plans: dict[str, _Plan]
 
 
 def last_validation(run: Path, plan: str | None) -> tuple[int, float]:
     """Iteration and loss of a run's last validation.  UserError if it has none, or it ran under another plan's hash."""
     found = None
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:  # a kill cut it short
-            continue
+    for row in read_metrics(run / "metrics.jsonl"):
         if KEY in row:
             found = row["iteration"], row[KEY]
         if plan is not None and row.get("snip/plan_hash", plan) != plan:
@@ -46,18 +59,20 @@ def rows(folder: Path) -> list[list[str]]:
     if "bf16" not in runs:
         raise UserError(f"{folder / 'schemes'} has no run bf16 to compare with; run the step schemes first")
     file = folder / "plans/pareto.json"
-    plans = read_json(file, "table of plans", "run the step plans first").get("plans")
-    if not is_object(plans) or not all(map(is_object, plans.values())):
-        raise UserError(f"{file}: field plans is missing or damaged; run the step plans again")
-    losses = {name: last_validation(path, plans.get(name, {}).get("hash")) for name, path in runs.items()}
+    values = read_json(file, "table of plans", "run the step plans first")
+    try:
+        plans = checked(values, _Plans).plans
+    except JsonFileError as error:
+        raise UserError(f"{file}: {error}; run the step plans again") from None
+    losses = {name: last_validation(path, plans[name].hash if name in plans else None) for name, path in runs.items()}
     end, reference = losses["bf16"]
     if late := [name for name, (iteration, _) in losses.items() if iteration != end]:
         raise UserError(f"{late[0]} ends at iteration {losses[late[0]][0]}, bf16 at {end}; run the step schemes again")
     shares = {"bf16": 0.0, "fp8": 0.0, "fp4": 1.0}
     table = []
     for name, (_, loss) in sorted(losses.items(), key=lambda item: item[1][1]):
-        plan = plans.get(name, {})
-        share, predicted = plan.get("fp4_share", shares.get(name)), plan.get("loss_divergence")
+        plan = plans.get(name, _Plan(fp4_share=shares.get(name)))
+        share, predicted = plan.fp4_share, plan.loss_divergence
         told = ["-" if share is None else f"{share:.1%}", "-" if predicted is None else f"{predicted:.2e}"]
         table.append([name, *told, f"{loss:.4f}", f"{loss - reference:+.4f}"])
     return table

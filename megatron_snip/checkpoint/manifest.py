@@ -37,8 +37,6 @@ from megatron_snip.jsonfile import Count, JsonFileError, RunId, decoded, read_js
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"
 VERSION = 4  # of manifest.json and state.json
-#: What a resume reads from state.json.
-STATE_FIELDS = ("run_id", "iteration", "optimizer_steps", "nan_iterations", "config", "snip")
 #: Bytes of a value of each type that checkpoints hold.
 DTYPES = {"float32": 4, "bfloat16": 2}
 #: Bytes that torch.save adds before a shard's values, and after them; it takes some hundreds.
@@ -314,15 +312,12 @@ def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]
 
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
-    """What state.json of a checkpoint holds.  UserError if it cannot be read, lacks a field, or is another's."""
+    """What state.json of a checkpoint holds, its fields unchecked.  UserError if it cannot be read or is another's."""
     path = folder_of(save, iteration) / STATE
     way_out = "load another iteration (--ckpt-step)"
     state = read_json(path, "state", way_out)
-    missing = [field for field in STATE_FIELDS if field not in state]
-    if missing:
-        raise UserError(f"{path}: field {missing[0]} is missing; {way_out}")
     if state.get("version") != VERSION:
         raise UserError(f"{path}: version is {shown(state.get('version'))}, and this code reads {VERSION}; {way_out}")
-    if state["iteration"] != iteration:
-        raise UserError(f"{path}: it is from iteration {shown(state['iteration'])}; {way_out}")
+    if state.get("iteration") != iteration:
+        raise UserError(f"{path}: it is from iteration {shown(state.get('iteration'))}; {way_out}")
     return state

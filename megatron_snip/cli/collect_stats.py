@@ -36,6 +36,7 @@ from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
+from megatron_snip.train.state_file import new_state
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -66,8 +67,8 @@ def prepare(
     assert start.load is not None
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
-    state = start.state or {"weights_alone": True, "optimizer_steps": 0}
-    alone = state.get("weights_alone", False)  # the probe is then of the first update
+    state = start.state or new_state("", config)
+    alone = state["weights_alone"]  # the probe is then of the first update
     if start.state is None:
         check_model(start.load, config.model)
     else:
@@ -84,7 +85,7 @@ def prepare(
     with naming(start.load, start.load_iteration):
         read_tensors(start, {n: t for n, t in parts.tensors().items() if not alone or n.startswith("model.")})
     parts.optimizer.set_steps(state["optimizer_steps"])
-    consumed = state.get("consumed_samples", 0)
+    consumed = state["consumed_samples"]
     size = parts.train_loader.size(consumed)
     parts.coordinator.probe.tokens = size * config.model.seq_length
 
@@ -100,7 +101,7 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
 
     Every process calls it.  UserError for bad input.
     """
-    size = config.training.batch_size((start.state or {}).get("consumed_samples", 0))
+    size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
     batches = batches_of(config.snip, size * config.model.seq_length)
     parts, batch, iteration = prepare(config, start, batches)
     assert parts.coordinator is not None

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from megatron_snip import __version__, runtime
-from megatron_snip.checkpoint.manifest import Manifest, check, naming, read_state
+from megatron_snip.checkpoint.manifest import Manifest, check, naming
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig, Config
@@ -52,6 +52,7 @@ from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.train.run_folder import find_checkpoint, saved_options
+from megatron_snip.train.state_file import new_state, read_state
 
 PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
 #: What our checkpoints put before a weight's name.
@@ -143,10 +144,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
             bar.update(tensor.nbytes)
             return tensor
 
-        state = {
-            "run_id": saver.run_id, "iteration": 0, "consumed_samples": 0, "data_skipped": 0, "optimizer_steps": 0,
-            "nan_iterations": 0, "config": config.to_dict(), "snip": None, "weights_alone": True,
-        }  # fmt: skip
+        state = new_state(saver.run_id, config)
         places = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # no memory
         try:
             saver.save(0, places, state, finite=True, last=True, planner=_Lazy(read))
@@ -237,7 +235,7 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
     spec = spec_of(config.model)
     about = {"architectures": [spec.architecture], "model_type": spec.name, "torch_dtype": dtype}
     write_json(hf / "config.json", {**about, **settings, **older, **write_tokenizer(config, hf)})
-    plan = (state.get("snip") or {}).get("plan")
+    plan = state["snip"]["plan"] if state["snip"] else None
     if plan is not None:
         write_json(hf / PLAN, plan)
     write_atomic(hf / "README.md", card(config, state, plan))
@@ -273,7 +271,7 @@ def write_tokenizer(config: Config, hf: Path) -> dict[str, int | None]:
 def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str:
     """A model card: what was trained, how, and in which precision."""
     m = config.model
-    trained = {} if state.get("weights_alone") else _training(config, state, plan)
+    trained = {} if state["weights_alone"] else _training(config, state, plan)
     rows = {
         "blocks, width, SwiGLU": f"{m.num_layers}, {m.hidden_size}, {m.ffn_hidden_size}",
         "heads, key/value heads": f"{m.num_attention_heads}, {m.query_groups}",
@@ -292,7 +290,7 @@ def _training(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] 
     if plan is not None:
         precision += f", {plan['achieved']:.0%} of the linears' FLOPs in FP4 at the end ({PLAN})"
     return {
-        "tokens trained on": f"{state.get('consumed_samples', 0) * m.seq_length:,}",
+        "tokens trained on": f"{state['consumed_samples'] * m.seq_length:,}",
         "iteration": f"{state['iteration']:,} of {t.train_iters:,}",
         "batch, sequence length": f"{t.global_batch_size}, {m.seq_length}",
         "learning rate": f"{t.lr:g} to {t.min_lr:g}, {t.lr_decay_style}",

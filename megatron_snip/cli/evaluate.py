@@ -112,7 +112,7 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
         if not path.is_file():
             raise UserError(f"--plan own: {start.load} has no {HF_PLAN}; give --plan FILE, or drop it")
         return config, Plan.load(path)
-    if (saved := (start.state.get("snip") or {}).get("plan")) is not None:
+    if start.state["snip"] and (saved := start.state["snip"]["plan"]) is not None:
         return config, Plan.from_dict(saved, f"plan of {start.load}")
     own = Config().replace(**saved_options(start.state, ("precision", "snip")))
     kind = own.precision.precision
@@ -166,14 +166,14 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 def _compute(state: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
     """--bf16 where the run computed in it and the options say nothing else."""
     said = {word.partition("=")[0] for word in rest} & {"--bf16", "--no-bf16"}
-    return ["--bf16"] if state["config"]["training"].get("bf16") and not said else []
+    return ["--bf16"] if state["config"]["training"]["bf16"] and not said else []
 
 
 def run_folder_of(start: Start) -> Path | None:
     """The folder of the checkpoint's run, where it stood or beside its checkpoints; None if it is not there."""
     if start.state is None or start.load is None:
         return None
-    for folder in (start.load.parent, Path(start.state["config"]["logging"].get("run_dir", ""))):
+    for folder in (start.load.parent, Path(start.state["config"]["logging"]["run_dir"])):
         try:
             if run_id_of(folder) == start.run_id:
                 return folder
@@ -276,8 +276,17 @@ def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
 
 
 def tracked(state: Mapping[str, Any]) -> Config:
-    """The run's own options, which say where it logs to."""
-    return Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
+    """The run's own options, which say where it logs to.
+
+    A checkpoint may be a stranger's, so of the folders that it names only those count in which a run has logged before.
+    """
+    config = Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
+    log = config.logging
+    if log.tensorboard_dir and not any(Path(log.tensorboard_dir).glob("events.out.tfevents.*")):
+        config = config.replace(tensorboard_dir=None)
+    if log.wandb_save_dir and not (Path(log.wandb_save_dir) / "wandb").is_dir():
+        config = config.replace(wandb_project=None)
+    return config
 
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

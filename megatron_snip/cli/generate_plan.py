@@ -28,7 +28,7 @@ from typing import Any
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, parse_json, path_word, read_file
+from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
@@ -40,6 +40,7 @@ from megatron_snip.train.report_page import Section, page
 from megatron_snip.train.report_pictures import pareto
 from megatron_snip.train.run_folder import saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
+from megatron_snip.train.state_file import read_run_file
 from megatron_snip.train.validate import check_ranges
 
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
@@ -51,11 +52,8 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model",))
     elif stats.parent.name == "stats" and run.is_file():
-        try:
-            options = parse_json(read_file(run, "run's options", "give --load or --config"))
-            saved = saved_options({"config": options}, ("model",))
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{run}: cannot be read ({error}); give the model's shape by --load or --config") from None
+        _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
+        saved = saved_options({"config": of_run.to_dict()}, ("model",))
         config = parse(words, saved)
     return config
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import json
 import logging
 import os
 import zlib
@@ -22,9 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from megatron_snip.errors import UserError
+from megatron_snip.jsonfile import JsonFileError, checked, read_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 PIECE_BYTES = 1 << 19  # input per piece: some tenths of a second of work
@@ -137,10 +140,7 @@ def files_of(name: str) -> list[str]:
     if not folder.is_dir():
         raise UserError(f"{name} is neither a file nor a folder")
     if (state := folder / "state.json").is_file():  # Hugging Face's save_to_disk
-        try:
-            return [str(folder / one["filename"]) for one in json.loads(state.read_bytes())["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{state} does not tell the dataset's files ({error!r}); save the dataset again") from None
+        return [str(folder / one.filename) for one in _saved(state)]
     if (splits := folder / "dataset_dict.json").is_file():
         raise UserError(f"{splits} names several splits; give one of their folders, such as {folder / 'train'}")
     files = sorted(str(path) for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
@@ -152,6 +152,27 @@ def files_of(name: str) -> list[str]:
             f"{folder}: reads {len(found)} files and leaves out {len(others)} of other kinds, such as {others[0]}"
         )
     return found
+
+
+class _DataFile(msgspec.Struct, frozen=True):
+    """One of a saved dataset's files, which lies in its own folder."""
+
+    filename: Annotated[str, Meta(pattern=r"\A[^/\x00]{1,255}\Z")]
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """state.json of Hugging Face's save_to_disk."""
+
+    files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+def _saved(state: Path) -> list[_DataFile]:
+    """The files that a saved dataset names."""
+    way_out = "save the dataset again"
+    try:
+        return checked(read_json(state, "dataset's list of files", way_out), _Saved).files
+    except JsonFileError as error:
+        raise UserError(f"{state} does not tell the dataset's files ({error}); {way_out}") from None
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:

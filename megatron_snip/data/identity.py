@@ -14,19 +14,34 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from megatron_snip.errors import UserError
 from megatron_snip.files import atomic_output, parse_json, read_file
+from megatron_snip.jsonfile import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
 BLOCKS = 64  # samples of a .bin
 BLOCK_BYTES = 1 << 14
 AT_ONCE = 1 << 22  # array elements that are hashed in one go
 Array = npt.NDArray[Any]
+Id = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A record of token ids: the pair's fingerprint and the ends of its ids."""
+
+    version: Literal[1]
+    least_id: Id
+    largest_id: Id
+    lengths: Text
+    size: Count
+    content: Text
 
 
 def fingerprint(descriptor: int, dtype: np.dtype[Any], lengths: Array, documents: Array) -> dict[str, Any]:
@@ -77,10 +92,10 @@ def recorded_ids(prefix: str, of: Mapping[str, Any]) -> tuple[int, int] | None:
     try:
         if not path.exists():
             return None
-        record = parse_json(read_file(path, "record of token ids", "remove it", most=1 << 16))
-        if any(record[key] != value for key, value in of.items()):
+        record = checked(parse_json(read_file(path, "record of token ids", "remove it", most=1 << 16)), _Record)
+        if any(getattr(record, key) != value for key, value in of.items()):
             raise UserError("it is of another pair of files")
-        return int(record["least_id"]), int(record["largest_id"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        return record.least_id, record.largest_id
+    except (OSError, ValueError) as error:
         LOGGER.warning(f"{path} is not used, token ids are checked as they are read: {error}")
         return None

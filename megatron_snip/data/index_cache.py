@@ -14,16 +14,34 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import atomic_output
+from megatron_snip.files import atomic_output, parse_json, read_file
+from megatron_snip.jsonfile import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
 Array = npt.NDArray[Any]
+
+
+class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of an array."""
+
+    shape: list[Count]
+    dtype: Text
+    crc32: Count
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry; the arrays' names are parts of file names."""
+
+    description: Any
+    arrays: dict[Annotated[str, Meta(pattern=r"\A[a-z0-9_]{1,40}\Z")], _Array]
 
 
 def array_hash(array: Array) -> str:
@@ -55,7 +73,7 @@ def cached(
     entry = stem.with_suffix(".json")
     if entry.exists():
         try:
-            return _read(stem, json.loads(text))
+            return _read(stem, parse_json(text))
         except Exception as error:  # a reader of damaged bytes may raise anything
             LOGGER.warning("index cache entry %s is damaged (%s); rebuilding it", entry, error)
     arrays = build()
@@ -75,13 +93,14 @@ def cached(
 
 
 def _read(stem: Path, description: Any) -> dict[str, Array]:
-    record = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-    if record["description"] != description:
+    entry = stem.with_suffix(".json")
+    record = checked(parse_json(read_file(entry, "entry of the index cache", "remove it")), _Entry)
+    if record.description != description:
         raise UserError("it describes another index")
     arrays = {}
-    for name, facts in record["arrays"].items():
+    for name, facts in record.arrays.items():
         array = np.load(f"{stem}.{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        if _facts(array) != facts:
+        if _facts(array) != msgspec.to_builtins(facts):
             raise UserError(f"{name} is not what was written")
         arrays[name] = array
     return arrays

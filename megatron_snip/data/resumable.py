@@ -19,25 +19,45 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.data.identity import Id
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
 from megatron_snip.files import about, atomic_output, check_folder, parse_json, read_file, temporary_beside
+from megatron_snip.jsonfile import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
 VERSION = 1
 
 
+class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much of a dataset counts, and the least and largest of its ids."""
+
+    tokens: Count
+    documents: Count
+    least: Id
+    largest: Id
+
+
+class _Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """progress.json; at: by what the caller goes on."""
+
+    identity: dict[Text, Any]
+    at: dict[Text, Count]
+    datasets: list[_Mark]
+
+
 class _Builder(IndexedDatasetBuilder):
     """A builder whose tokens and lengths lie in files of ours until `finalize`."""
 
-    def __init__(self, prefix: str, dtype: npt.DTypeLike, path: Path, mark: Mapping[str, Any] | None) -> None:
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, path: Path, mark: _Mark | None) -> None:
         self._tokens = path
         if not mark:  # what lies there may be, by another name, a dataset that is finished
             path.unlink(missing_ok=True)
-        elif path.stat().st_size < mark["tokens"] * np.dtype(dtype).itemsize:
+        elif path.stat().st_size < mark.tokens * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} is shorter than it was")
         super().__init__(prefix, dtype, path)
         self._kept = path.with_suffix(".lengths")
@@ -47,14 +67,16 @@ class _Builder(IndexedDatasetBuilder):
             self._go_on(mark)
         self._stream.truncate(self._stream.tell())  # of longer work that was killed without a mark
 
-    def _go_on(self, mark: Mapping[str, Any]) -> None:
-        lengths = np.fromfile(self._kept_stream, "<i4", mark["documents"])
-        if len(lengths) != mark["documents"] or int(lengths.sum(dtype=np.int64)) != mark["tokens"]:
+    def _go_on(self, mark: _Mark) -> None:
+        lengths = np.fromfile(
+            self._kept_stream, "<i4", min(mark.documents, os.fstat(self._kept_stream.fileno()).st_size)
+        )
+        if len(lengths) != mark.documents or int(lengths.sum(dtype=np.int64)) != mark.tokens:
             raise ValueError(f"{self._kept} does not fit the tokens")
         self._lengths.frombytes(lengths[lengths > 0].astype(np.intc).tobytes())
         self._documents.frombytes(np.cumsum(lengths > 0, dtype=np.int64).tobytes())
-        self._num_tokens, self._least, self._largest = mark["tokens"], mark["least"], mark["largest"]
-        self._stream.seek(mark["tokens"] * self.dtype.itemsize)
+        self._num_tokens, self._least, self._largest = mark.tokens, mark.least, mark.largest
+        self._stream.seek(mark.tokens * self.dtype.itemsize)
 
     def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
         """Append many documents, as the base class does, and keep their lengths."""
@@ -114,21 +136,21 @@ class ResumableBuilders:
         self.builders: list[_Builder] = []
         self._lock = self._take_lock()
         try:
-            self.found: Any = self._open_all(prefixes, dtype)
+            self.found: dict[str, int] | None = self._open_all(prefixes, dtype)
         except BaseException:
             self._let_go(remove=not self.marked)
             raise
 
-    def _open_all(self, prefixes: Sequence[str], dtype: npt.DTypeLike) -> Any:
+    def _open_all(self, prefixes: Sequence[str], dtype: npt.DTypeLike) -> dict[str, int] | None:
         """Open the builders; returns where to go on."""
         state = self._read()
         paths = [self.folder / f"{number}.bin" for number in range(len(prefixes))]
         if state:
             try:
-                for prefix, path, mark in zip(prefixes, paths, state["datasets"], strict=True):
+                for prefix, path, mark in zip(prefixes, paths, state.datasets, strict=True):
                     self.builders.append(_Builder(prefix, dtype, path, mark))
-                return state["at"]
-            except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+                return state.at
+            except (ValueError, FileNotFoundError) as error:
                 LOGGER.warning(f"{self.folder} cannot be resumed, so the work starts over: {error}")
                 for builder in self.builders:
                     builder.abort()
@@ -147,25 +169,24 @@ class ResumableBuilders:
             LOGGER.warning(f"{self.folder} cannot be locked ({error}); start nothing else with this output")
         return descriptor
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> _Progress | None:
         if not self._progress.exists():
             return None
         try:
-            state = parse_json(read_file(self._progress, "progress", f"remove {self.folder}"))
-            identity = state["identity"]
-        except (ValueError, KeyError, TypeError) as error:
+            state = checked(parse_json(read_file(self._progress, "progress", f"remove {self.folder}")), _Progress)
+        except ValueError as error:
             raise UserError(f"{self._progress} is not a record of progress ({error}); remove {self.folder}") from None
         mine = json.loads(json.dumps(self._identity))
-        if identity != mine:
-            other = [name for name in mine if identity.get(name) != mine[name]] or ["version"]
+        if state.identity != mine:
+            other = [name for name in mine if state.identity.get(name) != mine[name]] or ["version"]
             raise UserError(
                 f"{self.folder} holds unfinished work with another {other[0]}; continue with the same options and "
                 "inputs, or remove it to start over"
             )
         return state
 
-    def mark(self, at: Any) -> None:
-        """Put on the disk all that has been added, and ``at``, a JSON value that tells where to go on."""
+    def mark(self, at: Mapping[str, int]) -> None:
+        """Put on the disk all that has been added, and ``at``, counts that tell where to go on."""
         state = {"identity": self._identity, "at": at, "datasets": [builder.mark() for builder in self.builders]}
         with atomic_output(self._progress) as path, path.open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(state, indent=1) + "\n")
@@ -177,7 +198,7 @@ class ResumableBuilders:
         """Whether there is anything that a next go would go on from."""
         return self._progress.exists()
 
-    def finalize(self, at: Any) -> None:
+    def finalize(self, at: Mapping[str, int]) -> None:
         """Give all datasets their names.  ``at`` is where the work has ended, for a kill on the way."""
         if self.marked:
             self.mark(at)

@@ -1,7 +1,7 @@
 """Processes that read samples for this one (--num-workers).
 
-``Workers(datasets, count)`` starts ``python -m megatron_snip.data.workers`` that often.  A worker imports numpy and
-the datasets but not torch, so it starts in a fraction of a second and never touches a GPU.  It is a new process and no
+``Workers(datasets, count)`` starts this module as so many processes.  A worker imports numpy and the datasets but not
+torch, so it starts in a fraction of a second and never touches a GPU.  It is a new process and no
 fork: this one has CUDA and threads of gloo, NCCL and its own by then.  A fork would copy their locks as they are, and
 would hold the sockets open by which other processes see that this one has gone.
 
@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -62,6 +61,17 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def most_workers() -> int:
+    """Processes beyond which more read no faster on this machine, but fill its memory: 4 for each core, or 64."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
+def check_workers(option: str, count: int) -> None:
+    """Raise UserError for more worker processes than `most_workers`."""
+    if count > (most := most_workers()):
+        raise UserError(f"{option} is {count}; give at most {most}, 4 for each core of this machine or 64")
 
 
 def read(dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:
@@ -141,10 +151,10 @@ def _start(name: str, file: int, places: Places) -> _Worker:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # a new process inherits what is blocked
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), str(file)],
+            [*megatron_snip.child_command(__name__), str(theirs.fileno()), str(file)],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), file),
-            cwd=Path(__file__).resolve().parents[2],  # where -m finds this package, however we were found
+            cwd=megatron_snip.PLACE,  # so that relative places in PYTHONPATH lead to no data either
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -237,7 +247,3 @@ def main() -> None:
         sys.path[:], folder, places = socket.recv()
         os.chdir(folder)
         _serve(socket, file, places)
-
-
-if __name__ == "__main__":
-    main()

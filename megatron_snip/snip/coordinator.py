@@ -153,13 +153,13 @@ class Coordinator:
         if plan:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
         pending = Pending.from_dict(state["pending"]) if state["pending"] else None
-        found = state.get("predictions")  # checkpoints of before have none
-        predictions, self.history = Predictions.from_dict(found) if found else None, list(state["history"])
+        predictions = Predictions.from_dict(state["predictions"]) if state["predictions"] else None
+        self.history = list(state["history"])
         self._cancel()
         self.plan, self.pending, self.predictions = plan, None, predictions
         for name, linear in self.linears.items():
             linear.precision = plan.linears[name] if plan else LinearPrecision.parse(self.snip.snip_warmup_precision)
-        self._unwritten = dict(state.get("unwritten", {})) if self.mesh.rank == 0 else {}
+        self._unwritten = dict(state["unwritten"]) if self.mesh.rank == 0 else {}
         if self._unwritten:
             self._failed.attempt(self._write_all)
         if pending:

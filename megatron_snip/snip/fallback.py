@@ -22,9 +22,7 @@ def linears_of(history: Sequence[Mapping[str, Any]], names: Collection[str]) -> 
     held: dict[str, LinearPrecision] = {}
     out: list[Linears | None] = []
     for entry in history:
-        if "changed" not in entry:  # histories of before do not tell
-            held = {}
-        held = {**held, **{name: LinearPrecision.parse(text) for name, text in entry.get("changed", {}).items()}}
+        held = {**held, **{name: LinearPrecision.parse(text) for name, text in entry["changed"].items()}}
         out.append(held if held.keys() == set(names) else None)
     return out
 

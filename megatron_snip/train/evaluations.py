@@ -6,46 +6,33 @@
 
 Convention: scores[precision of the forward][task][metric] is the value with its standard error, null where none is
 known.  Another evaluation of the same checkpoint adds to the file, and replaces what it measured again.  model is the
-run's id, or the path of a Hugging Face folder; older files do not name it.
+run's id, or the path of a Hugging Face folder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.jsonfile import (
-    JsonFileError,
-    check_fields,
-    check_version,
-    is_count,
-    is_number,
-    is_object,
-    is_text,
-    read_json,
-    write_atomic,
-)
+import msgspec
+
+from megatron_snip.jsonfile import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
 
 _WAY_OUT = "evaluate the checkpoint again, or move the file away"
-_FIELDS = {"version": is_count, "iteration": is_count, "model": is_text, "scores": is_object}
 #: Metric -> (value, standard error or None).
 Scores = Mapping[str, tuple[float, float | None]]
 
 
-def _is_score(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and is_number(value[0])
-        and (value[1] is None or is_number(value[1]))
-    )
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of scores; what is in scores is checked one by one, so that errors name it."""
 
-
-def _is_scores(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_score, value.values()))
+    version: Count
+    iteration: Count
+    model: Text
+    scores: dict[Text, Any]
 
 
 @dataclass(frozen=True)
@@ -62,17 +49,17 @@ class Evaluation:
         values = read_json(path, "evaluation", _WAY_OUT)
         try:
             check_version(values, 1)
-            values = {"model": "", **values}
-            check_fields(values, _FIELDS, "")
-            for precision, tasks in values["scores"].items():
-                check_fields(tasks, dict.fromkeys(tasks, _is_scores), f"scores.{precision}.", _EXPECTED)
+            found = checked(values, _File)
+            scores: dict[str, dict[str, Scores]] = {
+                precision: {
+                    task: checked(metrics, dict[Text, tuple[float, float | None]], f"scores.{precision}.{task}")
+                    for task, metrics in checked(tasks, dict[Text, Any], f"scores.{precision}").items()
+                }
+                for precision, tasks in found.scores.items()
+            }
         except JsonFileError as error:
             raise JsonFileError(f"{path}: {error}; {_WAY_OUT}") from None
-        scores: dict[str, dict[str, Scores]] = {
-            precision: {task: {m: (v, e) for m, (v, e) in metrics.items()} for task, metrics in tasks.items()}
-            for precision, tasks in values["scores"].items()
-        }
-        return cls(values["iteration"], scores, values["model"])
+        return cls(found.iteration, scores, found.model)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -93,9 +80,6 @@ class Evaluation:
             f"evaluation/{word}/{t}/{m}": value for t, metrics in tasks.items() for m, (value, _) in metrics.items()
         }
         return {"iteration": self.iteration, **values}
-
-
-_EXPECTED: Mapping[Callable[[Any], bool], str] = {_is_scores: "metrics, each a number and its standard error"}
 
 
 def evaluation_file(run_dir: Path, iteration: int) -> Path:

@@ -27,13 +27,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_snip.checkpoint.manifest import Damaged, check, naming, read_state
+from megatron_snip.checkpoint.manifest import Damaged, check, naming
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.fallback import base_plan, plan_before
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.setup import Parts
+from megatron_snip.train.state_file import read_state
 from megatron_snip.train.watch import LossWatch
 
 Metrics = dict[str, Any]
@@ -196,5 +197,5 @@ def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pipeline's forward without a backward, a validation, leaves old weights gathered
-    empty: Metrics = {"plan": None, "history": [], "predictions": None}
+    empty: Metrics = {"plan": None, "history": [], "predictions": None, "unwritten": {}}
     return {**state, "snip": {**(state["snip"] or empty), "pending": None}}

@@ -228,7 +228,7 @@ class Trainer(RunState):
         self.guard.went_back(back)
         self.iteration = back
         self.unlogged = []
-        self.data_skipped = self.consumed - state["consumed_samples"] + state.get("data_skipped", 0)
+        self.data_skipped = self.consumed - state["consumed_samples"] + state["data_skipped"]
         if self.writer is not None:
             self.writer.go_back(back)
         if self.parts.mesh.rank == 0:

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files import parse_json
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.jsonfile import Count, checked, write_atomic
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.trackers import start_trackers
@@ -67,19 +70,35 @@ def _json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
+_Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Value = _Whole | float | str | bool | None
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What every row has."""
+
+    iteration: Count
+
+
+def row_of(line: str | bytes) -> dict[str, Any] | None:
+    """The row of one line of metrics: numbers and texts by name, with an iteration.  None for anything else."""
+    try:
+        values = parse_json(line)
+        checked(values, _Row)
+        return checked(values, dict[str, _Value])
+    except ValueError:  # no text, no JSON, or no row
+        return None
+
+
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a metrics file, each with its row; one warning if any that is damaged is left out."""
     found, damaged = [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-            if not isinstance(row["iteration"], int):
-                raise TypeError("an iteration is a whole number")
+        if (row := row_of(line)) is not None:
             found.append((line + b"\n", row))
-        except (ValueError, KeyError, TypeError):  # no text, no JSON, or no row
-            if number < len(lines):  # a kill may have cut the last one short
-                damaged.append(str(number))
+        elif number < len(lines):  # a kill may have cut the last one short
+            damaged.append(str(number))
     if damaged:
         shown = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
         LOGGER.warning(f"{path}: damaged lines are left out: {len(damaged)} of {len(lines)}, by number {shown}")

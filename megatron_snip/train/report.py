@@ -18,7 +18,7 @@ import numpy as np
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import is_finite, write_atomic
+from megatron_snip.jsonfile import write_atomic
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
 from megatron_snip.snip.planner import Planner
@@ -28,7 +28,7 @@ from megatron_snip.train import report_pictures as pictures
 from megatron_snip.train.evaluations import read_evaluations, score_rows
 from megatron_snip.train.report_page import Section, folded, page, table
 from megatron_snip.train.run_folder import saved_options
-from megatron_snip.train.run_summary import Curve, Run, read_run, rows_of, summary_of
+from megatron_snip.train.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
 from megatron_snip.train.setup import snip_shapes
 
 #: Lines of the table of plans; seconds that the solver gets for each point of the trade-off.

@@ -149,8 +149,8 @@ class Rerun:
         return dict(self.counts)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; an empty one, of a checkpoint of before, counts from 0."""
-        self.counts = {name: state.get(name, 0) for name in self.counts}
+        """Go on from `state`."""
+        self.counts = dict(state)
 
     def _local_result(self) -> LocalResult:
         share, square = self.stepper.local

@@ -27,16 +27,16 @@ from megatron_snip.checkpoint.manifest import (
     iterations,
     naming,
     newest,
-    read_state,
 )
 from megatron_snip.checkpoint.storage import load_tensors
-from megatron_snip.config import Config, ModelConfig, option_groups
+from megatron_snip.config import Config, ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_folder, parse_json, read_file
+from megatron_snip.files import check_folder
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.model.spec import spec_of
 from megatron_snip.runtime import environment_rank, made_with
+from megatron_snip.train.state_file import read_run_file, read_state
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Model options that decide which weights there are and what they mean, whatever the sequence.
@@ -132,7 +132,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
         return start
     assert load is not None
     state = read_state(load, saved)
-    if state.get("weights_alone"):
+    if state["weights_alone"]:
         raise UserError(f"--load {c.load} holds only weights; give --finetune to start a new run from them")
     here = run_id_of(run_dir)
     if here is not None and here != state["run_id"]:
@@ -205,13 +205,13 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
 
     `finetune` takes its weights alone, so it may change positions and data.
     """
-    now, then, default = config.to_dict(), state["config"], Config().to_dict()
+    now, then = config.to_dict(), state["config"]
     fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
     if not finetune:
         fixed += [("training", name) for name in ("global_batch_size", "rampup_batch_size", "seed")]
         fixed += [("data", "split")]
     for group, name in fixed:
-        old, new = then.get(group, {}).get(name, default[group][name]), now[group][name]
+        old, new = then[group][name], now[group][name]
         if old != new:
             option = name.replace("_", "-")
             old, new = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (old, new))
@@ -229,17 +229,10 @@ def run_id_of(run_dir: Path) -> str | None:
     return None if found is None else found[0]
 
 
-def _run_of(run_dir: Path) -> tuple[str, str | None] | None:
-    """Id and --save of the run that a folder holds, by its config.json; None if it holds none."""
-    path, way_out = run_dir / "config.json", "move the folder aside"
-    if not path.is_file():
-        return None
-    data = read_file(path, "options of a run", way_out, most=1 << 20)
-    try:
-        found = parse_json(data)
-        return str(found["run_id"]), found["checkpoint"]["save"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read ({error!r}); {way_out}") from error
+def _run_of(run_dir: Path) -> tuple[str, Config] | None:
+    """Id and options of the run that a folder holds, by its config.json; None if it holds none."""
+    path = run_dir / "config.json"
+    return read_run_file(path, "move the folder aside")[:2] if path.is_file() else None
 
 
 def _refuse_other_saves(save: Path, load: Path, state: dict[str, Any]) -> None:
@@ -288,7 +281,7 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
 def _save_dir_of(run_dir: Path) -> Path | None:
     """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
     found = _run_of(run_dir)
-    return None if found is None else Path(found[1] or run_dir / "checkpoints")
+    return None if found is None else Path(found[1].checkpoint.save or run_dir / "checkpoints")
 
 
 def refuse_live_run_folder(config: Config) -> None:
@@ -352,24 +345,17 @@ def drop_later_plans(run_dir: Path, iteration: int) -> None:
 
 
 def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """Options of a checkpoint's run for `arguments.parse`, those of some groups.
-
-    Left out are those that were not set, and those that this version does not know.
-    """
-    known, saved = option_groups(), state["config"]
-    found = {name: value for group in groups for name, value in saved.get(group, {}).items()}
-    return {name: value for name, value in found.items() if known.get(name) in groups and value not in (None, [])}
+    """Options of a checkpoint's run for `arguments.parse`, those of some groups that were set."""
+    found = {name: value for group in groups for name, value in state["config"][group].items()}
+    return {name: value for name, value in found.items() if value not in (None, [])}
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes.
-
-    An option that the checkpoint's version did not have was at its default.
-    """
-    now, default, out = config.to_dict(), Config().to_dict(), []
+    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes."""
+    now, out = config.to_dict(), []
     for group in ("model", "training", "data", "precision", "snip"):
         for name, value in now[group].items():
-            old = state["config"].get(group, {}).get(name, default[group][name])
+            old = state["config"][group][name]
             if old != value:
                 out.append(f"{name}: {old} -> {value}")
     return out
@@ -394,6 +380,7 @@ def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Con
         )
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
+    saved.pop("data_cache_path", None)  # a checkpoint may be a stranger's, and this folder is written to
     if any(getattr(given.data, name) for name in _SOURCES):
         saved = {name: value for name, value in saved.items() if name not in _SOURCES}
     config = parse(words, saved).replace(load=str(folder))

@@ -24,7 +24,7 @@ from megatron_snip.train.run_folder import (
     read_tensors,
     refuse_live_run_folder,
 )
-from megatron_snip.train.same_data import consumed_validation, settle_data
+from megatron_snip.train.same_data import settle_data
 from megatron_snip.train.setup import Parts, agree_on
 from megatron_snip.train.watch import LossWatch
 
@@ -67,7 +67,7 @@ class RunState:
             open_run_folder(config, start)
             if parts.coordinator is not None:
                 parts.coordinator.write_plan_in_force()
-            unwritten = (start.state or {}).get("unwritten_rows", ())
+            unwritten = start.state["unwritten_rows"] if start.state else ()
             self.writer = MetricsWriter(config, start.run_id, start.iteration, unwritten=unwritten)
         parts.mesh.barrier()
         run_dir, rank = Path(config.logging.run_dir), parts.mesh.rank
@@ -102,6 +102,7 @@ class RunState:
             "plan_hash": self.parts.plan_hash,
             "data": self.parts.data,
             "unwritten_rows": self.writer.unwritten if self.writer else [],
+            "weights_alone": False,
         }
         self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
 
@@ -128,16 +129,16 @@ class RunState:
         if state is None:
             return
         self.changed = changed_options(self.config, state)
-        old, new = state.get("plan_hash"), self.parts.plan_hash
+        old, new = state["plan_hash"], self.parts.plan_hash
         if old and new and old != new:  # also where the file has the name that it had
             self.changed.append(f"precision_plan: plan {old} -> plan {new}")
         for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}
         self._take_state({**state, **anew})
-        self.consumed, self.data_skipped = state["consumed_samples"], state.get("data_skipped", 0)
+        self.consumed, self.data_skipped = state["consumed_samples"], state["data_skipped"]
         if self.guard is not None:
-            if state.get("guard"):
+            if state["guard"]:
                 self.guard.load_state(state["guard"])
             assert start.load is not None
             self.guard.folders.setdefault(start.load, start.load_iteration)
@@ -147,11 +148,11 @@ class RunState:
     def _take_state(self, state: dict[str, Any]) -> None:
         """What a checkpoint's state says of counters, the optimiser and plans."""
         parts = self.parts
-        parts.optimizer.set_steps(state["optimizer_steps"], state.get("scheduled_samples"))
-        self.consumed_valid = consumed_validation(self.config, state)
+        parts.optimizer.set_steps(state["optimizer_steps"], state["scheduled_samples"])
+        self.consumed_valid = state["consumed_valid_samples"]
         self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # no good checkpoint is of a skipped one
-        self.divergence = RunningMean(**state.get("divergence", {}))  # checkpoints of before have none
-        self.watch.load_state(state.get("watch", {}))
-        self.rerun.load_state(state.get("rerun", {}))
+        self.divergence = RunningMean(**state["divergence"])
+        self.watch.load_state(state["watch"])
+        self.rerun.load_state(state["rerun"])
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])

@@ -6,6 +6,7 @@ read are named in notes, and what was not recorded is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_json, read_file
-from megatron_snip.jsonfile import is_count, is_finite
+from megatron_snip.files import read_file
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES, saving
+from megatron_snip.train.metrics import row_of
+from megatron_snip.train.state_file import read_run_file
 
 Curve = tuple[list[int], list[float]]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value of a row is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,9 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            entry = parse_json(line)
-            if not isinstance(entry, dict) or not is_count(entry.get("iteration")):
-                raise UserError("no iteration")
-            metrics.append(entry)
-        except ValueError:
+        if (row := row_of(line)) is not None:
+            metrics.append(row)
+        else:
             broken.append(number)
     if broken and broken[-1] == len(lines):  # no newline behind it: cut off while it was written
         broken.pop()
@@ -114,12 +118,10 @@ def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = parse_json(read_file(file, "options of a run", "move it aside", most=1 << 20))
-        if not isinstance(found, dict):
-            raise UserError("no options")
-        return {name: group for name, group in found.items() if isinstance(group, dict)}
+        _, config, versions = read_run_file(file, "move it aside")
+        return {**config.to_dict(), "versions": dict(versions)}
     except ValueError as error:
-        notes.append(f"{file}: cannot be read ({error})")
+        notes.append(str(error))
         return {}
 
 

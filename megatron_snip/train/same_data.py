@@ -60,24 +60,21 @@ def difference(now: Identity, then: Identity) -> str:
         if len(before) != len(here):
             return f"{_PARTS[part]} data has {len(here)} datasets and had {len(before)}"
         for old, new in zip(before, here):
-            odd = [what for key, what in _DIFFERENCES.items() if old.get(key) != new[key]]
-            taken, took = new.get("sequences"), old.get("sequences")  # a checkpoint of before does not tell
-            if not odd and taken and took and taken != took:
+            odd = [what for key, what in _DIFFERENCES.items() if old[key] != new[key]]
+            taken, took = new["sequences"], old["sequences"]
+            if not odd and taken != took:
                 odd = ["its sequences [{}, {}) are read, before [{}, {})".format(*taken, *took)]
             if odd:
-                moved = "" if old.get("prefix") == new["prefix"] else f" (it was {old.get('prefix')})"
+                moved = "" if old["prefix"] == new["prefix"] else f" (it was {old['prefix']})"
                 return f"dataset {new['prefix']}{moved} has changed: {', '.join(odd)}"
     return ""
 
 
 def reordered(now: Identity, then: Identity) -> str:
-    """The first data whose order is not the checkpoint's, as the run has another number of samples; "" for none.
-
-    A checkpoint of before does not tell.
-    """
+    """The first data whose order is not the checkpoint's, as the run has another number of samples; "" for none."""
     for part in now.keys() & then.keys():
         for old, new in zip(then[part], now[part]):
-            if old.get("rounds", new["rounds"]) != new["rounds"]:
+            if old["rounds"] != new["rounds"]:
                 epochs, before = ("+".join(map(str, each["rounds"])) for each in (new, old))
                 return f"{_PARTS[part]} data {new['prefix']} is shuffled as {epochs} epochs, before as {before}"
     return ""
@@ -140,15 +137,7 @@ def settle_data(
 def _first_batches(config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None) -> str:
     done, consumed = (state["iteration"], state["consumed_samples"]) if state else (0, 0)
     problem = train.problem(consumed) if done < config.training.train_iters else ""
-    return problem or (valid.problem(consumed_validation(config, state)) if valid else "")
-
-
-def consumed_validation(config: Config, state: dict[str, Any] | None) -> int:
-    """Samples that validations have read; a checkpoint of before does not tell, and counts as Megatron-LM's does."""
-    if state is None:
-        return 0
-    log, done = config.logging, state["iteration"] // (config.logging.eval_interval or 1)
-    return state.get("consumed_valid_samples", done * log.eval_iters * config.training.global_batch_size)
+    return problem or (valid.problem(state["consumed_valid_samples"] if state else 0) if valid else "")
 
 
 def _check_ids(config: Config, *loaders: Loader | None) -> None:
@@ -158,12 +147,12 @@ def _check_ids(config: Config, *loaders: Loader | None) -> None:
 
 
 def _refused(config: Config, state: dict[str, Any] | None, found: Identity) -> str:
-    """Why the run must not go on with this data, "" if it may; a checkpoint of before does not tell its data."""
-    changed = difference(found, state["data"]) if state and state.get("data") else ""
+    """Why the run must not go on with this data, "" if it may."""
+    changed = difference(found, state["data"]) if state else ""
     if changed and config.checkpoint.accept_changed_data:
         LOGGER.warning(f"this run continues with other data: {changed}")
         return ""
-    if not changed and state and (moved := reordered(found, state.get("data") or {})):
+    if not changed and state and (moved := reordered(found, state["data"])):
         LOGGER.warning(
             f"samples come in another order from here on, and some come again early: {moved}. The order depends on the "
             "whole run's number of samples, as in Megatron-LM. To keep it, give the final --train-iters at the first "

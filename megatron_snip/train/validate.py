@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_snip.checkpoint.manifest import TRACKER, iteration_of
 from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
+from megatron_snip.data.workers import check_workers
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
@@ -93,6 +94,7 @@ def validate(config: Config, world_size: int) -> None:
             f"--config FILE with them, such as {example}"
         )
     check_ranges(config)
+    check_workers("--num-workers", config.data.num_workers)
     check_samples(config)
     m, p, t = config.model, config.parallel, config.training
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size

@@ -61,5 +61,5 @@ class LossWatch:
         return {"losses": self.losses, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; an empty one, of a checkpoint of before, begins anew."""
-        self.losses, self.in_a_row = list(state.get("losses", []))[-self.window :], state.get("in_a_row", 0)
+        """Go on from `state`."""
+        self.losses, self.in_a_row = list(state["losses"])[-self.window :], state["in_a_row"]

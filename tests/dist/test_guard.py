@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_snip.snip.plan import Plan
-from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.checkpoint.manifest import newest
+from megatron_snip.train.state_file import read_state
 from megatron_snip.train.metrics import read_metrics
 from tests.unit.checkpoint.conftest import prove
 from tests.dist.harness import run_ranks

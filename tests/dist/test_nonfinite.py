@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_snip.checkpoint.manifest import newest, read_manifest, read_state
+from megatron_snip.checkpoint.manifest import newest, read_manifest
+from megatron_snip.train.state_file import read_state
 from tests.dist.faults import differing_plans, poisoned_run, poisoned_steps
 from tests.dist.harness import run_ranks
 

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from megatron_snip.checkpoint.manifest import read_state
+from megatron_snip.train.state_file import read_state
 from megatron_snip.train.metrics import read_metrics
 from tests.dist.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.troubles import Trouble, troubled_program, troubled_run

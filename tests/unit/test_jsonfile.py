@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from megatron_snip.jsonfile import Count, Finite, JsonFileError, RunId, Share, c
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iteration: Count
     changed: dict[str, str] = {}
+    named: dict[Annotated[str, msgspec.Meta(pattern=r"\Aa+\Z")], int] = {}
     loss: Finite = 0.0
     share: Share = 0.0
 
@@ -46,6 +47,10 @@ def test_takes_what_the_schema_says() -> None:
         ({"history": [{"iteration": 1, "share": 1.01}]}, r"field history\[0\]\.share is 1\.01"),
         ({"history": [], "run_id": "x/../../../../home"}, r"field run_id is 'x/\.\./\.\./\.\./\.\./home'"),
         ({"history": [], "run_id": "0123456789abcdef\n"}, "field run_id is"),
+        (
+            {"history": [{"iteration": 1, "named": {"B": 1}}]},
+            r"field history\[0\]\.named has a name that it cannot",
+        ),
         ([], "the file's content is .*expected object, got array"),
     ],
 )

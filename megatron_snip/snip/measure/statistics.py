@@ -22,24 +22,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import (
-    JsonFileError,
-    check_fields,
-    check_version,
-    is_count,
-    is_number,
-    is_object,
-    is_text,
-    is_texts,
-    read_json,
-    write_atomic,
-)
+from megatron_snip.files import shown
+from megatron_snip.jsonfile import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
 from megatron_snip.quant import KINDS, LinearShape
 
 Floats = NDArray[np.float64]
@@ -48,24 +40,33 @@ VERSION = 4
 _WAY_OUT = "collect the statistics again"
 #: How statistics get updates, and the operands of the backward GEMMs.
 WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
-_FIELDS = {
-    "version": is_count,
-    "iteration": is_count,
-    "loss": is_number,
-    "tokens": is_count,
-    "columns": is_texts,
-    "linears": is_object,
-}
+#: No model has more.  Sums of FLOPs over so many linears of such sizes fit 64 bits.
+MOST_LINEARS, MOST_COLUMNS = 1 << 16, 1 << 12
+_Size = Annotated[int, Meta(ge=1, le=1 << 22)]
+_Columns = Annotated[list[Text], Meta(max_length=MOST_COLUMNS)]
 
 
-def _is_kind(value: Any) -> bool:
-    return value in (*KINDS, "")  # "": of a model whose linears have no known kinds
+class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A linear in a file: the fields of its LinearShape, and a number for each column."""
+
+    out_features: _Size
+    in_features: _Size
+    block: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    kind: Text
+    reads: Text
+    other_flops: Annotated[int, Meta(ge=0, le=1 << 45)]
+    values: list[float]
 
 
-_SHAPE = {
-    "out_features": is_count, "in_features": is_count, "block": is_count, "kind": _is_kind, "reads": is_text,
-    "other_flops": is_count,
-}  # fmt: skip
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of statistics."""
+
+    version: Count
+    iteration: Count
+    loss: float
+    tokens: Count
+    columns: _Columns
+    linears: Annotated[dict[Text, Any], Meta(max_length=MOST_LINEARS)]  # a _Linear each, so that errors name it
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ class Statistics:
     def to_json(self) -> str:
         """What ``save`` writes."""
         linears = {
-            shape.name: {**{name: getattr(shape, name) for name in _SHAPE}, "values": row}
+            shape.name: {**{name: getattr(shape, name) for name in _Linear.__struct_fields__[:-1]}, "values": row}
             for shape, row in zip(self.shapes, self.values.tolist(), strict=True)
         }
         values = {field.name: getattr(self, field.name) for field in fields(self)[:3]}
@@ -153,37 +154,24 @@ class Statistics:
             raise UserError(f"{path}: this is a plan, not statistics; give the file that it was made from")
         try:
             check_version(values, VERSION)
-            check_fields(values, _FIELDS, "")
-            rows = [_row(name, entry, len(values["columns"])) for name, entry in values["linears"].items()]
+            found = checked(values, _File)
+            if len(set(found.columns)) < len(found.columns):
+                raise JsonFileError("field columns names a column twice")
+            rows = [_row(name, entry, len(found.columns)) for name, entry in found.linears.items()]
         except JsonFileError as error:
             raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         if not rows:
             raise UserError(f"{path}: field linears is empty; {_WAY_OUT}")
-        return cls(
-            values["iteration"],
-            float(values["loss"]),
-            values["tokens"],
-            tuple(shape for shape, _ in rows),
-            tuple(values["columns"]),
-            np.array([row for _, row in rows], np.float64),
-        )
+        shapes, numbers = tuple(shape for shape, _ in rows), np.array([row for _, row in rows], np.float64)
+        return cls(found.iteration, found.loss, found.tokens, shapes, tuple(found.columns), numbers)
 
 
 def _row(name: str, entry: Any, count: int) -> tuple[LinearShape, list[float]]:
-    where = f"linears[{name!r}]."
-
-    def is_row(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == count and all(is_number(number) for number in value)
-
-    if isinstance(entry, dict):
-        entry = {"other_flops": 0, **entry}  # files from before 2026-11-22 have none
-    check_fields(
-        entry,
-        {**_SHAPE, "values": is_row},
-        where,
-        {is_row: f"a list of {count} numbers", _is_kind: f"one of {', '.join(KINDS)}"},
-    )
-    shape = {field: entry[field] for field in _SHAPE}
-    if min(shape["out_features"], shape["in_features"]) < 1:
-        raise JsonFileError(f"field {where}out_features or in_features is 0, but must be 1 or more")
-    return LinearShape(name, **shape), entry["values"]
+    where = f"linears[{shown(name)}]"
+    shape = msgspec.structs.asdict(checked(entry, _Linear, where))
+    values = shape.pop("values")
+    if len(values) != count:
+        raise JsonFileError(f"field {where}.values has {len(values)} numbers, but the file has {count} columns")
+    if shape["kind"] not in (*KINDS, ""):  # "": of a model whose linears have no known kinds
+        raise JsonFileError(f"field {where}.kind is {shown(shape['kind'])}, but must be one of {', '.join(KINDS)}")
+    return LinearShape(name, **shape), values

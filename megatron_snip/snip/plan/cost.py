@@ -19,31 +19,24 @@ proportion to the element's bits, BF16 1, FP8 1/2, FP4 1/4.
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
+from megatron_snip.files import shown
 from megatron_snip.formats import get_format
-from megatron_snip.jsonfile import (
-    JsonFileError,
-    check_fields,
-    check_version,
-    is_count,
-    is_finite,
-    is_object,
-    is_text,
-    read_json,
-    write_atomic,
-)
+from megatron_snip.jsonfile import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 
 Floats = NDArray[np.float64]
@@ -54,9 +47,27 @@ MEASURES = {"fp4": "FP4 share", "time": "modelled time"}
 
 VERSION = 1
 _WAY_OUT = "measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
-_FIELDS = {"version": is_count, "hardware": is_text, "about": is_object, "times": is_object, "shapes": is_object}
 #: Format -> GEMM -> time per FLOP.
 Table = Mapping[str, Mapping[str, float]]
+_Time = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class _Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a format, in a file."""
+
+    fprop: _Time
+    dgrad: _Time
+    wgrad: _Time
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table's file; see the head of this one.  Tables are checked one by one, so that errors name the format."""
+
+    version: Count
+    hardware: Text
+    times: dict[Text, Any]
+    shapes: dict[Text, dict[Text, Any]] = {}
+    about: dict[Text, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -104,21 +115,20 @@ class GemmTimes:
     @classmethod
     def load(cls, path: str | Path) -> GemmTimes:
         """Read ``save``'s file, or one by hand.  Raises UserError naming the file, the field and the way out."""
-        values = {"about": {}, "shapes": {}, **read_json(path, "table of GEMM times", _WAY_OUT)}
+        values = read_json(path, "table of GEMM times", _WAY_OUT)
         try:
             check_version(values, VERSION)
-            check_fields(values, _FIELDS, "")
-            times = _table(values["times"], "times")
-            shapes = {}
-            for shape, entry in values["shapes"].items():
-                if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
-                    raise JsonFileError(f"field shapes has {shape!r}, but must name shapes such as 4096x14336")
+            found = checked(values, _File)
+            times, shapes = _table(found.times, "times"), {}
+            for shape, entry in found.shapes.items():
+                if not re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", shape):
+                    raise JsonFileError(f"field shapes has {shown(shape)}, but must name shapes such as 4096x14336")
                 shapes[shape] = _table(entry, f"shapes.{shape}")
                 if unknown := sorted(shapes[shape].keys() - {"bf16", *times}):
                     raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times has not")
         except JsonFileError as error:
             raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
-        return cls(values["hardware"], times, shapes, values["about"])
+        return cls(found.hardware, times, shapes, found.about)
 
 
 NOMINAL = GemmTimes()
@@ -263,16 +273,12 @@ def _chosen(
     return matrix(shapes, options, *rest)[np.arange(len(shapes)), columns]
 
 
-def _table(values: Any, where: str) -> dict[str, dict[str, float]]:
-    if not isinstance(values, dict) or not values:
-        raise JsonFileError(f"field {where} is {values!r}, but must be an object of formats")
-    for fmt, entry in values.items():
+def _table(values: Mapping[str, Any], where: str) -> dict[str, dict[str, float]]:
+    if not values:
+        raise JsonFileError(f"field {where} is {{}}, but must be an object of formats")
+    for fmt in values:
         try:
             get_format(fmt)
         except ValueError as error:
             raise JsonFileError(f"field {where}: {error}") from None
-        check_fields(entry, dict.fromkeys(GEMMS, is_finite), f"{where}.{fmt}.")
-        for gemm in GEMMS:
-            if not (math.isfinite(entry[gemm]) and entry[gemm] > 0):
-                raise JsonFileError(f"field {where}.{fmt}.{gemm} is {entry[gemm]}, but must be a number above 0")
-    return {fmt: {gemm: float(entry[gemm]) for gemm in GEMMS} for fmt, entry in values.items()}
+    return {fmt: msgspec.structs.asdict(checked(entry, _Times, f"{where}.{fmt}")) for fmt, entry in values.items()}

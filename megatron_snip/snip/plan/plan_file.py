@@ -21,16 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_snip.errors import UserError
+from megatron_snip.files import shown
 from megatron_snip.jsonfile import (
+    Count,
+    Finite,
     JsonFileError,
-    check_fields,
+    PlanHash,
+    Share,
+    Text,
     check_version,
-    is_count,
-    is_finite,
-    is_object,
-    is_share,
-    is_text,
+    checked,
     read_json,
     write_atomic,
 )
@@ -42,27 +45,6 @@ VERSION = 1
 _WAY_OUT = "use a plan that a run or tools/generate_plan.py wrote, or make a new plan (--precision snip)"
 #: Sums of shares may differ by their order, and people round.
 _SHARE_TOLERANCE = 1e-4
-_FIELDS = {
-    "version": is_count,
-    "iteration": is_count,
-    "objective": is_text,
-    "target": is_share,
-    "achieved": is_share,
-    "linears": is_object,
-    "solver": is_object,
-    "hash": is_text,
-    "gemm_times": is_text,
-    "target_unit": is_text,
-}
-#: What the first plans do not tell.
-_DEFAULTS = {"gemm_times": "nominal", "target_unit": MEASURES["fp4"]}
-_SOLVER_FIELDS = {
-    "status": is_text,
-    "objective": is_finite,
-    "bound": is_finite,
-    "gap": is_finite,
-    "seconds": is_finite,
-}
 
 
 @dataclass(frozen=True)
@@ -74,6 +56,39 @@ class SolverRecord:
     bound: float = 0.0
     gap: float = 0.0
     seconds: float = 0.0
+
+
+class _Solver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`SolverRecord` in a file."""
+
+    status: Text
+    objective: Finite
+    bound: Finite
+    gap: Finite
+    seconds: Finite
+
+
+class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The formats of a linear's GEMMs in a file."""
+
+    fprop: Text
+    dgrad: Text
+    wgrad: Text
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan's file; see the head of this one."""
+
+    version: Count
+    iteration: Count
+    objective: Text
+    target: Share
+    achieved: Share
+    linears: dict[Text, Any]  # a _Linear each, checked one by one, so that errors name the linear
+    solver: _Solver
+    hash: PlanHash
+    gemm_times: Text
+    target_unit: Text
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,8 @@ class Plan:
     target: float = 0.0
     achieved: float = 0.0
     solver: SolverRecord = field(default_factory=SolverRecord)
-    gemm_times: str = _DEFAULTS["gemm_times"]
-    target_unit: str = _DEFAULTS["target_unit"]
+    gemm_times: str = "nominal"
+    target_unit: str = MEASURES["fp4"]
 
     @classmethod
     def uniform(
@@ -152,26 +167,24 @@ class Plan:
             if "frontier" in values:
                 raise JsonFileError("this is a table of plans, not a plan")
             check_version(values, VERSION)
-            values = {**_DEFAULTS, **values}
-            check_fields(values, _FIELDS, "")
-            if values["target_unit"] not in MEASURES.values():
+            found = checked(values, _File)
+            if found.target_unit not in MEASURES.values():
                 raise JsonFileError(
-                    f"field target_unit is {values['target_unit']!r}, but must be one of {', '.join(MEASURES.values())}"
+                    f"field target_unit is {found.target_unit!r}, but must be one of {', '.join(MEASURES.values())}"
                 )
-            check_fields(values["solver"], _SOLVER_FIELDS, "solver.")
             plan = cls(
-                iteration=values["iteration"],
-                linears={name: _precision(name, entry) for name, entry in values["linears"].items()},
-                objective=values["objective"],
-                target=float(values["target"]),
-                achieved=float(values["achieved"]),
-                solver=SolverRecord(**values["solver"]),
-                gemm_times=values["gemm_times"],
-                target_unit=values["target_unit"],
+                iteration=found.iteration,
+                linears={name: _precision(name, entry) for name, entry in found.linears.items()},
+                objective=found.objective,
+                target=found.target,
+                achieved=found.achieved,
+                solver=SolverRecord(**msgspec.structs.asdict(found.solver)),
+                gemm_times=found.gemm_times,
+                target_unit=found.target_unit,
             )
-            if plan.hash != values["hash"]:
+            if plan.hash != found.hash:
                 raise JsonFileError(
-                    f"field hash is {values['hash']!r}, but iteration and linears give {plan.hash!r}: "
+                    f"field hash is {found.hash!r}, but iteration and linears give {plan.hash!r}: "
                     "the file was changed by hand or is damaged"
                 )
         except JsonFileError as error:
@@ -253,10 +266,10 @@ def build_plan(
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:
-    where = f"linears[{name!r}]"
-    check_fields(entry, dict.fromkeys(GEMMS, is_text), f"{where}.")
+    where = f"linears[{shown(name)}]"
+    found = checked(entry, _Linear, where)
     try:
-        return LinearPrecision(**entry)
+        return LinearPrecision(**msgspec.structs.asdict(found))
     except ValueError as error:
         raise JsonFileError(f"field {where}: {error}") from None
 

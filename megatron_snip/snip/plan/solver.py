@@ -1,8 +1,8 @@
 """The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
 
-``BackgroundSolver(request)`` starts ``python -m megatron_snip.snip.plan.solver``, a process that imports numpy
-and HiGHS but not torch.  Its request arrives as one line of JSON on stdin, its answer leaves as the last line
-on stdout.  Numbers go as Python's shortest exact decimals, so the child solves the very same matrices.
+``BackgroundSolver(request)`` starts this module as a process of its own, which imports numpy and HiGHS but not torch.
+Its request arrives as one line of JSON on stdin, its answer leaves as the last line on stdout.  Numbers go as Python's
+shortest exact decimals, so the child solves the very same matrices.
 
 Who ends the child: itself, when done, when stdin closes or its parent is gone (looked at every half second),
 or when its own alarm rings; and the parent, in ``result`` and ``cancel``, which always reap it.
@@ -22,13 +22,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+import megatron_snip
 from megatron_snip.errors import UserError
+from megatron_snip.jsonfile import Finite, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
 
 #: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
@@ -47,6 +50,33 @@ class SolverFailed(RuntimeError):
 
 class SolverKilled(SolverFailed):
     """A signal ended the child, as where memory ran out; the same request may well be solved by another."""
+
+
+#: Of the arrays that are not float64.
+_KINDS: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("stage", "ties", "fixed", "current"), np.int64), "reserved": np.bool_,
+}  # fmt: skip
+_Row = Annotated[list[float], Meta(min_length=1, max_length=4096)]
+_Matrix = Annotated[list[_Row], Meta(min_length=1, max_length=1 << 16)]
+_Ids = list[Annotated[int, Meta(ge=-1, le=1 << 20)]]
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request in JSON; sizes are checked against quality_loss's."""
+
+    quality_loss: _Matrix
+    efficiency: _Matrix
+    target: Finite
+    stage: _Ids | None
+    time: _Matrix | None
+    ties: _Ids | None
+    fixed: _Ids | None
+    reserved: list[bool] | None
+    current: _Ids | None
+    churn: float | _Matrix
+    gap: Finite
+    node_limit: Annotated[int, Meta(ge=0, le=1 << 40)]
+    time_limit: Annotated[float, Meta(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,23 +109,31 @@ class SolveRequest:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
-        """The request of ``to_dict``.  Raises UserError for missing or unknown fields."""
-        names = {field.name for field in fields(cls)}
-        if wrong := sorted(names ^ set(values)):
-            raise UserError(f"solve request has missing or unknown fields {wrong}; expected {sorted(names)}")
-        kinds: dict[str, type[np.generic]] = {
-            **dict.fromkeys(("quality_loss", "efficiency", "time", "churn"), np.float64),
-            **dict.fromkeys(("stage", "ties", "fixed", "current"), np.int64),
-            "reserved": np.bool_,
+        """The request of ``to_dict``.  Raises UserError for a field of another type, range or size."""
+        found = msgspec.structs.asdict(checked(values, _Request))
+        rows, columns = len(found["quality_loss"]), len(found["quality_loss"][0])
+        shape_of: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("quality_loss", "efficiency", "time"), (rows, columns)),
+            **dict.fromkeys(("stage", "ties", "fixed", "current"), (rows,)),
+            "reserved": (columns,),
+            "churn": (columns, columns) if isinstance(found["churn"], list) else (),
         }
-        given = {name: kind for name, kind in kinds.items() if values[name] is not None}
-        arrays: dict[str, Any] = {name: np.array(values[name], kind) for name, kind in given.items()}
-        return cls(**{**values, **arrays})
+        for name, shape in shape_of.items():
+            if found[name] is not None:
+                found[name] = _array(name, found[name], shape)
+        return cls(**found)
 
     def solve(self) -> Solution:
         """Solve here and now; see ``ilp.solve``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return solve(**values)
+
+
+def _array(name: str, values: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Checked values as an array.  Raises UserError unless they have this shape."""
+    if (len(shape) == 2 and any(len(row) != shape[1] for row in values)) or (shape and len(values) != shape[0]):
+        raise UserError(f"field {name} is no table of {' x '.join(map(str, shape))}, as quality_loss tells")
+    return np.array(values, _KINDS.get(name, np.float64))
 
 
 class BackgroundSolver:
@@ -111,11 +149,11 @@ class BackgroundSolver:
         self._deadline = time.monotonic() + request.time_limit + GRACE_SECONDS
         try:
             self._child = subprocess.Popen(
-                [*(command or (sys.executable, "-m", __name__)), str(os.getpid())],
+                [*(command or megatron_snip.child_command(__name__)), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                cwd=Path(__file__).resolve().parents[3],  # where -m finds this package, however we were found
+                cwd=megatron_snip.PLACE,  # so that relative places in PYTHONPATH lead to no data either
             )
         except OSError as error:
             raise SolverFailed(f"the solver's process did not start: {error}") from error
@@ -291,7 +329,3 @@ def _read_line() -> str:
             sys.exit("stdin closed before the request was complete")
         parts += part
     return parts.decode()
-
-
-if __name__ == "__main__":
-    main()

@@ -95,7 +95,7 @@ class Predictions:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Predictions:
         """The predictions that ``to_dict`` gave."""
-        return cls(values["loss"], values.get("weight", {}))  # older checkpoints have others in its place
+        return cls(values["loss"], values["weight"])
 
 
 def _total(values: Sequence[float | None]) -> float | None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, newest, read_state
+from megatron_snip.checkpoint.manifest import newest, read_state
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig
@@ -83,7 +83,7 @@ def save(saver):
     """Saves one checkpoint of a value, as a run of its own would."""
 
     def one(folder: Path, iteration: int, value: float, *, finite: bool = True, last: bool = True, **options: object):
-        state = dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "value": value}
+        state = {"iteration": iteration, "value": value}
         here = saver(folder, **options)
         try:
             here.save(iteration, tensors(value), state, finite=finite, last=last)

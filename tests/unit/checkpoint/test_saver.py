@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from megatron_snip.checkpoint import saver as saver_module
 from megatron_snip.checkpoint.lock import LOCK
 from megatron_snip.checkpoint.manifest import (
-    STATE_FIELDS,
     VERSION,
     iterations,
     newest,
@@ -33,7 +32,7 @@ def names(folder: Path) -> list[str]:
 
 
 def state_of(iteration: int, value: float) -> dict:
-    return dict.fromkeys(STATE_FIELDS, 0) | {"iteration": iteration, "value": value}
+    return {"iteration": iteration, "value": value}
 
 
 @pytest.mark.parametrize("async_save", [False, True])

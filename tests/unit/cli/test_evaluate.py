@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -35,11 +36,14 @@ from megatron_snip.train.run_folder import Start
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
 
 
+ME = "0123456789abcdef"  # a run
+
+
 def start_of(tmp_path, **precision):
     """A checkpoint's start whose run had these options; ``plan``: the plan in force."""
     plan = precision.pop("plan", None)
     config = Config().replace(**precision, run_dir=str(tmp_path / "run")).to_dict()
-    return Start(3, {"config": config, "snip": {"plan": plan}}, tmp_path / "elsewhere/checkpoints", 3, "me")
+    return Start(3, {"config": config, "snip": {"plan": plan}}, tmp_path / "elsewhere/checkpoints", 3, ME)
 
 
 def test_the_plan_of_a_file(tmp_path):
@@ -73,9 +77,10 @@ def test_the_plan_beside_an_exported_model(tmp_path):
 def test_the_run_folder_is_the_one_with_the_runs_id(tmp_path):
     start = start_of(tmp_path)
     assert run_folder_of(start) is None
-    for name, run_id in (("elsewhere", "another"), ("run", "me")):
+    for name, run_id in (("elsewhere", "5" * 16), ("run", ME)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"run_id": "{run_id}", "checkpoint": {{"save": null}}}}')
+        options = {"run_id": run_id, **Config().to_dict(), "versions": {}}
+        (tmp_path / name / "config.json").write_text(json.dumps(options))
     assert run_folder_of(start) == tmp_path / "run"
     (tmp_path / "elsewhere/config.json").write_text("{}")  # another program's
     assert run_folder_of(start) == tmp_path / "run"
@@ -178,11 +183,11 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
 
 
 def test_scores_of_another_checkpoint_are_kept_apart(tmp_path):
-    assert known(tmp_path / "scores.json", 3, "me") == Evaluation(3, model="me")
+    assert known(tmp_path / "scores.json", 3, ME) == Evaluation(3, model=ME)
     Evaluation(3).with_scores("bf16", {}).save(tmp_path / "scores.json")
-    assert known(tmp_path / "scores.json", 3, "me").scores == {"bf16": {}}
+    assert known(tmp_path / "scores.json", 3, ME).scores == {"bf16": {}}
     with pytest.raises(ValueError, match=r"scores.json is from iteration 3, not 4; give another --output"):
-        known(tmp_path / "scores.json", 4, "me")
+        known(tmp_path / "scores.json", 4, ME)
 
 
 def test_scores_of_another_model_are_kept_apart(tmp_path):
@@ -192,7 +197,7 @@ def test_scores_of_another_model_are_kept_apart(tmp_path):
     assert known(tmp_path / "scores.json", 0, model_of(one)).scores == {"bf16": {}}
     with pytest.raises(ValueError, match=r"scores.json has the scores of .*/one, not .*/other; give another --output"):
         known(tmp_path / "scores.json", 0, model_of(other))
-    assert model_of(start_of(tmp_path)) == "me"
+    assert model_of(start_of(tmp_path)) == ME
 
 
 def test_a_try_does_not_pass_for_the_task(monkeypatch):
@@ -216,11 +221,25 @@ def test_the_run_s_trackers_get_the_row(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(evaluate, "start_trackers", start_trackers)
     monkeypatch.setattr(evaluate, "write_report", said.append)
     evaluate.track(tmp_path, start, row)
-    assert said == [tmp_path, ("p", str(tmp_path), "me", None), (row, None, None), "end"]
+    assert said == [tmp_path, ("p", str(tmp_path), ME, None), (row, None, None), "end"]
     monkeypatch.setattr(evaluate, "write_report", lambda folder: 1 / 0)
     with caplog.at_level("WARNING", "megatron_snip"):
         evaluate.track(tmp_path, start, row)
     assert caplog.messages == ["the scores are not in the report, wandb or TensorBoard: division by zero"]
+
+
+def test_no_tracker_writes_to_a_folder_that_only_a_checkpoint_names(tmp_path):
+    """Such as one of yours that a stranger's checkpoint names; one in which the run has logged is its own."""
+    named = {"tensorboard_dir": str(tmp_path / "events"), "wandb_project": "p", "wandb_save_dir": str(tmp_path / "w")}
+    start = start_of(tmp_path, **named)
+    for folder in ("events", "w"):
+        (tmp_path / folder).mkdir()
+    found = evaluate.tracked(start.state).logging
+    assert (found.tensorboard_dir, found.wandb_project) == (None, None)
+    (tmp_path / "events/events.out.tfevents.1").touch()
+    (tmp_path / "w/wandb").mkdir()
+    found = evaluate.tracked(start.state).logging
+    assert (found.tensorboard_dir, found.wandb_project) == (named["tensorboard_dir"], "p")
 
 
 @pytest.mark.slow

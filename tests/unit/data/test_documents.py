@@ -189,6 +189,11 @@ def test_folders_that_cannot_be_taken(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(ValueError, match="names several splits; give one of their folders, such as .*/train"):
         files_of(str(tmp_path))
-    (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match="state.json does not tell the dataset's files"):
-        files_of(str(tmp_path))
+    for content in ({}, {"_data_files": 5}, {"_data_files": [{"filename": 5}]}):
+        (tmp_path / "state.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"state.json does not tell the dataset's files \(field _data_files"):
+            files_of(str(tmp_path))
+    for name in ("/etc/passwd", "../secret.jsonl"):  # which lies in another folder
+        (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        with pytest.raises(ValueError, match=rf"field _data_files\[0\]\.filename is '{name}'"):
+            files_of(str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -55,6 +56,16 @@ def other_description(path):
     path.write_text(json.dumps({**record, "description": {"n": 7}}))
 
 
+def other_names(path):
+    """An array of another folder, which is whole."""
+    record = json.loads(path.read_text())
+    (path.parent / "elsewhere").mkdir()
+    (path.parent / f"{path.stem}.").mkdir()
+    shutil.copy(path.with_suffix(".a.npy"), path.parent / "elsewhere/a.npy")
+    arrays = {"/../elsewhere/a": record["arrays"]["a"], "b": record["arrays"]["b"]}
+    path.write_text(json.dumps({**record, "arrays": arrays}))
+
+
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [
@@ -65,6 +76,8 @@ def other_description(path):
         ("*.json", lambda path: path.write_text("{")),
         ("*.json", lambda path: path.write_text("[]")),
         ("*.json", other_description),
+        ("*.json", other_names),
+        ("*.json", lambda path: path.write_text('{"description": {"n": 1}, "arrays": {"a": 5}}')),
     ],
 )
 def test_damage_is_seen_and_repaired(tmp_path, caplog, pattern, damage):

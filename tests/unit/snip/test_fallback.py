@@ -29,7 +29,7 @@ def test_what_each_plan_held():
     assert [words(one) for one in linears_of(MADE, NAMES)] == [
         ["fp4", "fp8"], ["fp4", "fp4"], ["fp8", "fp4"], ["fp4", "fp8"]
     ]  # fmt: skip
-    old = [{"iteration": 1, "hash": "old"}, *history({UP: "fp4"}, {DOWN: "fp8"})]
+    old = history({}, {UP: "fp4"}, {DOWN: "fp8"})
     assert [words(one) for one in linears_of(old, NAMES)] == [None, None, ["fp4", "fp8"]]
 
 

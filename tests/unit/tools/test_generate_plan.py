@@ -240,7 +240,7 @@ UP = "layers.0.mlp.up_proj"
         (lambda linears: linears.update({"lm_head.x": linears[UP]}), "lm_head.x is 256 x 128 in the statistics and"),
         (lambda linears: linears.pop("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj is not there in the statistics"),
         (lambda linears: linears.clear(), "field linears is empty; collect the statistics again"),
-        (lambda linears: linears[UP].update(in_features=0), rf"linears\['{UP}'\].out_features or in_features is 0"),
+        (lambda linears: linears[UP].update(in_features=0), rf"linears\['{UP}'\].in_features is 0"),
     ],
 )  # fmt: skip
 def test_statistics_of_something_else(edit, said, generate, finished_run, tmp_path):
@@ -268,7 +268,7 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
     damaged.parent.mkdir()
     damaged.write_text("{")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json: cannot be read .*; give the model's shape by --load or"):
+    with pytest.raises(ValueError, match="config.json: .*; give the model's shape by --load or"):
         generate(stats=damaged)
     with pytest.raises(ValueError, match="iter_1.json: this statistics is no JSON"):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)

@@ -33,7 +33,7 @@ def write_run(folder: Path, lines: list[str], plans: tuple[Plan, ...] = (), **op
     if options:
         config = Config().replace(**MODEL, **options)
         made = {"torch": "2.99", "device": "CPU (test)"}
-        (folder / "config.json").write_text(json.dumps({"run_id": "abc", **config.to_dict(), "versions": made}))
+        (folder / "config.json").write_text(json.dumps({"run_id": "abc0" * 4, **config.to_dict(), "versions": made}))
     return folder
 
 

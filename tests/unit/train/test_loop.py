@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron_snip.checkpoint.manifest import newest, read_state
+from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import Probe
@@ -19,6 +19,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop, same_data, setup
 from megatron_snip.train.setup import snip_shapes
+from megatron_snip.train.state_file import read_state
 from megatron_snip.train.step import Stepper
 from tests.unit.train.conftest import TINY
 

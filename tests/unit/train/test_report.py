@@ -374,7 +374,7 @@ def test_a_strange_config_costs_no_report(text, tmp_path):
 
 
 def test_a_block_beyond_any_model_takes_no_room(tmp_path):
-    far = Plan.uniform([*NAMES, "layers.1000000000.mlp.up_proj", "layers." + "9" * 5000 + ".mlp.up_proj"], "fp4")
+    far = Plan.uniform([*NAMES, "layers.1000000000.mlp.up_proj", "layers." + "9" * 4000 + ".mlp.up_proj"], "fp4")
     page = write_report(write_run(tmp_path / "run", [line(1)], (far,)))
     assert shown(page)["Plans"][0]["plans"]["columns"] == 3
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_snip.checkpoint import lock
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, VERSION, Damaged, Manifest, read_state
+from megatron_snip.checkpoint.manifest import VERSION, Damaged, Manifest
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.train import run_folder
@@ -25,6 +25,9 @@ from megatron_snip.train.run_folder import (
     open_run_folder,
     run_id_of,
 )
+from megatron_snip.train.state_file import config_of, new_state, read_state
+
+ABC, DEF, GHI = "abc0" * 4, "def0" * 4, "1230" * 4  # runs
 
 
 def options(folder: Path, **more) -> Config:
@@ -35,9 +38,8 @@ def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
     """What find_start looks at of a checkpoint."""
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    trained = {"config": Config().to_dict(), **more}
-    state = dict.fromkeys(STATE_FIELDS, 0) | {"version": VERSION, "iteration": iteration, "run_id": run_id} | trained
-    text = json.dumps(state)
+    trained = {"version": VERSION, "iteration": iteration, "weights_alone": False, **more}
+    text = json.dumps(new_state(run_id, Config()) | trained)
     (folder / "state.json").write_text(text)
     small = {"state.json": (len(text), zlib.crc32(text.encode()))}
     (folder / "manifest.json").write_text(Manifest(iteration, run_id, {}, small, {}).to_text())
@@ -47,7 +49,7 @@ def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
 def used(folder: Path, run_id: str, iteration: int | None = None) -> Path:
     """A run folder after some training, with a checkpoint if an iteration is given."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"run_id": run_id, **options(folder).to_dict()}))
+    (folder / "config.json").write_text(json.dumps({"run_id": run_id, **options(folder).to_dict(), "versions": {}}))
     (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
     if iteration is not None:
         checkpoint(folder / "checkpoints", iteration, run_id)
@@ -92,7 +94,7 @@ def hf_folder(folder: Path) -> Path:
 
 
 def test_a_run_folder_in_place_of_its_checkpoints(tmp_path):
-    used(tmp_path / "old", "a", 20)
+    used(tmp_path / "old", ABC, 20)
     said = f"{tmp_path}/old holds no checkpoint itself, but {tmp_path}/old/checkpoints does; give that folder"
     for option in ("load", "pretrained_checkpoint"):
         assert refused(options(tmp_path / "new", **{option: str(tmp_path / "old")}), tmp_path) == said
@@ -100,18 +102,18 @@ def test_a_run_folder_in_place_of_its_checkpoints(tmp_path):
 
 def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monkeypatch):
     """So one command line starts the run and continues it."""
-    run, saves, other = tmp_path / "run", tmp_path / "run/checkpoints", used(tmp_path / "other", "abc", 7)
+    run, saves, other = tmp_path / "run", tmp_path / "run/checkpoints", used(tmp_path / "other", ABC, 7)
     config = options(run, load=str(saves), pretrained_checkpoint=str(other / "checkpoints"))
     start = find_start(config)
     assert (start.iteration, start.state, start.load, start.load_iteration) == (0, None, other / "checkpoints", 7)
-    assert start.run_id != "abc", "a run of its own"
-    checkpoint(saves, 3, "own")
+    assert start.run_id != ABC, "a run of its own"
+    checkpoint(saves, 3, DEF)
     assert find_start(config).load == saves and find_start(config).iteration == 3
     nowhere = options(tmp_path / "new", pretrained_checkpoint=str(tmp_path / "none"))
     assert refused(nowhere, tmp_path).startswith(f"--pretrained-checkpoint {tmp_path}/none: no checkpoint is there")
     monkeypatch.setattr(run_folder, "check_model", lambda folder, model: None)  # which tests/dist/test_convert.py has
     begun = tmp_path / "begun"  # and was killed before its first checkpoint
-    used(begun, "gone")
+    used(begun, GHI)
     for weights in (other / "checkpoints", hf_folder(tmp_path / "hf")):
         again = options(begun, pretrained_checkpoint=str(weights))
         assert "already holds a run" in refused(again, tmp_path), "without --load it is a new run"
@@ -128,7 +130,7 @@ def test_a_pretrained_checkpoint_that_turns_out_damaged(tmp_path):
     """Each try goes further back, so that it ends."""
     others, saves = tmp_path / "other", tmp_path / "run/checkpoints"
     for iteration in (7, 9):
-        checkpoint(others, iteration, "abc")
+        checkpoint(others, iteration, ABC)
     config = options(tmp_path / "run", load=str(saves), pretrained_checkpoint=str(others))
     damaged = Damaged("its CRC-32 differs")
     older = earlier_start(config, find_start(config), damaged)
@@ -139,21 +141,21 @@ def test_a_pretrained_checkpoint_that_turns_out_damaged(tmp_path):
     with pytest.raises(ValueError, match="iter_0000009: its CRC-32 differs; load another iteration"):
         earlier_start(one, find_start(one), damaged)
     for iteration in (3, 5):
-        checkpoint(saves, iteration, "own")
+        checkpoint(saves, iteration, DEF)
     assert earlier_start(one, find_start(one), damaged).load_iteration == 3, "the run's own, which --load does not name"
 
 
 def test_load_continues(tmp_path):
-    run = used(tmp_path / "run", "abc", 7)
+    run = used(tmp_path / "run", ABC, 7)
     start = find_start(options(run, load=str(run / "checkpoints")))
-    assert (start.iteration, start.load, start.load_iteration, start.run_id) == (7, run / "checkpoints", 7, "abc")
+    assert (start.iteration, start.load, start.load_iteration, start.run_id) == (7, run / "checkpoints", 7, ABC)
     assert start.state is not None and start.state["iteration"] == 7
     elsewhere = find_start(options(tmp_path / "other", load=str(run / "checkpoints")))
-    assert elsewhere.run_id == "abc", "the same run, in a new folder"
+    assert elsewhere.run_id == ABC, "the same run, in a new folder"
 
 
 def test_a_used_folder_is_refused(tmp_path):
-    run = used(tmp_path / "run", "abc", 7)
+    run = used(tmp_path / "run", ABC, 7)
     saves = run / "checkpoints"
     said = refused(options(run), tmp_path)
     assert said == (
@@ -165,10 +167,10 @@ def test_a_used_folder_is_refused(tmp_path):
 
 
 def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
-    run = used(tmp_path / "run", "abc")
+    run = used(tmp_path / "run", ABC)
     said = refused(options(run), tmp_path)
     assert said.startswith(f"--run-dir {run} already holds a run; --load {run}/checkpoints continues it")
-    other = used(tmp_path / "other", "def", 5)
+    other = used(tmp_path / "other", DEF, 5)
     fine = options(run, load=str(other / "checkpoints"), finetune=True)
     weights = f"{run}/checkpoints --pretrained-checkpoint {other}/checkpoints/iter_0000005 without --finetune begins it"
     assert weights in refused(fine.replace(ckpt_step=5), tmp_path), "--load alone would begin with new weights"
@@ -177,20 +179,20 @@ def test_metrics_without_a_checkpoint_are_a_run_too(tmp_path):
 
 
 def test_two_runs_are_not_mixed(tmp_path):
-    one, two = used(tmp_path / "one", "abc", 7), used(tmp_path / "two", "def", 5)
+    one, two = used(tmp_path / "one", ABC, 7), used(tmp_path / "two", DEF, 5)
     said = refused(options(two, load=str(one / "checkpoints")), tmp_path)
-    assert f"--run-dir {two} holds run def, but {one}/checkpoints belongs to run abc" in said
+    assert f"--run-dir {two} holds run {DEF}, but {one}/checkpoints belongs to run {ABC}" in said
     assert "--finetune to start a new run from these weights" in said
     there = options(tmp_path / "new", load=str(one / "checkpoints"), save=str(two / "checkpoints"))
     said = refused(there, tmp_path)
     assert said == (
-        f"--save {two}/checkpoints holds checkpoints of run def, but {one}/checkpoints belongs to run abc; "
+        f"--save {two}/checkpoints holds checkpoints of run {DEF}, but {one}/checkpoints belongs to run {ABC}; "
         "give another --save"
     )
     shutil.rmtree(two)
-    checkpoint(two / "checkpoints", 3, "abc")
+    checkpoint(two / "checkpoints", 3, ABC)
     assert find_start(there).iteration == 7, "older checkpoints of this very run"
-    checkpoint(two / "checkpoints", 9, "abc")
+    checkpoint(two / "checkpoints", 9, ABC)
     said = (
         f"--save {two}/checkpoints holds iteration 9 of this run, and --load {one}/checkpoints would go back to itera"
     )
@@ -198,14 +200,14 @@ def test_two_runs_are_not_mixed(tmp_path):
 
 
 def test_finetune_takes_weights_into_a_new_run(tmp_path):
-    one = used(tmp_path / "one", "abc", 7)
+    one = used(tmp_path / "one", ABC, 7)
     start = find_start(options(tmp_path / "new", load=str(one / "checkpoints"), finetune=True))
     assert (start.iteration, start.state, start.load_iteration) == (0, None, 7)
-    assert start.load == one / "checkpoints" and start.run_id != "abc"
+    assert start.load == one / "checkpoints" and start.run_id != ABC
     said = refused(options(one, load=str(one / "checkpoints"), finetune=True), tmp_path)
     assert f"; --load {one / 'checkpoints'} without --finetune continues them, or give another --run-dir" in said
     shutil.rmtree(one / "checkpoints")
-    checkpoint(tmp_path / "weights", 7, "abc")
+    checkpoint(tmp_path / "weights", 7, ABC)
     said = refused(options(one, load=str(tmp_path / "weights"), finetune=True), tmp_path)
     way_out = f"--load {one}/checkpoints --pretrained-checkpoint {tmp_path}/weights without --finetune begins it again"
     assert f"; {way_out}, or give another --run-dir" in said
@@ -235,7 +237,7 @@ def test_weights_alone_need_a_checkpoint(tmp_path):
 )
 def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune_too, tmp_path):
     """Many of these have the same shapes and would go on silently as another function."""
-    load = str(used(tmp_path / "run", "abc", 7) / "checkpoints")
+    load = str(used(tmp_path / "run", ABC, 7) / "checkpoints")
     old = next(group[name] for group in Config().to_dict().values() if name in group)
     said = refused(options(tmp_path / "new", load=load, **{name: value}), tmp_path)
     option = f"--{name.replace('_', '-')}"
@@ -249,22 +251,22 @@ def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune
 
 def test_a_ramp_stays_what_it_was(tmp_path):
     """Iterations are counted by it: without it a run would end before it has read its samples."""
-    load = str(used(tmp_path / "run", "abc") / "checkpoints")
+    load = str(used(tmp_path / "run", ABC) / "checkpoints")
     grown = {"train_samples": 44, "global_batch_size": 8, "load": load}
     ramp = {"rampup_batch_size": (2, 2, 12)}
     was = Config().replace(**grown, **ramp).to_dict()
-    checkpoint(Path(load), 7, "abc", config=was)
+    checkpoint(Path(load), 7, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown), tmp_path)
     assert said.startswith(f"--rampup-batch-size is not given, the checkpoint in {load} was trained with 2 2 12; give")
     assert find_start(options(tmp_path / "run", **grown, **ramp)).iteration == 7
     was["training"]["rampup_batch_size"] = []
-    checkpoint(Path(load), 8, "abc", config=was)
+    checkpoint(Path(load), 8, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown, **ramp), tmp_path)
     assert "--rampup-batch-size is 2 2 12, the" in said and "without it; leave --rampup-batch-size out, or" in said
 
 
 def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
-    run = used(tmp_path / "run", "abc")
+    run = used(tmp_path / "run", ABC)
     there = options(run, load=str(tmp_path / "mistyped"), save=str(tmp_path / "elsewhere"))
     assert refused(there, tmp_path) == (
         f"--load {tmp_path}/mistyped: no checkpoint is there; correct the path, or drop --load to start a new run "
@@ -276,7 +278,7 @@ def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
 
 
 def test_a_lost_tracker_starts_nothing_anew(tmp_path):
-    run = used(tmp_path / "run", "abc", 7)
+    run = used(tmp_path / "run", ABC, 7)
     (run / "checkpoints/latest_checkpointed_iteration.txt").unlink()
     said = refused(options(run, load=str(run / "checkpoints")), tmp_path)
     assert "checkpoints up to iteration 7 and no latest_checkpointed_iteration.txt; write the iteration" in said
@@ -295,17 +297,17 @@ def test_a_file_is_no_folder(tmp_path):
     find_start(options(tmp_path / "run", wandb_save_dir=str(file)))  # nobody uses it
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"run_id": "abc"}'])
+@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"run_id": "abc0abc0abc0abc0"}'])
 def test_a_damaged_config_is_named(text, tmp_path):
-    run = used(tmp_path / "run", "abc", 7)
+    run = used(tmp_path / "run", ABC, 7)
     (run / "config.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"config.json: cannot be read .* move the folder aside"):
+    with pytest.raises(ValueError, match=r"config.json: .*; move the folder aside"):
         run_id_of(run)
     assert run_id_of(tmp_path) is None
 
 
 def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
-    run = used(tmp_path / "run", "abc", 7)
+    run = used(tmp_path / "run", ABC, 7)
     for kind in ("plans", "stats"):
         (run / kind).mkdir()
         for name in ("iter_0000003.json", "iter_0000007.json", "iter_0000008.json", "iter_0000123.json", "notes.json"):
@@ -314,45 +316,42 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     for name in ("iter_0000007.json", "iter_0000008.json"):
         (run / "evaluations" / name).write_text("{}")
     config = options(run)
-    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, "abc"))
+    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
     kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
     assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
     for kind in ("plans", "stats"):
-        assert sorted(p.name for p in (run / kind).iterdir()) == [
-            "iter_0000003.json",
-            "iter_0000007.json",
-            "notes.json",
-        ]
+        names = ["iter_0000003.json", "iter_0000007.json", "notes.json"]
+        assert sorted(p.name for p in (run / kind).iterdir()) == names
     written = json.loads((run / "config.json").read_text())
     made = written.pop("versions")
-    assert written == {"run_id": "abc", **config.to_dict()}
+    assert written == {"run_id": ABC, **config.to_dict()}
     assert made["torch"] == torch.__version__ and made["device"].startswith("CPU") and made["processes"] == 1
     assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
 
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
-    run = used(tmp_path / "run", "abc")
+    run = used(tmp_path / "run", ABC)
     for kind in ("plans", "evaluations"):
         (run / kind).mkdir()
         (run / kind / "iter_0000001.json").write_text("{}")
     (run / "metrics").mkdir()
     (run / "metrics/rank_0001.jsonl").write_text('{"iteration": 1}\n')
-    for run_id in ("def", "ghi"):  # twice within one second
+    for run_id in (DEF, GHI):  # twice within one second
         open_run_folder(options(run), Start(0, None, None, 0, run_id))
         (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert len(list(run.glob("before-*/metrics.jsonl"))) == 2 and not list((run / "plans").iterdir())
     for kind in ("plans", "evaluations"):
         assert len(list(run.glob(f"before-*/{kind}/iter_0000001.json"))) == 1, "nothing is deleted"
     assert len(list(run.glob("before-*/metrics/rank_0001.jsonl"))) == 1 and not (run / "metrics").exists()
-    assert run_id_of(run) == "ghi"
+    assert run_id_of(run) == GHI
 
 
 def test_changed_options_are_told():
-    state = {"config": Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()}
+    options = Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()
     for group, name in (("training", "lr_wsd_decay_style"), ("model", "model_name"), ("training", "lr_warmup_init")):
-        del state["config"][group][name]  # as in a checkpoint of a version that had no such option
+        del options[group][name]  # as in a checkpoint of a version that had no such option
     now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5, lr_warmup_init=1e-5)
-    assert changed_options(now, state) == [
+    assert changed_options(now, {"config": config_of(options).to_dict()}) == [
         "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1e-05", "data_path: [] -> ['a']",
         "snip_target: 0.75 -> 0.5",
     ]  # fmt: skip

@@ -97,6 +97,14 @@ def test_numbers_out_of_range_are_named(kind, name):
         assert error(**{name: value}) == f"--{name.replace('_', '-')} is {value}; give {kind}"
 
 
+def test_workers_have_a_limit_by_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    validate(Config().replace(**GOOD, num_workers=128), WORLD)
+    assert error(num_workers=129) == "--num-workers is 129; give at most 128, 4 for each core of this machine or 64"
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert error(num_workers=10000).startswith("--num-workers is 10000; give at most 64,")
+
+
 def test_a_world_size_that_context_parallel_does_not_divide():
     said = error(12, context_parallel_size=2)
     assert said.startswith(

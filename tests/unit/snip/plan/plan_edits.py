@@ -32,8 +32,7 @@ def _fields(values: dict[str, Any], wrong: dict[str, tuple[Any, ...]], where: st
     """Each field missing and of each wrong type, and one that is unknown."""
     assert values.keys() == wrong.keys(), "a field has no case"
     for field in values:
-        if where + field not in ("gemm_times", "target_unit"):  # which the first plans lack
-            yield f"no {where}{field}", without(values, field), f"field {where}{field} is missing"
+        yield f"no {where}{field}", without(values, field), f"field {where}{field} is missing"
         for value in wrong[field]:
             shown = f"{value!r:.12}"
             yield f"{where}{field} {shown}", {**values, field: value}, f"field {where}{field} is {shown}"
@@ -44,7 +43,7 @@ def _entries(entry: dict[str, str], name: str) -> Iterator[tuple[str, Any, str]]
     """One linear's formats."""
     where = f"linears[{name!r}]"
     for value in (None, "fp4", ["fp4"] * 3):
-        yield f"linear {value!r}", value, f"field {where} is {value!r}, but must be an object"
+        yield f"linear {value!r}", value, f"field {where} is {value!r}: expected object, got "
     wrong = dict.fromkeys(GEMMS, (None, 4, ["fp4"], {}))
     yield from _fields(entry, wrong, f"{where}.")
     for gemm in GEMMS:
