@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.checkpoint import storage
-from megatron_snip.checkpoint.manifest import STATE_FIELDS, Damaged, check, folder_of
+from megatron_snip.checkpoint.manifest import Damaged, check, folder_of
 from megatron_snip.checkpoint.storage import load_tensors
 from tests.unit.checkpoint.conftest import forge, loaded, poison, tensors
 
@@ -76,7 +76,7 @@ SAVED = {
 
 @pytest.mark.parametrize("change", ["as it was", "transposed", "another type"])
 def test_values_come_back_whatever_they_are_read_into(change, saver, tmp_path):
-    saver(tmp_path).save(5, SAVED, dict.fromkeys(STATE_FIELDS, 0) | {"iteration": 5}, finite=True, last=True)
+    saver(tmp_path).save(5, SAVED, {"iteration": 5}, finite=True, last=True)
     into = {name: torch.zeros_like(value) for name, value in SAVED.items()}
     if change == "transposed":
         into["model.matrix"] = torch.zeros(7, 5).t()
@@ -103,7 +103,7 @@ def test_values_that_are_not_finite_are_refused_whatever_the_manifest_says(name,
     """One among a million; the manifest of a save tells, and a forged one does not."""
     saved = {"model.a": torch.ones(1024, 1024), "optim.a.exp_avg": torch.ones(1024, 1024)}
     saved[name][1000, 1000] = value
-    saver(tmp_path).save(5, saved, dict.fromkeys(STATE_FIELDS, 0) | {"iteration": 5}, finite=True, last=True)
+    saver(tmp_path).save(5, saved, {"iteration": 5}, finite=True, last=True)
     forge(folder_of(tmp_path, 5), lambda body: body.update(not_finite=[]))
     with pytest.raises(Damaged, match=f"^{name} has values that are not finite, in __0_0.distcp"):
         load_tensors(tmp_path, 5, {name: torch.zeros_like(tensor) for name, tensor in saved.items()})

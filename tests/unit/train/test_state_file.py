@@ -148,7 +148,9 @@ def test_takes_what_runs_write():
     assert state_of({"version": 3, **new_state(RUN, Config())})["weights_alone"] is True
 
 
-@pytest.mark.parametrize(("path", "value", "said"), FORGED, ids=[f"{p} {v!r:.30}" for p, v, _ in FORGED])
+@pytest.mark.parametrize(
+    ("path", "value", "said"), FORGED, ids=[f"{p} {'left out' if v is DELETE else repr(v):.30}" for p, v, _ in FORGED]
+)
 def test_each_field_is_checked(path, value, said):
     with pytest.raises(JsonFileError, match=re.escape(said)) as caught:
         state_of(with_value(path, value))
