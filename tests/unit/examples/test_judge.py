@@ -89,6 +89,8 @@ def test_it_judges_plans(folder, capsys):
         ("none", Plan.uniform(names, "bf16")),
     ):
         plan.save(folder / f"{name}.json")
+    halved = judge.formats_of(str(folder / "half.json"), names)
+    assert halved == {name: "fp4" if "mlp" in name else "bf16" for name in names}
     plans = ("fp4", "fp8", folder / "all.json", folder / "half.json", folder / "none.json")
     base, fp4, fp8, every, some, none = told(folder, capsys, *plans)
     assert set(base["loss"]) == {"prose", "code"} and 3 < base["loss"]["code"][0] < 9
