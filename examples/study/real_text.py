@@ -56,7 +56,7 @@ def documents(folder: Path, *, prose: bool) -> Iterator[str]:
         package = path.relative_to(folder).parts[0]
         text = (prose_of(text, seen) if prose else text)[:MOST_OF_FILE]
         digest = hashlib.sha256(text.encode()).digest()
-        if len(text) < 500 or digest in found or (prose and taken.get(package, 0) > MOST_OF_PACKAGE):
+        if len(text) < 500 or (prose and taken.get(package, 0) > MOST_OF_PACKAGE):
             continue
         taken[package] = taken.get(package, 0) + len(text)
         found[digest] = text
