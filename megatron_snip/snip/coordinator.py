@@ -273,7 +273,7 @@ class Coordinator:
             f"iteration {plan.iteration}: of {len(tried)} plans on {trials.tokens} tokens {name!r} is best, {measured}"
         )
         if name == "in_force":
-            return None, metrics | {"snip/solve_failed": 0}
+            return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
         return best, metrics
 
     def _proposals(self, pending: Pending, plan: Plan) -> Proposals:

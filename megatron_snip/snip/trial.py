@@ -146,7 +146,8 @@ class Trials:
         """Mean of losses - others over all processes' tokens, and its standard error."""
         count, total, square = self._sums(losses.double() - others.double())
         mean = total / count
-        return mean, math.sqrt(max(0.0, square / count - mean * mean) / count)
+        variance = square / count - mean * mean
+        return mean, math.sqrt((0.0 if variance < 0 else variance) / count)  # rounding may leave less than nothing
 
     def _sums(self, values: Tensor) -> tuple[int, float, float]:
         """Number, sum and sum of squares over all processes."""

@@ -25,6 +25,7 @@ from tests.unit.train.conftest import TINY
 
 SNIP = {
     "snip_probe_tokens": 1,
+    "snip_trials": 0,
     "precision": "snip",
     "snip_start": 2,
     "snip_interval": 2,
