@@ -244,6 +244,8 @@ class SnipConfig:
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
     snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
+    snip_trials: int = 16  # Forward passes that measure plans before one takes effect; 0: the solver's plan, untried.
+    snip_trial_tokens: int = 8192  # Tokens of each such pass, or a little more to fill microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.

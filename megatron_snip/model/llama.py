@@ -225,6 +225,9 @@ class LlamaStage(nn.Module):
         assert labels is not None, "the last stage needs labels"
         logits, axis = self.logits(x, context).flatten(0, 1), self.build.region.axis
         losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
+        if context.token_losses is not None:
+            counted = losses if self.build.documents is None else self.build.documents.counted(losses, sample_index[0])
+            context.token_losses.append(counted.detach())
         if self.build.documents is None:
             return (losses.sum() / context.loss_tokens).reshape(1).clone()
         return self.build.documents.loss(losses, sample_index[0], context.loss_tokens).reshape(1).clone()

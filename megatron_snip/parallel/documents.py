@@ -71,6 +71,14 @@ class Documents:
             cos, sin = cos[place].unsqueeze(1), sin[place].unsqueeze(1)
         return cos, sin, attention_mask(tokens, self.eod) if self.reset_attention else None
 
+    def counted(self, losses: Tensor, sample: int) -> Tensor:
+        """The losses of the tokens that count: losses [B s] of a microbatch -> [at most B s]."""
+        return losses[self._counts(sample)] if self.mask_loss else losses
+
+    def _counts(self, sample: int) -> Tensor:
+        """Which of this process's tokens of a microbatch count: bool [B s]."""
+        return own_tokens(self._tokens[sample] != self.eod, self.cp).flatten()
+
     def loss(self, losses: Tensor, sample: int, divisor: int | Tensor) -> Tensor:
         """This process's share [] of the loss of a microbatch: losses [B s], ``divisor`` that of `begin`.
 
@@ -79,8 +87,8 @@ class Documents:
         """
         if not self.mask_loss:
             return losses.sum() / divisor
-        counts = self._tokens[sample] != self.eod
-        total = losses.masked_fill(~own_tokens(counts, self.cp).flatten(), 0.0).sum()
+        total = losses.masked_fill(~self._counts(sample), 0.0).sum()
         if self.per_token:
             return total / divisor
+        counts = self._tokens[sample] != self.eod
         return total / counts.sum().clamp(min=1) * (counts.numel() / divisor)

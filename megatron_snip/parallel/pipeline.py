@@ -61,17 +61,17 @@ class Pipeline:
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
         self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
-        self._schedules: dict[bool, tuple[int, Any]] = {}
+        self._schedules: dict[str, tuple[int, Any]] = {}
         self._num_stages = num_stages
         self._activation = torch.empty(activation, dtype=dtype, device="meta")
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
 
-    def _schedule(self, training: bool, microbatches: int) -> Any:
-        """Schedules for training and evaluation are apart: torch would set up anew at each change.
+    def _schedule(self, use: str, microbatches: int, *, training: bool) -> Any:
+        """A schedule for each use, training, evaluation and trials: torch would set up anew at each change.
 
         One is made anew where the batch grows.
         """
-        if self._schedules.get(training, (0, None))[0] != microbatches:
+        if self._schedules.get(use, (0, None))[0] != microbatches:
             # here, because it loads torch's compiler, which --help and most tools never need
             from megatron_snip.parallel.pipeline_stage import Schedule1F1B, ScheduleInterleaved1F1B, Stage
 
@@ -97,8 +97,8 @@ class Pipeline:
                 schedule: Any = Schedule1F1B(stages[0], microbatches, **options)
             else:
                 schedule = ScheduleInterleaved1F1B(cast(Any, stages), microbatches, **options)
-            self._schedules[training] = (microbatches, schedule)
-        return self._schedules[training][1]
+            self._schedules[use] = (microbatches, schedule)
+        return self._schedules[use][1]
 
     def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
         """Run the batch and leave its gradients in `.grad`, added to what is there.
@@ -141,7 +141,8 @@ class Pipeline:
         return self._share(losses)
 
     def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
-        schedule = self._schedule(training, len(batch.tokens))
+        use = "training" if training else "evaluation" if context.token_losses is None else "trial"
+        schedule = self._schedule(use, len(batch.tokens), training=training)
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
         # torch cuts tensors into microbatches, and gives every stage anything else as it is; FSDP would take a tensor

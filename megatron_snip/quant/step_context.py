@@ -21,6 +21,7 @@ class StepContext:
     loss is divided.  precision: of all linears, in place of each one's own.  observers: of linears, by name.
     wide: a float32 run's probe carries the sums that layouts split in float64, and rounds them to float32 once, so
     that they do not depend on the split.  key: the microbatch's, of no linear yet; its stage makes it.
+    token_losses: the last stage adds the losses [T] in nats of each microbatch's tokens that count to this list.
     """
 
     iteration: int = 0
@@ -29,6 +30,7 @@ class StepContext:
     observers: Mapping[str, LinearObserver] = dataclasses.field(default_factory=dict)
     wide: bool = False
     key: RoundingKey | None = None
+    token_losses: list[Tensor] | None = None
 
     @property
     def observed(self) -> bool:

@@ -2,9 +2,11 @@
 
     before iteration i:      probe -> statistics, the same on every process
                              quality_loss, efficiency -> rank 0 starts the solver in the background
-    before iteration i + lag: rank 0 broadcasts the plan; all compare its hash; all apply it, or none does
+    before iteration i + lag: rank 0 broadcasts the plan; a trial runs it beside others (--snip-trials); all compare the
+                             hash of the best; all apply it, or none does
 
-A solve that fails, is late or is infeasible keeps the plan in force, and says so in log and metrics.
+A solve that fails, is late or is infeasible, and a trial that fails, keep the plan in force, and say so in log and
+metrics.
 What is under way (matrices and due iteration) is part of the checkpoint.
 """
 
@@ -13,11 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,16 +30,18 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved, by_stage
+from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.options import Choices, check_choices, measure_of, solve_request
-from megatron_snip.snip.plan.plan_file import Plan, build_plan
-from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverKilled
-from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
+from megatron_snip.snip.plan.options import Choices, check_choices, solve_request
+from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolverKilled
+from megatron_snip.snip.plan_metrics import Metrics, divergence_metrics, modelled_metrics, trial_metrics
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.trial import Proposals, TrialFailed, TrialRunner, Trials, first_plans, with_record
 
 LOGGER = logging.getLogger("megatron_snip")
-Metrics = dict[str, Any]
 #: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
 FILES_KEPT = 100
 
@@ -59,27 +62,6 @@ def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
 def batches_of(snip: SnipConfig, tokens: int) -> int:
     """Batches of so many tokens that have --snip-probe-tokens."""
     return -(-snip.snip_probe_tokens // tokens)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A solve under way, known to every process."""
-
-    probed: int  # iteration before which statistics were taken
-    due: int  # iteration from which its plan is to hold
-    options: tuple[str, ...]  # what the matrices' columns stand for
-    objective: str
-    request: SolveRequest
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values for a checkpoint."""
-        return {**vars(self), "options": list(self.options), "request": self.request.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Pending:
-        """The value that `to_dict` wrote."""
-        request = SolveRequest.from_dict(values["request"])
-        return cls(values["probed"], values["due"], tuple(values["options"]), values["objective"], request)
 
 
 class Coordinator:
@@ -111,14 +93,24 @@ class Coordinator:
         self._unwritten: dict[str, str] = {}  # content of files by their names in the run folder
         self._failed = FailedWrites(f"plans and statistics in {run_dir}", limit=FILES_KEPT)
 
-    def before_step(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
-        """Apply what is due and probe what is due; every process calls it before every iteration."""
-        metrics = self._finish_if_due(iteration)
+    def before_step(
+        self,
+        iteration: int,
+        run_pass: PassRunner,
+        zero_grad: Callable[[], None],
+        trial_runner: Callable[[int], TrialRunner] | None = None,
+    ) -> Metrics:
+        """Apply what is due and probe what is due; every process calls it before every iteration.
+
+        trial_runner: reads what a trial runs, from the batch so many after the coming one on.  It may raise
+        ProbeFailed, on all processes.  None: plans are applied untried.
+        """
+        metrics = self._finish_if_due(iteration, trial_runner)
         since = iteration - self.snip.snip_start
         in_time = self.last_iteration is None or iteration + self.snip.snip_apply_lag <= self.last_iteration
         if since >= 0 and since % self.snip.snip_interval == 0 and in_time:
             metrics |= self._begin(iteration, run_pass, zero_grad)
-            metrics |= self._finish_if_due(iteration)  # lag 0
+            metrics |= self._finish_if_due(iteration, trial_runner)  # lag 0
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
 
     def close(self) -> None:
@@ -200,7 +192,7 @@ class Coordinator:
         metrics: Metrics = {"snip/probe_seconds": time.perf_counter() - start}
         if stats is not None:
             self.predictions = Predictions.of(stats)
-            metrics |= self._divergence_metrics(stats)
+            metrics |= divergence_metrics(stats, self.options)
             self._write(stats, "stats", iteration)
         inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
         try:
@@ -238,24 +230,64 @@ class Coordinator:
             except Exception as error:  # whatever it is (no disk, no threads), it is told when due, on every process
                 LOGGER.warning(f"iteration {pending.probed}: {error}")
 
-    def _finish_if_due(self, iteration: int) -> Metrics:
+    def _finish_if_due(self, iteration: int, trial_runner: Callable[[int], TrialRunner] | None) -> Metrics:
         if self.pending is None or self.pending.due != iteration:
             return {}
-        answer: list[Any] = [self._answer(self.pending) if self.mesh.rank == 0 else None]
+        pending, self.pending = self.pending, None
+        answer: list[Any] = [self._answer(pending) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self.mesh.world, device=self.probe.device)
-        self.pending = None
         start, (waited, solved) = time.perf_counter(), answer[0]
-        metrics = {"snip/wait_seconds": waited} | self._take(iteration, solved)
+        metrics: Metrics = {"snip/wait_seconds": waited}
+        if isinstance(solved, str):
+            metrics |= self._keep(iteration, solved)
+        else:
+            plan: Plan | None = Plan.from_dict(solved, "plan from rank 0")
+            assert plan is not None
+            if trial_runner is not None and self.snip.snip_trials > 1:
+                plan, tried = self._try(pending, plan, trial_runner)
+                metrics |= tried
+            if plan is not None:
+                metrics |= self._take(plan)
         return metrics | {"snip/apply_seconds": time.perf_counter() - start}
 
-    def _take(self, iteration: int, solved: dict[str, Any] | str) -> Metrics:
-        """Apply rank 0's plan, or keep the one in force for the reason that it gives."""
-        if isinstance(solved, str):
-            return self._keep(iteration, solved)
-        plan = Plan.from_dict(solved, "plan from rank 0")
+    def _try(
+        self, pending: Pending, plan: Plan, trial_runner: Callable[[int], TrialRunner]
+    ) -> tuple[Plan | None, Metrics]:
+        """The plan that measures best, None where the one in force stays, and what was measured."""
+        begin, propose = time.perf_counter(), None
+        try:
+            ahead = max(0, pending.probed + self._batches(pending.probed) - plan.iteration)
+            trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
+            if self.mesh.rank == 0:
+                propose = self._proposals(pending, plan)
+            tried = trials.run(propose, self.snip.snip_trials)
+        except (TrialFailed, ProbeFailed) as error:
+            return None, self._keep(plan.iteration, f"the trial failed: {error}")
+        metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)
+        best = with_record(tried, trials.tokens)
+        if best is None:
+            return None, metrics | self._keep(plan.iteration, "no plan has a finite loss in the trial")
+        assert best.trial is not None
+        name, measured = best.trial.name, f"{best.trial.increase:.4g} +- {best.trial.error:.2g} nats above BF16"
+        LOGGER.info(
+            f"iteration {plan.iteration}: of {len(tried)} plans on {trials.tokens} tokens {name!r} is best, {measured}"
+        )
+        if name == "in_force":
+            return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
+        return best, metrics
+
+    def _proposals(self, pending: Pending, plan: Plan) -> Proposals:
+        plan_of = partial(pending.plan_of, shapes=self.shapes, hardware=self.times.hardware)
+        first = partial(
+            first_plans, plan, pending.request, self.shapes, pending.precisions, plan_of, self.plan, self.seed
+        )
+        return Proposals(first, pending.request, self.shapes, pending.precisions, plan_of)
+
+    def _take(self, plan: Plan) -> Metrics:
+        """Apply a plan if all processes hold the same."""
         if not self._agreed(plan):
-            return self._keep(iteration, "the plan's hash differs between processes")
-        self._write(plan, "plans", iteration)
+            return self._keep(plan.iteration, "the plan's hash differs between processes")
+        self._write(plan, "plans", plan.iteration)
         return self._apply(plan)
 
     def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
@@ -285,21 +317,7 @@ class Coordinator:
         """The plan as plain values, or why there is none."""
         try:
             solution = self._solution(solver, pending)
-            # the options that the matrices were made with; those of a resumed run may differ
-            options = [LinearPrecision.parse(option) for option in pending.options]
-            reserved = pending.request.reserved
-            free = [o for i, o in enumerate(options) if reserved is None or not reserved[i]]
-            plan = build_plan(
-                solution,
-                self.shapes,
-                options,
-                iteration=pending.due,
-                objective=pending.objective,
-                target=pending.request.target,
-                measure=measure_of(free),
-                gemm_times=self.times.hardware,
-            )
-            return plan.to_dict()
+            return pending.plan_of(solution, self.shapes, self.times.hardware).to_dict()
         except Exception as error:  # whatever it is, the others wait for an answer
             return str(error) or repr(error)
         finally:
@@ -342,7 +360,7 @@ class Coordinator:
         return {
             "snip/achieved": fp4,
             "snip/target": plan.target,
-            **self._modelled_metrics(plan),
+            **modelled_metrics(plan, self.shapes, self.choices.measure, self.times),
             "snip/objective": plan.solver.objective,
             "snip/bound": plan.solver.bound,
             "snip/gap": plan.solver.gap,
@@ -365,35 +383,7 @@ class Coordinator:
         }
         return {name: value for name, value in totals.items() if value is not None}
 
-    def _modelled_metrics(self, plan: Plan) -> Metrics:
-        """What is saved in the target's unit; by stage, FP4 share and modelled time as a share of all in BF16."""
-        metrics: Metrics = {"snip/gemm_times": self.times.hardware}
-        try:
-            found = by_stage(self.shapes, plan.linears, self.times)
-            metrics["snip/saved"] = achieved(self.shapes, plan.linears, self.choices.measure, self.times)
-        except ValueError as error:  # a resumed run's plan may hold formats that its table has not
-            LOGGER.warning(f"iteration {plan.iteration}: no modelled times: {error}")
-            return metrics
-        metrics["snip/modelled_time"] = sum(taken for _, taken in found.values())
-        for stage, (share, taken) in found.items() if len(found) > 1 else ():
-            metrics |= {f"snip/stage_{stage}/achieved": share, f"snip/stage_{stage}/modelled_time": taken}
-        return metrics
-
     def _keep(self, iteration: int, why: str) -> Metrics:
         """The plan in force stays."""
         LOGGER.warning(f"iteration {iteration}: no new plan, keeping the current one: {why}")
         return {"snip/solve_failed": 1, "snip/solve_error": why}
-
-    def _divergence_metrics(self, stats: Statistics) -> Metrics:
-        """Divergences of the costliest option, summed over each block and each kind of linear."""
-        metrics: Metrics = {"snip/non_finite_linears": len(stats.not_finite)}
-        kinds = {"loss_divergence": loss_divergence}
-        if stats.has_updates:
-            kinds["weight_divergence"] = weight_divergence
-        for name, function in kinds.items():
-            values = np.nan_to_num(function(stats, self.options).max(axis=1))
-            for shape, value in zip(stats.shapes, values.tolist(), strict=True):
-                for group in (f"block_{shape.block:02d}", shape.kind):
-                    key = f"snip/{name}/{group}"
-                    metrics[key] = metrics.get(key, 0.0) + value
-        return metrics

@@ -16,6 +16,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
+from megatron_snip.snip.trial import TrialRunner, samples_of
 from megatron_snip.train.guard import go_back
 from megatron_snip.train.instruments import peak_tflops
 from megatron_snip.train.memory import warn_about_memory
@@ -61,7 +62,8 @@ class Trainer(RunState):
             if parts.coordinator is not None:
                 parts.coordinator.probe.tokens = size * self.config.model.seq_length
                 run_pass = parts.stepper.pass_runner(batch, iteration, self._later_batch)
-                row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad)
+                run_trial = self._trial_runner if self.config.snip.snip_trials else None
+                row |= parts.coordinator.before_step(iteration, run_pass, parts.optimizer.zero_grad, run_trial)
             every = self.config.snip.snip_bf16_eval_interval
             bf16_loss = parts.stepper.bf16_loss(batch, iteration) if every and iteration % every == 0 else None
             result = parts.stepper.step(batch, iteration, stop=self._asked_to_stop())
@@ -207,6 +209,19 @@ class Trainer(RunState):
             return agreed(partial(loader.make, self.consumed + ahead * size, size), self.parts.mesh)
         except IndexedDatasetError as error:  # on every process alike; training will come to it
             raise ProbeFailed(str(error)) from None
+
+    def _trial_runner(self, ahead: int) -> TrialRunner:
+        """What a trial runs: sequences from the batch ``ahead`` of the coming one on, or the last ones of the data."""
+        c, parts = self.config, self.parts
+        loader, together = parts.train_loader, c.training.micro_batch_size * parts.mesh.dp.size
+        samples = samples_of(c.snip.snip_trial_tokens, c.model.seq_length, together, parts.mesh.pp.size)
+        samples = min(samples, len(loader.dataset))
+        first = min(loader.cursor(self.consumed, ahead), len(loader.dataset) - samples)
+        try:
+            batch = agreed(partial(loader.make, first, samples), parts.mesh)
+        except IndexedDatasetError as error:  # on every process alike; training will come to it
+            raise ProbeFailed(str(error)) from None
+        return parts.stepper.trial_runner(batch, self.iteration + 1)
 
     def _went_back(self, result: StepResult, suspicious: bool) -> bool:
         """Let the guard judge this iteration; whether the run is back at a checkpoint, from which the loop goes on."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_snip.config import Config
 from megatron_snip.mesh import Mesh
@@ -20,6 +21,7 @@ from megatron_snip.parallel.data import (
 from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.quant import PLAIN, LinearPrecision, StepContext
 from megatron_snip.snip.measure.probe import Pass, PassRunner
+from megatron_snip.snip.trial import TrialRunner
 from megatron_snip.train.optim import Optimizer
 from megatron_snip.train.schedule import learning_rate, weight_decay
 
@@ -99,6 +101,17 @@ class Stepper:
     def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
         """Loss of a batch in nats a token, without gradients."""
         return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration, context)))[0]
+
+    def trial_runner(self, batch: BatchLike, iteration: int) -> TrialRunner:
+        """What a trial runs these sequences with."""
+
+        def run(context: StepContext = PLAIN) -> Tensor:
+            losses: list[Tensor] = []
+            self.pipeline.evaluate(batch, iteration, replace(context, token_losses=losses))
+            counted = losses if self.mesh.tp.is_first else []  # all of tp have the same
+            return torch.cat([torch.zeros(0, device=self.pipeline.device), *counted])
+
+        return run
 
     def bf16_loss(self, batch: BatchLike, iteration: int) -> float:
         """`evaluate` with all linears in BF16."""

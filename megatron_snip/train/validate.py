@@ -31,13 +31,13 @@ RANGES: dict[str, tuple[str, ...]] = {
         "lr_decay_samples", "lr_wsd_decay_samples",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
-        "snip_interval", "snip_start", "snip_probe_tokens", "snip_guard_patience", "world_size",
+        "snip_interval", "snip_start", "snip_probe_tokens", "snip_trial_tokens", "snip_guard_patience", "world_size",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
         "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
-        "start_weight_decay", "end_weight_decay", "num_workers",
+        "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (

@@ -21,7 +21,7 @@ OPTIONS = (
 ).split()
 TIMES = (
     "iteration-time", "throughput", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds",
-    "snip/solver_seconds",
+    "snip/solver_seconds", "snip/trial_seconds",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def python(code: str) -> list[str]:
 
 def train(options: dict[str, Any]) -> None:
     """The program, every process writing its metrics."""
-    options = {**SMALL, "global_batch_size": 2, "precision": "snip", "log_all_ranks": True, **options}
+    options = {**SMALL, "global_batch_size": 2, "precision": "snip", "snip_trials": 0, "log_all_ranks": True, **options}
     loop.train(Config().replace(**options, preflight=False))  # whose probe would be the first
 
 

@@ -32,9 +32,9 @@ ONE = pytest.mark.parametrize("layout", ["one", pytest.param("tp2 x pp2", marks=
 OPTIONS = {
     "precision": "snip", "snip_start": 2, "snip_interval": 5, "snip_target": 0.75, "train_iters": 13, "lr": 5e-3,
     "snip_stage_constraint": "none", "spike_window": 7, "spike_nats": 1.0, "spike_deviations": 1.0, "snip_guard": True,
-    "snip_guard_patience": 2, "save_interval": 4, "log_all_ranks": True,
+    "snip_guard_patience": 2, "save_interval": 4, "log_all_ranks": True, "snip_trials": 0,
 }  # fmt: skip
-TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds")
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds", "snip/trial_seconds")
 #: The second plan breaks; or it and all that follow it with FP4.
 SECOND, FROM_SECOND = Trouble("plan", range(8, 9), factor=math.nan), Trouble("plan", range(8, 13), factor=math.nan)
 DATA, DATA_OF_TWO = Trouble("data", range(9, 15)), Trouble("data", range(9, 11))

@@ -1,15 +1,18 @@
 """A plan: which precision each linear runs in, from which iteration on, and its JSON file.
 
-    {"version": 1, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
+    {"version": 2, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
      "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
      "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
-     "hash": "0123456789abcdef", "gemm_times": "nominal", "target_unit": "FP4 share"}
+     "hash": "0123456789abcdef", "gemm_times": "nominal", "target_unit": "FP4 share",
+     "trial": {"name": "snip", "increase": 0.012, "error": 0.001, "tokens": 8192, "tried": [...]}}
 
 Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
 target_unit says what the target counts: "FP4 share" of the linears' FLOPs, or "modelled time" saved, as a share of what
 the fastest format would save everywhere.  achieved is the FP4 share in both cases.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
 and linears: what ranks must agree on, not how it was found.
+The solver's bound and gap are proved for the sum of single linears.  What "trial" holds was measured: the loss above
+BF16's in nats and its standard error, of this plan and of every plan that was run beside it; null if none was.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.plan.cost import MEASURES, achieved, saving
 from megatron_snip.snip.plan.ilp import Solution
 
-VERSION = 1
+VERSION = 2
 _WAY_OUT = "use a plan that a run or tools/generate_plan.py wrote, or make a new plan (--precision snip)"
 #: Sums of shares may differ by their order, and people round.
 _SHARE_TOLERANCE = 1e-4
@@ -56,6 +59,38 @@ class SolverRecord:
     bound: float = 0.0
     gap: float = 0.0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """What a trial measured of a plan, called ``name`` there: loss above BF16's and its standard error, in nats.
+
+    tried: name, increase and error of every plan that was run, None where the loss was not finite.
+    """
+
+    name: str
+    increase: float
+    error: float
+    tokens: int
+    tried: tuple[Mapping[str, Any], ...] = ()
+
+
+class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan that was run, in a file."""
+
+    name: Text
+    increase: Finite | None
+    error: Finite | None
+
+
+class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`TrialRecord` in a file."""
+
+    name: Text
+    increase: Finite
+    error: Finite
+    tokens: Count
+    tried: list[_Tried]
 
 
 class _Solver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +124,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: PlanHash
     gemm_times: Text
     target_unit: Text
+    trial: _Trial | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +133,7 @@ class Plan:
 
     objective: name of the quality objective, or how else it was made; target: what was asked for, in target_unit,
     one of MEASURES' words; achieved: the share of the linears' FLOPs in FP4.  gemm_times: the hardware whose GEMM
-    times were counted with, "nominal" for none.
+    times were counted with, "nominal" for none.  trial: what was measured before it took effect, if anything.
     """
 
     iteration: int
@@ -108,6 +144,7 @@ class Plan:
     solver: SolverRecord = field(default_factory=SolverRecord)
     gemm_times: str = "nominal"
     target_unit: str = MEASURES["fp4"]
+    trial: TrialRecord | None = None
 
     @classmethod
     def uniform(
@@ -156,6 +193,7 @@ class Plan:
             "hash": self.hash,
             "gemm_times": self.gemm_times,
             "target_unit": self.target_unit,
+            "trial": {**vars(self.trial), "tried": list(self.trial.tried)} if self.trial else None,
         }
 
     @classmethod
@@ -181,6 +219,7 @@ class Plan:
                 solver=SolverRecord(**msgspec.structs.asdict(found.solver)),
                 gemm_times=found.gemm_times,
                 target_unit=found.target_unit,
+                trial=_trial(found.trial) if found.trial else None,
             )
             if plan.hash != found.hash:
                 raise JsonFileError(
@@ -263,6 +302,11 @@ def build_plan(
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
     share = achieved(shapes, linears)
     return Plan(iteration, linears, objective, float(target), share, record, gemm_times, MEASURES[measure])
+
+
+def _trial(found: _Trial) -> TrialRecord:
+    tried = tuple(msgspec.structs.asdict(one) for one in found.tried)
+    return TrialRecord(found.name, found.increase, found.error, found.tokens, tried)
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:

@@ -17,7 +17,7 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan import Plan, pending
 from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.snip.plan.solver import BackgroundSolver, SolverFailed
 from tests.unit.snip.made_up import statistics, without_updates
@@ -339,7 +339,7 @@ def test_a_solve_in_flight_keeps_its_options_when_a_resume_changes_them(make):
 def test_whatever_the_solver_raises_is_answered(make, monkeypatch):
     """Rank 0 must answer: the others wait for it in a broadcast."""
     one = with_plan_in_force(make())
-    monkeypatch.setattr(module, "build_plan", lambda *args, **more: [][0])
+    monkeypatch.setattr(pending, "build_plan", lambda *args, **more: [][0])
     seen = run(one, range(3, 5))
     assert_kept(one, seen[4], "list index out of range")
 

@@ -17,7 +17,7 @@ from megatron_snip.quant import PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train import loop, same_data, setup
+from megatron_snip.train import loop, setup
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.state_file import read_state
 from megatron_snip.train.step import Stepper
@@ -25,6 +25,7 @@ from tests.unit.train.conftest import TINY
 
 SNIP = {
     "snip_probe_tokens": 1,
+    "snip_trials": 0,
     "precision": "snip",
     "snip_start": 2,
     "snip_interval": 2,
@@ -272,13 +273,6 @@ def test_validations_move_on_and_a_resume_goes_on_with_them(train_here, tmp_path
     rows = train_here(**options, load=str(saves))
     assert [row.get("lm loss validation") for row in rows] == told
     assert [samples for name, samples in read if name == "evaluate"] == validated
-
-
-def test_a_checkpoint_of_before_counts_validations_as_megatron_does():
-    config = Config().replace(eval_interval=10, eval_iters=3, global_batch_size=4)
-    assert same_data.consumed_validation(config, {"iteration": 29}) == 2 * 3 * 4
-    assert same_data.consumed_validation(config, {"iteration": 29, "consumed_valid_samples": 5}) == 5
-    assert same_data.consumed_validation(config, None) == 0
 
 
 def test_an_iteration_without_an_update_does_not_move_the_rate(train_here, tmp_path, monkeypatch):

@@ -13,12 +13,13 @@ Edit = tuple[str, dict[str, Any], str]  # name, edited object, part of the error
 
 _NUMBERS = (None, "0.5", True, [], {}, float("nan"), float("inf"), 10**400)
 _WRONG: dict[str, tuple[Any, ...]] = {
-    "version": (None, "1", 0, 2, True),
+    "version": (None, "2", 0, 1, 3, True),
     "iteration": (None, "7", 1.5, True, -1, []),
     "target": (*_NUMBERS, 75, -0.5),
     "achieved": (*_NUMBERS, 75, -0.5),
     **dict.fromkeys(("objective", "hash", "gemm_times", "target_unit"), (None, 3, True, [], {})),
     **dict.fromkeys(("linears", "solver"), (None, "fp4", 3, [])),
+    "trial": ("fp4", 3, [], True),
 }
 _WRONG_OF_SOLVER = {"status": (None, 3, [])} | dict.fromkeys(("objective", "bound", "gap", "seconds"), _NUMBERS)
 

@@ -1,0 +1,62 @@
+"""What metrics.jsonl, wandb and TensorBoard show of statistics, plans and trials; docs/architecture.md has the keys."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan.cost import GemmTimes, achieved, by_stage
+from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
+from megatron_snip.snip.trial import Tried
+
+LOGGER = logging.getLogger("megatron_snip")
+Metrics = dict[str, Any]
+
+
+def divergence_metrics(stats: Statistics, options: Sequence[LinearPrecision]) -> Metrics:
+    """Divergences of the costliest option, summed over each block and each kind of linear."""
+    metrics: Metrics = {"snip/non_finite_linears": len(stats.not_finite)}
+    kinds = {"loss_divergence": loss_divergence}
+    if stats.has_updates:
+        kinds["weight_divergence"] = weight_divergence
+    for name, function in kinds.items():
+        values = np.nan_to_num(function(stats, options).max(axis=1))
+        for shape, value in zip(stats.shapes, values.tolist(), strict=True):
+            for group in (f"block_{shape.block:02d}", shape.kind):
+                key = f"snip/{name}/{group}"
+                metrics[key] = metrics.get(key, 0.0) + value
+    return metrics
+
+
+def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes) -> Metrics:
+    """What is saved in the target's unit; by stage, FP4 share and modelled time as a share of all in BF16."""
+    metrics: Metrics = {"snip/gemm_times": times.hardware}
+    try:
+        found = by_stage(shapes, plan.linears, times)
+        metrics["snip/saved"] = achieved(shapes, plan.linears, measure, times)
+    except ValueError as error:  # a resumed run's plan may hold formats that its table has not
+        LOGGER.warning(f"iteration {plan.iteration}: no modelled times: {error}")
+        return metrics
+    metrics["snip/modelled_time"] = sum(taken for _, taken in found.values())
+    for stage, (share, taken) in found.items() if len(found) > 1 else ():
+        metrics |= {f"snip/stage_{stage}/achieved": share, f"snip/stage_{stage}/modelled_time": taken}
+    return metrics
+
+
+def trial_metrics(tried: Sequence[Tried], tokens: int, passes: int, seconds: float) -> Metrics:
+    """What a trial measured: of the best plan, and of those that have a name of their own."""
+    metrics: Metrics = {
+        "snip/trial_passes": passes, "snip/trial_tokens": tokens, "snip/trial_seconds": seconds,
+    }  # fmt: skip
+    for one in tried:
+        if one.taken:
+            metrics |= {"snip/trial_increase": one.increase, "snip/trial_increase_standard_error": one.error}
+        if " " not in one.name and np.isfinite(one.increase):
+            metrics[f"snip/trial/{one.name}"] = one.increase
+    return metrics

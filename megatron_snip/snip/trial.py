@@ -1,0 +1,306 @@
+"""Trials: plans are run before one takes effect, and the one that measures best is applied.
+
+    BF16                  the reference
+    the solver's plan     the cheapest by the probe's sum of single linears
+    the plan in force, low precision everywhere, and rules that measure nothing
+    then plans that hold linears: the best plan so far, solved again with one more linear held at its best precision,
+    the one of the highest predicted cost first; if the new plan measures better, the linear stays held
+
+Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts single
+linears well and plans well where errors add up; where they do not, as in models with large outliers at high shares of
+FP4, only a measurement tells.  Losses are compared token by token, which takes out what all plans have in common.
+The first-order part of a loss change is luck, so a plan must measure better by ``CERTAIN`` standard errors to be taken
+in place of the one before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_snip.errors import UserError
+from megatron_snip.mesh import Mesh
+from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
+from megatron_snip.snip.plan.cost import achieved
+from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, TrialRecord
+from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
+
+Ints = NDArray[np.int64]
+
+#: Standard errors by which a plan must measure better.
+CERTAIN = 2.0
+_BF16 = StepContext(precision=LinearPrecision.uniform("bf16"))
+
+
+class TrialRunner(Protocol):
+    """Runs the trial's tokens forward."""
+
+    def __call__(self, context: StepContext = PLAIN) -> Tensor:
+        """Losses [T] in nats, float32, of this process's tokens: none where it computes no loss."""
+        ...
+
+
+class Planned(Protocol):
+    """What a trial needs of a parallel linear."""
+
+    precision: LinearPrecision
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan that was run: its loss above BF16's and the standard error, nats; NaN for a loss that is not finite."""
+
+    name: str
+    plan: Plan
+    increase: float
+    error: float
+    taken: bool  # better than what was best until then
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for logs and plan files."""
+        return {"name": self.name, "increase": _number(self.increase), "error": _number(self.error)}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+#: The plans that were tried -> the next one and its name, None for no more.
+Propose = Callable[[Sequence[Tried]], "tuple[str, Plan] | None"]
+
+
+class TrialFailed(RuntimeError):
+    """A trial came to nothing; every process raises it, with the same message."""
+
+
+class Trials:
+    """Runs plans on this process's ``linears``; every process makes one and calls it alike."""
+
+    def __init__(self, run: TrialRunner, linears: Mapping[str, Planned], mesh: Mesh, device: torch.device) -> None:
+        self._run, self._linears, self._mesh, self._device = run, linears, mesh, device
+        self._bf16 = run(_BF16)
+        self.tokens, loss, _ = self._sums(self._bf16)
+        self.passes = 1
+        if not math.isfinite(loss):
+            raise TrialFailed(f"the loss in BF16 is {loss}")
+
+    def run(self, propose: Propose | None, passes: int) -> list[Tried]:
+        """Try what ``propose`` gives on rank 0 for what was tried, until it has nothing left or ``passes`` are made.
+
+        The last one of the list that was taken is the best.
+        """
+        tried: list[Tried] = []
+        best: Tensor | None = None
+        while self.passes < passes:
+            if (proposed := self._proposed(propose, tried)) is None:
+                break
+            name, plan = proposed
+            losses = self._losses(plan)
+            increase, error = self._difference(losses, self._bf16)
+            taken = math.isfinite(increase)
+            if taken and best is not None:
+                gained, gained_error = self._difference(losses, best)
+                taken = gained < -CERTAIN * gained_error
+            best = losses if taken else best
+            tried.append(Tried(name, plan, increase, error, taken))
+        return tried
+
+    def _proposed(self, propose: Propose | None, tried: Sequence[Tried]) -> tuple[str, Plan] | None:
+        """What rank 0 proposes, on every process.  TrialFailed on all of them if it cannot."""
+        answer: list[Any] = [None]
+        if propose is not None:
+            try:
+                if (found := propose(tried)) is not None:
+                    answer = [(found[0], found[1].to_dict())]
+            except Exception as error:  # must not be raised here: the other ranks are blocked in the broadcast
+                answer = [str(error) or repr(error)]
+        if self._mesh.world_size > 1:
+            dist.broadcast_object_list(answer, src=0, group=self._mesh.world, device=self._device)
+        if isinstance(answer[0], str):
+            raise TrialFailed(answer[0])
+        return None if answer[0] is None else (answer[0][0], Plan.from_dict(answer[0][1], "plan from rank 0"))
+
+    def _losses(self, plan: Plan) -> Tensor:
+        before = {name: linear.precision for name, linear in self._linears.items()}
+        self.passes += 1
+        try:
+            for name, linear in self._linears.items():
+                linear.precision = plan.linears[name]
+            return self._run()
+        finally:
+            for name, linear in self._linears.items():
+                linear.precision = before[name]
+
+    def _difference(self, losses: Tensor, others: Tensor) -> tuple[float, float]:
+        """Mean of losses - others over all processes' tokens, and its standard error."""
+        count, total, square = self._sums(losses.double() - others.double())
+        mean = total / count
+        variance = square / count - mean * mean
+        return mean, math.sqrt((0.0 if variance < 0 else variance) / count)  # rounding may leave less than nothing
+
+    def _sums(self, values: Tensor) -> tuple[int, float, float]:
+        """Number, sum and sum of squares over all processes."""
+        values = values.double()
+        sums = torch.stack([values.new_tensor(float(values.numel())), values.sum(), values.square().sum()])
+        if self._mesh.world_size > 1:
+            dist.all_reduce(sums, group=self._mesh.world)
+        count, total, square = sums.tolist()
+        return int(count), total, square
+
+
+class Proposals:
+    """What rank 0 proposes, one plan after another: the first ones, then plans that hold linears.
+
+    first: makes the first ones when they are needed.  request: what the solver's plan answers.  plan_of: the plan of
+    a solution.
+    """
+
+    def __init__(
+        self,
+        first: Callable[[], list[tuple[str, Plan]]],
+        request: SolveRequest,
+        shapes: Sequence[LinearShape],
+        options: Sequence[LinearPrecision],
+        plan_of: Callable[[Solution], Plan],
+    ) -> None:
+        self._make_first, self._request, self._plan_of = first, request, plan_of
+        self._first: list[tuple[str, Plan]] | None = None
+        self._names, self._options = [shape.name for shape in shapes], list(options)
+        self._asked: set[int] = set()
+        self._holds: dict[str, tuple[int, ...]] = {}  # the rows that a proposal holds
+
+    def __call__(self, tried: Sequence[Tried]) -> tuple[str, Plan] | None:
+        """The next plan; None if none is left."""
+        known = [one.plan.linears for one in tried]
+        for name, plan in self._rest(tried):
+            if plan.linears not in known:
+                return name, plan
+        return None
+
+    def _rest(self, tried: Sequence[Tried]) -> Iterator[tuple[str, Plan]]:
+        if self._first is None:
+            self._first = self._make_first()
+        while self._first:
+            yield self._first.pop(0)
+        best = next((one for one in reversed(tried) if one.taken), None)
+        if best is None:
+            return
+        held = self._holds.get(best.name, ())
+        for row in self._costliest(best.plan):
+            self._asked.add(row)
+            fixed = self._fixed((*held, row))
+            try:
+                solution = dataclasses.replace(self._request, fixed=fixed).solve()
+            except UserError:  # infeasible: the target needs this linear
+                continue
+            name = f"hold {self._names[row]}"
+            self._holds[name] = (*held, row)
+            yield name, self._plan_of(solution)
+
+    def _costliest(self, plan: Plan) -> list[int]:
+        """Rows not asked for yet whose precision is predicted to cost most, costliest first."""
+        quality = self._request.quality_loss
+        column = {option: index for index, option in enumerate(self._options)}
+        cost = np.zeros(len(quality))
+        for row, name in enumerate(self._names):
+            option = column.get(plan.linears[name])
+            is_free = self._request.fixed is None or self._request.fixed[row] < 0
+            if option is not None and is_free and row not in self._asked:
+                cost[row] = quality[row, option] - quality[row, self._best(row)]
+        return [int(row) for row in np.argsort(-cost, kind="stable") if cost[row] > 0]
+
+    def _best(self, row: int) -> int:
+        """The option of least quality loss that the row may take."""
+        allowed = self._request.quality_loss[row].copy()
+        if self._request.reserved is not None:
+            allowed[self._request.reserved] = np.inf
+        return int(allowed.argmin())
+
+    def _fixed(self, rows: Sequence[int]) -> Ints:
+        fixed = np.full(len(self._names), -1, np.int64) if self._request.fixed is None else self._request.fixed.copy()
+        ties = self._request.ties
+        for row in rows:
+            together = [row] if ties is None or ties[row] < 0 else np.flatnonzero(ties == ties[row])
+            fixed[together] = self._best(row)
+        return fixed
+
+
+def samples_of(tokens: int, seq_length: int, together: int, stages: int) -> int:
+    """How many sequences have so many tokens, in microbatches of ``together``, as many as a multiple of the stages."""
+    microbatches = -(-tokens // (seq_length * together))
+    return together * -(-microbatches // stages) * stages
+
+
+def first_plans(
+    solved: Plan,
+    request: SolveRequest,
+    shapes: Sequence[LinearShape],
+    options: Sequence[LinearPrecision],
+    plan_of: Callable[[Solution], Plan],
+    in_force: Plan | None,
+    seed: int,
+) -> list[tuple[str, Plan]]:
+    """The solver's plan and what it has to be better than: all save what the request asks for, by name."""
+    column = {option: index for index, option in enumerate(options)}
+    found = [("solver", solved)]
+    if in_force is not None:
+        choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
+        if min(choice) >= 0 and _keeps(request, np.array(choice)):
+            found.append(("in_force", in_force))
+    everywhere = {shape.name: options[option] for shape, option in zip(shapes, _lowest(request), strict=True)}
+    found.append(("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord())))
+    for rule in ("layer_id", "layer_type"):
+        try:
+            quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
+            solution = dataclasses.replace(request, quality_loss=quality, current=None, churn=0.0).solve()
+        except UserError:  # a rule that knows nothing of these linears
+            continue
+        found.append((rule, plan_of(solution)))
+    shares = {name: achieved(shapes, plan.linears) for name, plan in found}
+    objective = {"solver": solved.objective, "in_force": in_force.objective if in_force else ""}
+    return [
+        (name, dataclasses.replace(plan, achieved=shares[name], objective=objective.get(name, name)))
+        for name, plan in found
+    ]
+
+
+def _lowest(request: SolveRequest) -> Ints:
+    """[L] the option that saves most, of those that each linear may take."""
+    saved = request.efficiency.copy()
+    if request.reserved is not None:
+        saved[:, request.reserved] = -np.inf
+    choice = saved.argmax(axis=1)
+    return choice if request.fixed is None else np.where(request.fixed >= 0, request.fixed, choice)
+
+
+def _keeps(request: SolveRequest, choice: Ints) -> bool:
+    """Whether a choice [L] saves what the request asks for, of the whole or of each stage."""
+    saved = request.efficiency[np.arange(len(choice)), choice]
+    if request.stage is None or request.time is not None:
+        return bool(saved.sum() >= request.target * (1 - 1e-9))
+    free = request.efficiency if request.reserved is None else request.efficiency[:, ~request.reserved]
+    most = free.max(axis=1)
+    return all(
+        saved[request.stage == stage].sum() >= request.target * most[request.stage == stage].sum() * (1 - 1e-9)
+        for stage in np.unique(request.stage)
+    )
+
+
+def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
+    """The best plan of a trial with what was measured of all; None if no plan had a finite loss."""
+    best = next((one for one in reversed(tried) if one.taken), None)
+    if best is None:
+        return None
+    record = TrialRecord(best.name, best.increase, best.error, tokens, tuple(one.to_dict() for one in tried))
+    return dataclasses.replace(best.plan, trial=record)

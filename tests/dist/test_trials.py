@@ -1,0 +1,56 @@
+"""Trials on several processes: all run the same plans, measure the same, and take the same one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_snip.config import Config
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train import loop
+from megatron_snip.train.metrics import metrics_file, read_metrics
+from tests.dist.harness import run_ranks
+from tests.dist.runs import TINY
+
+LAYOUTS = {
+    "tp2": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+    "pp2": ({"pipeline_model_parallel_size": 2}, 2),
+    "cp2": ({"context_parallel_size": 2}, 2),
+    "dp2": ({}, 2),
+    "tp2 x pp2 x dp2": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
+}  # fmt: skip
+OPTIONS = {
+    **TINY, "global_batch_size": 4, "precision": "snip", "snip_start": 2, "snip_apply_lag": 1, "snip_interval": 10,
+    "snip_stage_constraint": "none", "snip_trials": 5, "snip_trial_tokens": 1024, "train_iters": 3, "seq_length": 256,
+    "log_all_ranks": True, "preflight": False, "bf16": False,
+}  # fmt: skip
+
+
+def train(options: dict) -> None:
+    loop.train(Config().replace(**options))
+
+
+def tried(folder, layout: dict, world: int) -> tuple[dict[str, float], Plan]:
+    run_ranks(train, world, {**OPTIONS, **layout, "run_dir": str(folder)})
+    rows = [read_metrics(metrics_file(folder, rank))[-1] for rank in range(world)]
+    keys = ("snip/plan_hash", "snip/trial_increase", "snip/trial/solver", "snip/trial_tokens")
+    assert len({tuple(row[key] for key in keys) for row in rows}) == 1, "every process has the same"
+    plan = Plan.load(folder / "plans/iter_0000003.json")
+    assert plan.trial is not None and plan.hash == rows[0]["snip/plan_hash"] and plan.trial.tokens == 1024
+    return {one["name"]: one["increase"] for one in plan.trial.tried}, plan
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return tried(tmp_path_factory.mktemp("alone"), {}, 1)[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("dp2", "cp2", "pp2") else ()) for name in LAYOUTS],
+)
+def test_every_process_measures_what_one_alone_does(layout, alone, tmp_path):
+    options, world = LAYOUTS[layout]
+    found, _ = tried(tmp_path, options, world)
+    assert found["lowest"] == pytest.approx(alone["lowest"], rel=0.02, abs=2e-4)
+    assert found.keys() >= {"solver", "lowest", "layer_id"}

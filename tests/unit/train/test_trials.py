@@ -1,0 +1,51 @@
+"""Trials in the training loop: what they leave alone, what they write, and what happens if they fail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.step import Stepper
+from tests.unit.train.test_loop import SNIP, curve
+
+
+@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+def test_trials_that_keep_the_plan_are_not_seen(how, train_here, tmp_path):
+    """With or without them every linear is in FP4, which is all that the target allows."""
+    snip = {"snip_options": "fp8,fp4", "snip_warmup_precision": "fp4", "snip_target": 1.0, **how}
+    without = train_here(**{**SNIP, **snip}, run_dir=str(tmp_path / "without"))
+    rows = train_here(**{**SNIP, **snip, "snip_trials": 8, "snip_trial_tokens": 256})
+    assert [row["iteration"] for row in rows if "snip/trial_seconds" in row] == [3, 5]
+    assert curve(rows) == curve(without)
+
+
+def test_a_plan_that_was_tried_says_so(train_here, tmp_path):
+    """In its file, in metrics, and in the log of what was run beside it."""
+    options = {"snip_target": 0.5, "snip_trials": 6, "snip_trial_tokens": 300, "train_iters": 3}
+    rows = train_here(**{**SNIP, **options})
+    (row,) = [row for row in rows if "snip/trial_passes" in row]
+    assert row["snip/trial_passes"] == 6 and row["snip/trial_tokens"] == 384, "whole sequences of 128"
+    plan = Plan.load(tmp_path / "run/plans/iter_0000003.json")
+    assert plan.trial is not None and plan.trial.tokens == 384 and len(plan.trial.tried) == 5
+    assert plan.trial.increase == row["snip/trial_increase"]
+    assert plan.trial.error == row["snip/trial_increase_standard_error"] > 0
+    tried = {one["name"]: one["increase"] for one in plan.trial.tried}
+    assert tried["solver"] == row["snip/trial/solver"] and tried["lowest"] == row["snip/trial/lowest"]
+    assert plan.achieved >= 0.5 and row["snip/plan_hash"] == plan.hash
+
+
+def test_a_trial_that_fails_keeps_the_plan_in_force(train_here, monkeypatch):
+    """Of the second plan: the first, which nothing was tried for, stays."""
+    losses = Stepper.trial_runner
+
+    def broken(self, batch, iteration):
+        run = losses(self, batch, iteration)
+        return lambda *context: run(*context) * math.nan
+
+    monkeypatch.setattr(Stepper, "trial_runner", broken)
+    rows = train_here(**{**SNIP, "snip_trials": 4})
+    failed = [row["snip/solve_error"] for row in rows if row.get("snip/solve_failed")]
+    assert failed == ["the trial failed: the loss in BF16 is nan"] * 2
+    assert {row["snip/plan_hash"] for row in rows} == {""}
