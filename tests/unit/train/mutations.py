@@ -8,7 +8,8 @@ import os
 import random
 import shutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def _nudged(draw: random.Random, value: Any) -> Any:
     return draw.choice((None, 0, "", [], {}))
 
 
-def change_values(draw: random.Random, values: dict[str, Any], outside: Path) -> tuple[str, str]:
-    """Change an object in one to three places; the first place, as a/b/[]/c, and what was done."""
-    told, first = [], ""
+def change_values(draw: random.Random, values: dict[str, Any], outside: Path) -> tuple[list[str], str]:
+    """Change an object in one to three places; the places, as a/b/[]/c, and what was done."""
+    told, places = [], []
     for _ in range(draw.choice((1, 1, 1, 1, 2, 3))):
         if not values or "\0pairs" in values:
             break
@@ -119,6 +120,7 @@ def change_values(draw: random.Random, values: dict[str, Any], outside: Path) ->
         elif how == "swap":
             other = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
             place[key], place[other] = place[other], place[key]
+            places.append("/".join([*way[:-1], str(other)]))
         else:
             new = draw.choice([text for text in _TEXTS if not isinstance(text, Raw)])
             if how == "rename":
@@ -128,8 +130,26 @@ def change_values(draw: random.Random, values: dict[str, Any], outside: Path) ->
             else:
                 _double(draw, values, way, key, outside)
         told.append(f"{how} {'/'.join(way)[:200]} {str(new)[:60]!r}")
-        first = first or "/".join(way)
-    return first, "; ".join(told)
+        places.append("/".join(way))
+    return places, "; ".join(told)
+
+
+def change_names(
+    draw: random.Random, values: dict[str, Any], names: Sequence[str], outside: Path
+) -> tuple[list[str], str]:
+    """Another text in a place that may become a path, ``a/b``, or for one of the names in an object, ``a/b/``."""
+    way = draw.choice(names)
+    *steps, last = way.split("/")
+    place = values
+    for step in steps:
+        place = place[step]
+    new = draw.choice((*(text for text in _TEXTS if not isinstance(text, Raw)), *[f"{outside}/new.json"] * 12))
+    if last:
+        place[last] = new
+    else:
+        old = draw.choice(sorted(place))
+        place[new] = place.pop(old)
+    return [way.rstrip("/")], f"name {way} {new[:60]!r}"
 
 
 def _double(draw: random.Random, values: dict[str, Any], way: list[str], key: Any, outside: Path) -> None:
@@ -207,25 +227,26 @@ PLACES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def mutate(draw: random.Random, path: Path, outside: Path) -> tuple[str, str]:
-    """Change a file; where in it, "" for all of it, and what was done."""
+def mutate(draw: random.Random, path: Path, names: Sequence[str], outside: Path) -> tuple[list[str], str]:
+    """Change a file; places in it, none for all of it, and what was done.  names: what `change_names` takes."""
     data = path.read_bytes()
-    kind = draw.choices(("values", "bytes", "place"), (14, 3, 2))[0]
+    kind = draw.choices(("values", "names", "bytes", "place"), (12, 3 if names else 0, 3, 2))[0]
     if path.suffix == ".txt" and kind == "values":
         kind = "bytes"
-    if kind == "values":
+    if kind in ("values", "names"):
         toml = path.suffix == ".toml"
         values = tomllib.loads(data.decode()) if toml else json.loads(data)
-        where, told = change_values(draw, values, outside)
+        change = partial(change_names, names=names) if kind == "names" else change_values
+        places, told = change(draw, values, outside=outside)
         compact = path.name == "manifest.json"
         text = toml_of(values) if toml else encode(values, compact=compact)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        return where, told
+        return places, told
     if kind == "bytes":
         name = draw.choice(sorted(BYTES))
         path.write_bytes(BYTES[name](draw, data).removesuffix(b"\r") or b"")
-        return "", name
+        return [], name
     name = draw.choice(sorted(PLACES))
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     PLACES[name](path, outside)
-    return "", name
+    return [], name

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip.cli import convert_checkpoint
 from megatron_snip.errors import UserError
+from tests.unit.train import fuzzing
 from tests.unit.train import watched as watched_module
 from tests.unit.train.fuzzing import Base, judge, make_base, new_case, run_case
 from tests.unit.train.watched import Outside, watched
@@ -49,6 +52,22 @@ def test_all_mutations(first, base, tmp_path):
     run_all(base, tmp_path, range(first, first + AT_ONCE))
 
 
+def test_a_folder_that_tells_of_10_000_blocks_is_refused_before_they_are_made(base, tmp_path, monkeypatch):
+    """It took half a minute and half a GiB to find the second one missing."""
+    made, plain = [], convert_checkpoint.LlamaStage
+
+    def stage(build, blocks, **more):
+        made.extend(blocks)
+        return plain(build, blocks, **more)
+
+    monkeypatch.setattr(convert_checkpoint, "LlamaStage", stage)
+    case, outside = new_case(base, tmp_path)
+    config = json.loads((case / "hf/config.json").read_text())
+    (case / "hf/config.json").write_text(json.dumps({**config, "num_hidden_layers": 9999}))
+    found = judge(base, case, outside, fuzzing.imported, [], False)
+    assert found.outcome == "refused" and "have no model.layers.1." in found.told and made == [0]
+
+
 WRITES = {
     "open": lambda path: path.open("w"),
     "append": lambda path: path.open("a"),
@@ -73,6 +92,9 @@ def test_a_write_outside_is_seen_and_does_not_take_place(way, tmp_path, monkeypa
     with watched(tmp_path / "case") as seen:
         Path("inside").write_text("x")
         (tmp_path / "kept").read_text()
+        Path("away").symlink_to(tmp_path / "kept")
+        with pytest.raises(FileExistsError):
+            Path("away").open("x")
     assert not seen.writes
 
 
@@ -86,7 +108,7 @@ READERS = {
     "traceback": lambda base, case: {}["x"],
     "refused": lambda base, case: raise_(UserError("in one line")),
     "lines": lambda base, case: raise_(UserError("\x1b[31m")),
-    "memory": lambda base, case: b"x" * (1100 << 20),
+    "memory": lambda base, case: b"x" * (100 << 20),
     "late": lambda base, case: time.sleep(20),
     "published": lambda base, case: ((case / "out").mkdir(), os.link(case.parent / "outside/kept", case / "out/a")),
     "outside": lambda base, case: (case.parent / "new").write_text("x"),
@@ -95,6 +117,8 @@ READERS = {
 
 @pytest.mark.parametrize("outcome", READERS)
 def test_whoever_reads_badly_is_found(outcome, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(watched_module, "MOST_SECONDS", 2.0)
+    if outcome == "late":
+        monkeypatch.setattr(watched_module, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(fuzzing, "MOST_MEMORY", 50 << 20)
     case, outside = new_case(base, tmp_path)
-    assert judge(base, case, outside, READERS[outcome], [1], None).outcome == outcome
+    assert judge(base, case, outside, READERS[outcome], [1], False).outcome == outcome

@@ -56,7 +56,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if _now is None:
         return
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES:
-        _look(event, arguments[0], None)
+        itself = arguments[2] & (os.O_EXCL | os.O_NOFOLLOW)  # fails at a link
+        _look("os.link" if itself else event, arguments[0], None)
     elif event == "subprocess.Popen":
         if arguments[0] != sys.executable:
             _refuse(f"{event} {arguments[1]}")
