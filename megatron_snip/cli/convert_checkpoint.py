@@ -103,11 +103,23 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
 
 
 def weights_of(config: Config, mesh: Mesh) -> dict[str, Tensor]:
-    """Every weight of the whole model by our name, without memory."""
+    """Every weight of the whole model by our name, without memory.
+
+    One block is made and stands for all, as a stranger's config.json may tell of any number of them.
+    """
     m = config.model
     build = Build(m, mesh, Region(mesh.tp, False), 0, torch.float32, torch.device("cpu"))
     tied = not m.untie_embeddings_and_output_weights
-    return dict(LlamaStage(build, range(m.num_layers), first=True, last=True, tied=tied).named_parameters())
+    found = dict(LlamaStage(build, range(1), first=True, last=True, tied=tied).named_parameters())
+    of_block = [name for name in found if name.startswith("layers.0.")]
+    out: dict[str, Tensor] = {}
+    for name, weight in found.items():
+        if name == of_block[0]:
+            for i in range(m.num_layers):
+                out |= {f"layers.{i}.{one.removeprefix('layers.0.')}": found[one] for one in of_block}
+        elif name not in of_block:
+            out[name] = weight
+    return out
 
 
 def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:

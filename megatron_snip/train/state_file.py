@@ -34,6 +34,8 @@ _PlanOrNone = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 #: A file below the run folder; see `Coordinator.state`.
 _Unwritten = Annotated[str, Meta(pattern=r"\A(plans|stats)/iter_[0-9]{7,19}\.json\Z")]
 _FileText = Annotated[str, Meta(max_length=1 << 26)]
+#: A loss in nats; float32 holds no larger, and the squares of these are finite.
+_Loss = Annotated[float, Meta(ge=-1e100, le=1e100)]
 _Table = dict[Text, dict[Text, float]]
 
 
@@ -53,7 +55,7 @@ class _Divergence(_Strict, frozen=True):
 class _Watch(_Strict, frozen=True):
     """`LossWatch.state`."""
 
-    losses: list[Finite]
+    losses: list[_Loss]
     in_a_row: Count
 
 

@@ -82,6 +82,7 @@ FORGED: list[tuple[str, Any, str]] = [
     ("divergence|plan", "x", "field divergence.plan is 'x'"),
     ("watch|losses", [1.0, "2"], "field watch.losses[1] is '2'"),
     ("watch|losses", [float("nan")], "field watch.losses[0] is nan"),
+    ("watch|losses", [1e308], "field watch.losses[0] is 1e+308"),  # whose square a resume would have taken
     ("rerun|differed", -1, "field rerun.differed is -1"),
     ("guard|level", 3, "field guard.level is 3"),
     ("guard|saved", ["../x"], "field guard.saved[0] is '../x'"),
