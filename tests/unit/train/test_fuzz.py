@@ -21,7 +21,7 @@ from tests.unit.train.fuzzing import Base, judge, make_base, new_case, run_case
 from tests.unit.train.watched import Outside, watched
 
 #: Those that run with all other tests, and all.
-FEW, ALL, AT_ONCE = 60, 2000, 194
+FEW, ALL, AT_ONCE = 20, 2000, 198
 
 
 @pytest.fixture(scope="module")
