@@ -305,7 +305,8 @@ def set_up_logging(rank: int) -> None:
     LOGGER.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     LOGGER.propagate = False
     if isinstance(sys.stdout, io.TextIOWrapper):  # under LC_ALL=C a line less would end the run
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # of a pipe that was opened to append, whose place nobody can tell
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

@@ -50,11 +50,21 @@ PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "Measured against predicted": (
         ("loss divergence (nats)", [f"{MEASURED}_mean", "snip/predicted_loss_divergence"]),
         ("its standard error", [f"{MEASURED}_standard_error"]),
+        ("plans in trials, above BF16 (nats)", ["/snip/trial/.*/"]),
     ),
     "Solver": (
         ("objective and bound", ["snip/objective", "snip/bound"]),
         ("gap", ["snip/gap"]),
-        ("seconds", ["snip/probe_seconds", "snip/solver_seconds", "snip/wait_seconds", "snip/apply_seconds"]),
+        (
+            "seconds",
+            [
+                "snip/probe_seconds",
+                "snip/solver_seconds",
+                "snip/wait_seconds",
+                "snip/trial_seconds",
+                "snip/apply_seconds",
+            ],
+        ),
         ("solves that failed", ["snip/solve_failed"]),
     ),
 }

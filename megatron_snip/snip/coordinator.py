@@ -236,8 +236,9 @@ class Coordinator:
         pending, self.pending = self.pending, None
         answer: list[Any] = [self._answer(pending) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(answer, src=0, group=self.mesh.world, device=self.probe.device)
-        start, (waited, solved) = time.perf_counter(), answer[0]
+        waited, solved = answer[0]
         metrics: Metrics = {"snip/wait_seconds": waited}
+        start = time.perf_counter()
         if isinstance(solved, str):
             metrics |= self._keep(iteration, solved)
         else:
@@ -246,6 +247,7 @@ class Coordinator:
             if trial_runner is not None and self.snip.snip_trials > 1:
                 plan, tried = self._try(pending, plan, trial_runner)
                 metrics |= tried
+            start = time.perf_counter()
             if plan is not None:
                 metrics |= self._take(plan)
         return metrics | {"snip/apply_seconds": time.perf_counter() - start}

@@ -246,7 +246,12 @@ def _pace(run: Run) -> Section | None:
             pictures.curves({"tokens/s": ([i for i, _ in pace], [v for _, v in pace])}, "tokens a second")
             | {"title": "Pace"}
         )
-    spent = {"probes": "probe_seconds", "waiting for the solver": "wait_seconds", "applying plans": "apply_seconds"}
+    spent = {
+        "probes": "probe_seconds",
+        "waiting for the solver": "wait_seconds",
+        "trials": "trial_seconds",
+        "applying plans": "apply_seconds",
+    }
     so_far = np.cumsum(seconds)
     shares: dict[str, Curve] = {}
     for name, key in spent.items():

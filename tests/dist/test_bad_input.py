@@ -153,7 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "damaged plan": (
         {**MOCK, "precision": "plan", "precision_plan": "@damaged.json"},
-        ["@damaged.json: field achieved is 'much', but must be a share, 0 to 1", "make a new plan"],
+        ["@damaged.json: field achieved is 'much': expected float, got str", "make a new plan"],
     ),
     "edited plan": ({**MOCK, "precision": "plan", "precision_plan": "@edited.json"}, ["@edited.json: field hash is"]),
     "missing plan": ({**MOCK, "precision": "plan", "precision_plan": "@none"}, ["@none: cannot read the plan"]),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
 import zlib
 
+import msgspec
 import pytest
 import torch
 
+from megatron_snip.checkpoint.manifest import read_manifest
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.interop.huggingface import model_options
 from tests.dist.converting import collect, convert, first_batch, logits_of, refused, told, tokenizer_files, warned
@@ -54,14 +55,12 @@ def theirs(folder, model_type="llama", **more):
 def forge(folder, **data):
     """Other options of the data in a checkpoint's state.json, with the checksums that go with them."""
     iteration = folder / "iter_0000000"
-    state, body = (json.loads((iteration / name).read_text()) for name in ("state.json", "manifest.json"))
+    state, manifest = json.loads((iteration / "state.json").read_text()), read_manifest(iteration)
     state["config"]["data"] |= data
     text = json.dumps(state)
     (iteration / "state.json").write_text(text)
-    body["small"]["state.json"] = [len(text), zlib.crc32(text.encode())]
-    del body["sha256"]
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    (iteration / "manifest.json").write_text(json.dumps({**body, "sha256": digest}))
+    small = {**manifest.small, "state.json": (len(text), zlib.crc32(text.encode()))}
+    (iteration / "manifest.json").write_text(msgspec.structs.replace(manifest, small=small).to_text())
 
 
 def imported(tmp_path, **more):

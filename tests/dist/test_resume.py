@@ -23,6 +23,7 @@ OPTIONS = {
     "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "global_batch_size": 2,
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 26,
     "bf16": True, "precision": "snip", "snip_start": 3, "snip_interval": 8, "snip_apply_lag": 3, "save_interval": 2,
+    "snip_trials": 2, "snip_trial_tokens": 256,  # BF16 and the solver's plan, which always takes effect
     "eval_interval": 6, "eval_iters": 1, "log_interval": 10, "log_all_ranks": True,
     "preflight": False,
 }  # fmt: skip

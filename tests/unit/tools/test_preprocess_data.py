@@ -134,13 +134,13 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_LINES)
 def test_more_workers_than_a_machine_can_hold_are_refused(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [[1, 2]])
     assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "10000", *NULL]) == 1
     assert "--workers is 10000; give at most" in capsys.readouterr().err and not list(tmp_path.glob("o*"))
 
 
+@pytest.mark.parametrize("case", BAD_LINES)
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, case, workers):
     line, message = BAD_LINES[case]

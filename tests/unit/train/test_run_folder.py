@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -34,11 +36,11 @@ def options(folder: Path, **more) -> Config:
     return Config().replace(run_dir=str(folder), **more)
 
 
-def checkpoint(save: Path, iteration: int, run_id: str, **more) -> None:
-    """What find_start looks at of a checkpoint."""
+def checkpoint(save: Path, iteration: int, run_id: str, state: Mapping = MappingProxyType({}), **more) -> None:
+    """What find_start looks at of a checkpoint; state: fields that its state.json has in place of its own."""
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    trained = {"version": VERSION, "iteration": iteration, "weights_alone": False, **more}
+    trained = {"version": VERSION, "iteration": iteration, "weights_alone": False, **more, **state}
     text = json.dumps(new_state(run_id, Config()) | trained)
     (folder / "state.json").write_text(text)
     small = {"state.json": (len(text), zlib.crc32(text.encode()))}

@@ -183,7 +183,7 @@ def test_an_option_that_the_version_did_not_have_is_at_its_default():
 def test_a_run_takes_nothing_of_a_forged_checkpoint(forged, tmp_path: Path):
     """Whether it goes on from it or takes its weights alone."""
     saves = tmp_path / "run/checkpoints"
-    checkpoint(saves, 7, forged.get("run_id", RUN), **{k: v for k, v in forged.items() if k != "run_id"})
+    checkpoint(saves, 7, RUN, state=forged)
     name = next(iter(forged))
     for more in ({}, {"finetune": True}):
         config = options(tmp_path / "new", load=str(saves), **more)

@@ -19,6 +19,7 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan_metrics import modelled_metrics
 from megatron_snip.train.metrics import MetricsWriter, read_metrics
 from tests.unit.snip.test_coordinator import make
 from tools.wandb_dashboard import BAND, HEATMAP, PANELS, TABLE
@@ -133,7 +134,7 @@ def test_every_metric_of_the_dashboard_is_logged(files, make):
     staged = make(snip_target=0.5)
     plan = Plan.uniform([shape.name for shape in staged.shapes], "fp4")
     staged.shapes = [dataclasses.replace(shape, stage=i % 2) for i, shape in enumerate(staged.shapes)]
-    logged |= staged._modelled_metrics(plan).keys()
+    logged |= modelled_metrics(plan, staged.shapes, "fp4", staged.times).keys()
     named = [name for panels in PANELS.values() for _, names in panels for name in names]
     named += [HEATMAP, TABLE, *re.findall(r"\$\{(.*?)\}", " ".join(BAND))]
     assert len(named) > 30

@@ -47,7 +47,7 @@ def test_file_is_the_documented_object(tmp_path):
     values = json.loads((tmp_path / "p.json").read_text())
     assert list(values) == [
         "version", "iteration", "objective", "target", "achieved", "linears", "solver", "hash", "gemm_times",
-        "target_unit",
+        "target_unit", "trial",
     ]  # fmt: skip
     assert values["linears"]["layers.0.self_attn.q_proj"] == {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}
     assert set(values["solver"]) == {"status", "objective", "bound", "gap", "seconds"}
