@@ -13,6 +13,7 @@ What is under way (matrices and due iteration) is part of the checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -244,7 +245,7 @@ class Coordinator:
         else:
             plan: Plan | None = Plan.from_dict(solved, "plan from rank 0")
             assert plan is not None
-            if trial_runner is not None and self.snip.snip_trials > 1:
+            if trial_runner is not None and self.snip.snip_trials > 1 and self.predictions is not None:
                 plan, tried = self._try(pending, plan, trial_runner)
                 metrics |= tried
             start = time.perf_counter()
@@ -262,7 +263,9 @@ class Coordinator:
             trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
             if self.mesh.rank == 0:
                 propose = self._proposals(pending, plan)
-            tried = trials.run(propose, self.snip.snip_trials)
+            assert self.predictions is not None, "an objective that measures nothing is taken at its word"
+            predicted = self.predictions.total_loss_divergence(plan.linears)
+            tried = trials.run(propose, self.snip.snip_trials, -math.inf if predicted is None else predicted)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)

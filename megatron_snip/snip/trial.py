@@ -9,8 +9,9 @@
 Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts single
 linears well and plans well where errors add up; where they do not, as in models with large outliers at high shares of
 FP4, only a measurement tells.  Losses are compared token by token, which takes out what all plans have in common.
-The first-order part of a loss change is luck, so a plan must measure better by ``CERTAIN`` standard errors to be taken
-in place of the one before it.
+The first-order part of a loss change is luck, which training takes away again: some plan is always below BF16.  So
+nothing else is run if the solver's plan costs no more than predicted, within ``CERTAIN`` standard errors; and a plan
+must measure better by as many to be taken in place of the one before it.
 """
 
 from __future__ import annotations
@@ -95,8 +96,10 @@ class Trials:
         if not math.isfinite(loss):
             raise TrialFailed(f"the loss in BF16 is {loss}")
 
-    def run(self, propose: Propose | None, passes: int) -> list[Tried]:
+    def run(self, propose: Propose | None, passes: int, predicted: float) -> list[Tried]:
         """Try what ``propose`` gives on rank 0 for what was tried, until it has nothing left or ``passes`` are made.
+
+        predicted: increase of the first plan in nats; if it measures no more, no other is tried.
 
         The last one of the list that was taken is the best.
         """
@@ -114,6 +117,8 @@ class Trials:
                 taken = gained < -CERTAIN * gained_error
             best = losses if taken else best
             tried.append(Tried(name, plan, increase, error, taken))
+            if len(tried) == 1 and increase <= predicted + CERTAIN * error:
+                break
         return tried
 
     def _proposed(self, propose: Propose | None, tried: Sequence[Tried]) -> tuple[str, Plan] | None:

@@ -51,13 +51,13 @@ def plan_of(solution) -> Plan:
     return build_plan(solution, SHAPES, OPTIONS, iteration=7, objective="snip", target=0.5)
 
 
-def try_plans(model, asked, lone_mesh, passes=16, in_force=None):
+def try_plans(model, asked, lone_mesh, passes=16, in_force=None, predicted=-math.inf):
     solved = plan_of(asked.solve())
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
     proposals = Proposals(
         lambda: first_plans(solved, asked, SHAPES, OPTIONS, plan_of, in_force, 1), asked, SHAPES, OPTIONS, plan_of
     )
-    tried = trials.run(proposals, passes)
+    tried = trials.run(proposals, passes, predicted)
     return trials, tried, with_record(tried, trials.tokens)
 
 
@@ -76,6 +76,15 @@ def test_a_plan_that_measures_as_predicted_is_taken(lone_mesh):
     assert [one.name for one in tried][:2] == ["solver", "lowest"], "and then rules"
     assert all(linear.precision == BF16 for linear in model.linears.values()), "as they were"
     assert trials.passes == len(tried) + 1
+
+
+@pytest.mark.parametrize(("predicted", "others"), [(0.035, False), (0.0348, False), (0.03, True)])
+def test_others_are_run_only_if_the_plan_costs_more_than_predicted(predicted, others, lone_mesh):
+    """Whatever luck they have: all in FP4 would be far below BF16."""
+    model = Model(COSTS, together=[(NAMES, -5.0)], noise=0.01)
+    _, tried, best = try_plans(model, request(COSTS), lone_mesh, predicted=predicted)
+    assert (len(tried) > 1) == others and (best.trial.name == "lowest") == others
+    assert abs(best.trial.tried[0]["increase"] - 0.035) < 0.001
 
 
 def test_errors_that_do_not_add_up_are_found_by_holding_linears(lone_mesh):
@@ -160,7 +169,7 @@ def test_a_proposal_that_fails_fails_the_trial(lone_mesh):
 
     model = Model(COSTS)
     with pytest.raises(TrialFailed, match="no solver"):
-        Trials(model, model.linears, lone_mesh, torch.device("cpu")).run(propose, 4)
+        Trials(model, model.linears, lone_mesh, torch.device("cpu")).run(propose, 4, 0.0)
 
 
 def test_a_record_travels_in_the_plan_s_file(lone_mesh, tmp_path):
