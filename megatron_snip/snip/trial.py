@@ -93,6 +93,8 @@ class Trials:
         self._bf16 = run(_BF16)
         self.tokens, loss, _ = self._sums(self._bf16)
         self.passes = 1
+        if not self.tokens:
+            raise TrialFailed("no token of its sequences counts in the loss")
         if not math.isfinite(loss):
             raise TrialFailed(f"the loss in BF16 is {loss}")
 

@@ -142,6 +142,12 @@ def test_losses_that_are_not_finite(lone_mesh):
         try_plans(Model(COSTS, base=math.nan), request(COSTS), lone_mesh)
 
 
+def test_sequences_without_a_token_that_counts(lone_mesh):
+    model = Model(COSTS)
+    with pytest.raises(TrialFailed, match="no token of its sequences counts in the loss"):
+        Trials(lambda *context: torch.zeros(0), model.linears, lone_mesh, torch.device("cpu"))
+
+
 def test_no_more_passes_than_asked_for(lone_mesh):
     model = Model(COSTS, together=[((NAMES[3], NAMES[4]), 1.0)])
     for passes in (2, 3, 5):
