@@ -20,7 +20,7 @@ LAYOUTS = {
 }  # fmt: skip
 OPTIONS = {
     **TINY, "global_batch_size": 4, "precision": "snip", "snip_start": 2, "snip_apply_lag": 1, "snip_interval": 10,
-    "snip_stage_constraint": "none", "snip_trials": 5, "snip_trial_tokens": 1024, "train_iters": 3, "seq_length": 256,
+    "snip_stage_constraint": "none", "snip_trials": 5, "snip_trial_tokens": 2048, "train_iters": 3, "seq_length": 512,
     "log_all_ranks": True, "preflight": False, "bf16": False,
 }  # fmt: skip
 
@@ -29,19 +29,20 @@ def train(options: dict) -> None:
     loop.train(Config().replace(**options))
 
 
-def tried(folder, layout: dict, world: int) -> tuple[dict[str, float], Plan]:
+def tried(folder, layout: dict, world: int) -> dict[str, tuple[float, float]]:
+    """Measured increase and standard error of every plan that was tried."""
     run_ranks(train, world, {**OPTIONS, **layout, "run_dir": str(folder)})
     rows = [read_metrics(metrics_file(folder, rank))[-1] for rank in range(world)]
     keys = ("snip/plan_hash", "snip/trial_increase", "snip/trial/solver", "snip/trial_tokens")
     assert len({tuple(row[key] for key in keys) for row in rows}) == 1, "every process has the same"
     plan = Plan.load(folder / "plans/iter_0000003.json")
-    assert plan.trial is not None and plan.hash == rows[0]["snip/plan_hash"] and plan.trial.tokens == 1024
-    return {one["name"]: one["increase"] for one in plan.trial.tried}, plan
+    assert plan.trial is not None and plan.hash == rows[0]["snip/plan_hash"] and plan.trial.tokens == 2048
+    return {one["name"]: (one["increase"], one["error"]) for one in plan.trial.tried}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return tried(tmp_path_factory.mktemp("alone"), {}, 1)[0]
+    return tried(tmp_path_factory.mktemp("alone"), {}, 1)
 
 
 @pytest.mark.dist
@@ -51,5 +52,8 @@ def alone(tmp_path_factory):
 )
 def test_every_process_measures_what_one_alone_does(layout, alone, tmp_path):
     options, world = LAYOUTS[layout]
-    found, _ = tried(tmp_path, options, world)
-    assert found["solver"] == pytest.approx(alone["solver"], rel=0.02, abs=2e-4)
+    found = tried(tmp_path, options, world)
+    (increase, error), (expected, error_alone) = found["solver"], alone["solver"]
+    # float32 sums in another order send some values to the next FP4 number: 0.24 standard errors with AVX2
+    assert increase == pytest.approx(expected, abs=0.5 * error_alone)
+    assert error == pytest.approx(error_alone, rel=0.1)
