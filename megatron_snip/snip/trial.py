@@ -3,8 +3,8 @@
     BF16                  the reference
     the solver's plan     the cheapest by the probe's sum of single linears
     the plan in force, low precision everywhere, and rules that measure nothing
-    then plans that hold linears: the best plan so far, solved again with one more linear held at its best precision,
-    the one of the highest predicted cost first; if the new plan measures better, the linear stays held
+    then plans that hold linears: the solver's plan, solved again with one more linear held at its best precision, the
+    one of the highest predicted cost first; if the new plan measures better than without it, the linear stays held
 
 Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts single
 linears well and plans well where errors add up; where they do not, as in models with large outliers at high shares of
@@ -67,6 +67,7 @@ class Tried:
     increase: float
     error: float
     taken: bool  # better than what was best until then
+    improves: bool  # better than the plan that it was made from
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for logs and plan files."""
@@ -77,8 +78,17 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-#: The plans that were tried -> the next one and its name, None for no more.
-Propose = Callable[[Sequence[Tried]], "tuple[str, Plan] | None"]
+@dataclass(frozen=True)
+class Proposal:
+    """A plan to run next."""
+
+    name: str
+    plan: Plan
+    made_from: str = ""  # name of the plan that it should improve
+
+
+#: The plans that were tried -> the next one, None for no more.
+Propose = Callable[[Sequence[Tried]], Proposal | None]
 
 
 class TrialFailed(RuntimeError):
@@ -106,37 +116,47 @@ class Trials:
         The last one of the list that was taken is the best.
         """
         tried: list[Tried] = []
+        known: dict[str, Tensor] = {}
         best: Tensor | None = None
         while self.passes < passes:
             if (proposed := self._proposed(propose, tried)) is None:
                 break
-            name, plan = proposed
-            losses = self._losses(plan)
+            known[proposed.name] = losses = self._losses(proposed.plan)
             increase, error = self._difference(losses, self._bf16)
-            taken = math.isfinite(increase)
-            if taken and best is not None:
-                gained, gained_error = self._difference(losses, best)
-                taken = gained < -CERTAIN * gained_error
+            taken = self._is_better(losses, best)
+            improves = self._is_better(losses, known.get(proposed.made_from))
             best = losses if taken else best
-            tried.append(Tried(name, plan, increase, error, taken))
+            tried.append(Tried(proposed.name, proposed.plan, increase, error, taken, improves))
             if len(tried) == 1 and increase <= predicted + CERTAIN * error:
                 break
         return tried
 
-    def _proposed(self, propose: Propose | None, tried: Sequence[Tried]) -> tuple[str, Plan] | None:
+    def _is_better(self, losses: Tensor, others: Tensor | None) -> bool:
+        """Whether losses are finite, and below others beyond noise if those are finite too."""
+        if not math.isfinite(self._sums(losses)[1]):
+            return False
+        if others is None or not math.isfinite(self._sums(others)[1]):
+            return True
+        gained, error = self._difference(losses, others)
+        return gained < -CERTAIN * error
+
+    def _proposed(self, propose: Propose | None, tried: Sequence[Tried]) -> Proposal | None:
         """What rank 0 proposes, on every process.  TrialFailed on all of them if it cannot."""
         answer: list[Any] = [None]
         if propose is not None:
             try:
                 if (found := propose(tried)) is not None:
-                    answer = [(found[0], found[1].to_dict())]
+                    answer = [(found.name, found.plan.to_dict(), found.made_from)]
             except Exception as error:  # must not be raised here: the other ranks are blocked in the broadcast
                 answer = [str(error) or repr(error)]
         if self._mesh.world_size > 1:
             dist.broadcast_object_list(answer, src=0, group=self._mesh.world, device=self._device)
         if isinstance(answer[0], str):
             raise TrialFailed(answer[0])
-        return None if answer[0] is None else (answer[0][0], Plan.from_dict(answer[0][1], "plan from rank 0"))
+        if answer[0] is None:
+            return None
+        name, plan, made_from = answer[0]
+        return Proposal(name, Plan.from_dict(plan, "plan from rank 0"), made_from)
 
     def _losses(self, plan: Plan) -> Tensor:
         before = {name: linear.precision for name, linear in self._linears.items()}
@@ -187,24 +207,21 @@ class Proposals:
         self._asked: set[int] = set()
         self._holds: dict[str, tuple[int, ...]] = {}  # the rows that a proposal holds
 
-    def __call__(self, tried: Sequence[Tried]) -> tuple[str, Plan] | None:
+    def __call__(self, tried: Sequence[Tried]) -> Proposal | None:
         """The next plan; None if none is left."""
         known = [one.plan.linears for one in tried]
-        for name, plan in self._rest(tried):
-            if plan.linears not in known:
-                return name, plan
-        return None
+        return next((proposal for proposal in self._rest(tried) if proposal.plan.linears not in known), None)
 
-    def _rest(self, tried: Sequence[Tried]) -> Iterator[tuple[str, Plan]]:
+    def _rest(self, tried: Sequence[Tried]) -> Iterator[Proposal]:
         if self._first is None:
             self._first = self._make_first()
         while self._first:
-            yield self._first.pop(0)
-        best = next((one for one in reversed(tried) if one.taken), None)
-        if best is None:
-            return
-        held = self._holds.get(best.name, ())
-        for row in self._costliest(best.plan):
+            yield Proposal(*self._first.pop(0))
+        base = next(
+            one for one in reversed(tried) if one.name == "solver" or (one.name in self._holds and one.improves)
+        )
+        held = self._holds.get(base.name, ())
+        for row in self._costliest(base.plan):
             self._asked.add(row)
             fixed = self._fixed((*held, row))
             try:
@@ -213,7 +230,7 @@ class Proposals:
                 continue
             name = f"hold {self._names[row]}"
             self._holds[name] = (*held, row)
-            yield name, self._plan_of(solution)
+            yield Proposal(name, self._plan_of(solution), base.name)
 
     def _costliest(self, plan: Plan) -> list[int]:
         """Rows not asked for yet whose precision is predicted to cost most, costliest first."""

@@ -106,6 +106,14 @@ def test_holds_add_up(lone_mesh):
     assert len(fp4_of(best)) == 3, "at the target"
 
 
+def test_holds_add_up_below_what_else_is_best(lone_mesh):
+    """Each of two linears costs a nat, but not with all in FP4: one hold measures worse than that, and two better."""
+    model = Model(COSTS, together=[(NAMES[3:4], 1.0), (NAMES[4:5], 1.0), (NAMES, -1.5)])
+    _, tried, best = try_plans(model, request(COSTS), lone_mesh)
+    assert fp4_of(best) == [1, 2, 5] and best.trial.name == f"hold {NAMES[4]}"
+    assert [one.name for one in tried if one.taken] == ["solver", "lowest", best.trial.name]
+
+
 def test_low_precision_everywhere_is_taken_where_it_measures_better(lone_mesh):
     """All in FP4 cost less than some: what one error does, another undoes."""
     model = Model(COSTS, together=[(NAMES, -0.5)])
