@@ -259,7 +259,7 @@ def write_tokenizer(config: Config, hf: Path) -> dict[str, int | None]:
     They are None where it is not there, or transformers would take 1 and 2.
     """
     d, ends = config.data, dict[str, int | None](bos_token_id=None, eos_token_id=None)
-    if d.tokenizer_model is None:
+    if d.tokenizer_model is None or d.tokenizer_type == "NullTokenizer":  # which reads no file
         return ends
     source = Path(d.tokenizer_model)  # the checkpoint says it, and may be a stranger's
     if not source.exists():
