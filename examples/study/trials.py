@@ -9,11 +9,13 @@ increase of the loss over BF16 in nats a token and its standard error over held-
     applied     what a run applies: `Trials` with --snip-trials passes over the tokens after the probe's
     lowest      FP4 everywhere
     layer_id, layer_type, random_0 ... random_2
-    oracle      a local search by measured loss from the better of plain and applied: the rows nearest to changing, by
-                predicted cost a FLOP, are flipped one at a time, then in pairs, for as long as the loss falls
+    oracle      a local search by measured loss from the better of plain and applied, of at most ROUNDS rounds: the
+                linears nearest to changing, by predicted cost a FLOP, are flipped one at a time, then the swaps that
+                promise most are run, until one lowers the loss
 
-The oracle measures on text of its own, and all are judged on a third text.  Only fprop changes a loss without a step:
-by GEMM, dgrad and wgrad have their share first, and the oracle chooses among fprops.
+The oracle searches on text of its own, half as much as a trial's, and all arms are judged on a third text.  So it can
+end above a plan that it started from.  Only fprop changes a loss without a step: by GEMM, dgrad and wgrad take their
+share first, and the oracle chooses among fprops.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from megatron_snip.train.setup import Parts
 TARGETS = (0.75, 0.90, 0.80, 0.50)
 GRANULARITIES = ("linear", "gemm")
 RANDOM = 3
-PROBED, TRIED, SEARCHED, JUDGED = 8, 8, 8, 32  # batches of 8 x 128 tokens
+PROBED, TRIED, SEARCHED, JUDGED = 8, 8, 4, 32  # batches of 8 x 128 tokens
 NEAREST, PAIRS, ROUNDS = 10, 12, 3  # rows that the oracle flips each way; pairs that it tries; rounds
 
 
@@ -130,8 +132,7 @@ class Cell:
     """A checkpoint: probed once, then planned at each granularity and target."""
 
     def __init__(self, study: Study, checkpoint: str) -> None:
-        self.config, self.parts = study.at(checkpoint, options_name := "float32")
-        assert options_name
+        self.config, self.parts = study.at(checkpoint)
         self.iteration = study.setting.checkpoints[checkpoint]
         self.shapes = shapes_of(self.parts)
         self.stats = probe(self.parts, self.iteration, batches=PROBED, updates=False)
@@ -139,8 +140,8 @@ class Cell:
         first = (self.iteration - 1 + PROBED) * size
         self.tried = self._together(batches(self.parts, first, TRIED, size))
         take = partial(batches, self.parts, each=size)
-        self.search = Losses(self.parts, take(first + TRIED * size, SEARCHED // 2))
-        self.judge = Losses(self.parts, take(first + (TRIED + SEARCHED) * size, JUDGED))
+        self.search = Losses(self.parts, take(first + TRIED * size, SEARCHED))
+        self.judge = Losses(self.parts, take(first + 2 * TRIED * size, JUDGED))
         each = loss_divergence(self.stats, [LinearPrecision.uniform("fp8"), LinearPrecision.uniform("fp4")])
         self.cost = each[:, 1] - each[:, 0]
 

@@ -232,6 +232,11 @@ def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path)
         assert problem == "" and f"no tokenizer is written, and config.json names no EOS: --tokenizer-model {tmp_path}" in said
         assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
         assert not any(b"secret" in path.read_bytes() for path in out.iterdir())
+    forge(tmp_path / "in", tokenizer_type="NullTokenizer", tokenizer_model=str(tmp_path / "id_rsa"))
+    out = tmp_path / "out of none"
+    ((problem, said),) = run_ranks(warned, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(out))
+    assert problem == "" and "tokenizer" not in said, "it reads no file"
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     files = tokenizer_files(tmp_path)
     forge(tmp_path / "in", tokenizer_type="Llama2Tokenizer", tokenizer_model=str(files["SentencePieceTokenizer"]))
     (said,) = run_ranks(told, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))

@@ -54,6 +54,6 @@ def test_every_process_measures_what_one_alone_does(layout, alone, tmp_path):
     options, world = LAYOUTS[layout]
     found = tried(tmp_path, options, world)
     (increase, error), (expected, error_alone) = found["solver"], alone["solver"]
-    # float32 sums in another order send some values to the next FP4 number: 0.24 standard errors with AVX2
-    assert increase == pytest.approx(expected, abs=0.5 * error_alone)
-    assert error == pytest.approx(error_alone, rel=0.1)
+    # sums in another order send some values to the next FP4 number: with 2048 tokens 0.3% to 1.6%, with 1024 2.3%
+    assert increase == pytest.approx(expected, rel=0.02, abs=2e-4)
+    assert error == pytest.approx(error_alone, rel=0.02)
