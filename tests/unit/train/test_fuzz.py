@@ -119,6 +119,7 @@ READERS = {
 def test_whoever_reads_badly_is_found(outcome, base, tmp_path, monkeypatch):
     if outcome == "late":
         monkeypatch.setattr(watched_module, "MOST_SECONDS", 2.0)
-    monkeypatch.setattr(fuzzing, "MOST_MEMORY", 50 << 20)
+    if outcome == "memory":
+        monkeypatch.setattr(fuzzing, "MOST_MEMORY", 50 << 20)
     case, outside = new_case(base, tmp_path)
     assert judge(base, case, outside, READERS[outcome], [1], False).outcome == outcome

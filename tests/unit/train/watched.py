@@ -110,7 +110,7 @@ def watched(allowed: Path) -> Iterator[Seen]:
     timer = threading.Timer(MOST_SECONDS, lambda: signal.pthread_kill(main, signal.SIGUSR1))
     timer.daemon = True
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    here, limits = _status("VmRSS"), resource.getrlimit(resource.RLIMIT_AS)
+    here, limits = _status("RssAnon"), resource.getrlimit(resource.RLIMIT_AS)
     # torch's pools and the stacks of threads take addresses too; what is used is looked at afterwards
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 2 * MOST_MEMORY, limits[1]))
     timer.start()
@@ -123,5 +123,6 @@ def watched(allowed: Path) -> Iterator[Seen]:
         timer.cancel()
         seen.seconds = time.perf_counter() - begin
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        seen.bytes = max(0, _status("VmHWM") - here)
+        # the kernel may drop pages of mapped libraries meanwhile, so they count neither before nor after
+        seen.bytes = max(0, _status("VmHWM") - _status("RssFile") - here)
         signal.signal(signal.SIGUSR1, before)
