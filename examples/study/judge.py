@@ -30,7 +30,7 @@ from torch import Tensor
 
 FORMATS = ("fp8", "fp4", "mxfp8", "nvfp4")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E4M3_MAX, E4M3_EXPONENT, E2M1_MAX = 448.0, 8, 6.0
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
 TEXTS = {"prose": "held_out_prose.txt", "code": "held_out_code.txt"}
 
 
@@ -61,8 +61,8 @@ def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
     amax = blocks.abs().amax((1, 3), keepdim=True)
     one = torch.ones(())
     if fmt == "mxfp8":
-        exponent = torch.frexp(amax).exponent - 1 - E4M3_EXPONENT
-        exponent = torch.where(amax > 0, exponent, -127).clamp(-127, 127)
+        mantissa, exponent = torch.frexp(torch.div(amax, torch.tensor(E4M3_MAX)))  # scales are rounded up
+        exponent = torch.where(amax > 0, exponent - (mantissa == 0.5).int(), -127).clamp(-127, 127)
         scale, encode = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
         values = to_e4m3(blocks * encode)
     elif fmt == "nvfp4":

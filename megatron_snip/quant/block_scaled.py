@@ -52,7 +52,7 @@ class MX(_Blackwell):
 
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
-        if fmt.scale not in ("e8m0", "fp32_pow2") or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
+        if fmt.scale not in ("e8m0", "e8m0_ceil", "fp32_pow2") or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
             return f"{fmt.name} has other scales than powers of two of {_MX_BLOCK} elements or multiples of them"
         return unfit_element(fmt)
 

@@ -117,11 +117,12 @@ class Operands:
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """``quantized`` [R, C], and how many elements were beyond the largest value: int64 scalar.
 
-        A float32 scale brings the largest finite element to the largest value: nothing finite is beyond it.
+        A float32 scale, or one rounded up, brings the largest finite element to at most the largest value: nothing finite is
+        beyond it.
         """
         tensor = {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
         form = self.call.form(gemm, role, fmt)
-        if form is None or form.fmt.scale in ("fp32", "fp32_pow2"):
+        if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
             return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=tensor.device)
         made = cast(tensor, [form], ["codes"], None, self.call.reduce_amax.get(role), count=True)[0]
         assert made.scales is not None and made.saturated is not None

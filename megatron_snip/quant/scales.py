@@ -3,7 +3,7 @@
 Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which
 decodes: x ~= scale * q.  All arithmetic is float32, every division a true one: Tensor.__rtruediv__
 (``6.0 / t``) multiplies by a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
-Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; Transformer Engine's NVFP4 reference
+Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's NVFP4 reference
 quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
 """
 
@@ -18,6 +18,7 @@ from megatron_snip.quant.grid import power_of_two, round_nearest
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
+_MANTISSA = 0x7FFFFF  # of a float32's bits
 _E8M0_LARGEST = 127  # exponents of E8M0 run from -127 to 127
 
 
@@ -28,8 +29,8 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
     together with ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
     """
     assert fmt.element is not None
-    if fmt.scale == "e8m0":
-        return _e8m0(amax, fmt.element)
+    if fmt.scale in ("e8m0", "e8m0_ceil"):
+        return _e8m0(amax, fmt.element, up=fmt.scale == "e8m0_ceil")
     if fmt.scale == "e4m3":
         assert tensor_amax is not None
         return _e4m3(amax, fmt.element, tensor_amax)
@@ -56,10 +57,14 @@ def _divide(numerator: float, denominator: Tensor) -> Tensor:
     return torch.div(torch.full_like(denominator, numerator), denominator).clamp(max=FLOAT32_MAX)
 
 
-def _e8m0(amax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """Exponent floor(log2 amax) - emax of the element, within E8M0; an amax of 0 takes the smallest."""
+def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
+    """Exponent floor(log2 amax) - emax of the element, or ceil(log2(amax / max)), within E8M0; the smallest for 0."""
     # float32's own exponent field is floor(log2); a subnormal amax is below E8M0's smallest anyway
-    exponent = (amax.view(torch.int32) >> 23) - 127 - element.emax
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 127 - element.emax
+    if up:  # amax / max is above 2**exponent where its mantissa is above max's
+        largest = torch.tensor(element.max).view(torch.int32)
+        exponent = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA).item())
     exponent = exponent.clamp(min=-_E8M0_LARGEST, max=_E8M0_LARGEST)
     # 2**-127 is subnormal: half of 2**-126
     scale = torch.where(

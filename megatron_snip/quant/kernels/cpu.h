@@ -7,7 +7,7 @@
 
 namespace megatron_snip {
 
-enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE4m3 };
+enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE8m0Ceil, kE4m3 };
 enum Output : int32_t { kValues, kCodes };
 
 // A grid in float32 terms.  These structs are mirrored field by field by cpu.py's struct formats; change kAbi in

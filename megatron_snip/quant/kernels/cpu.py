@@ -19,7 +19,7 @@ from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Qua
 
 logger = logging.getLogger(__name__)
 
-ABI = 8
+ABI = 9
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 

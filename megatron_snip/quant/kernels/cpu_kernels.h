@@ -18,9 +18,11 @@ struct Scratch {
 // Element by element what scales.py says: how to encode, the scale as stored, and what decodes.
 FN void block_scales(const Form& form, const float* tensor_amax, int count, Scratch& s) {
   const float max = form.grid.max;
-  if (form.scale == kE8m0) {
+  if (form.scale == kE8m0 || form.scale == kE8m0Ceil) {
+    // a mantissa above that of the grid's max carries into the exponent
+    const int32_t mantissa = as<int32_t>(max) & 0x7fffff, carry = form.scale == kE8m0 ? 0 : 0x7fffff - mantissa;
     for (int i = 0; i < count; ++i) {
-      int32_t exponent = (as<int32_t>(s.amax[i]) >> 23) - 127 - form.grid.emax;
+      int32_t exponent = ((as<int32_t>(s.amax[i]) + carry) >> 23) - 127 - form.grid.emax;
       exponent = std::max(exponent, -127);
       s.encode[i] = as<float>((127 - exponent) << 23);
       s.stored[i] = s.decode[i] = as<float>(exponent > -127 ? (exponent + 127) << 23 : 0x00400000);

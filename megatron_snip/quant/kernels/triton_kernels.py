@@ -51,7 +51,7 @@ def _scale_blocks(
     ``tensor_scales``.
     """
     # Every thread that has an element of a column would divide for it; dealt out, each divides for a few.
-    DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0"
+    DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0" and F.scale != "e8m0_ceil"
     if DEALT:
         amax = _dealt(amax, ROWS // F.block_rows, COLS // F.block_cols)
     encode, scale, decode = block_scales(amax, tensor, F)

@@ -143,6 +143,10 @@ def _twins(kinds: Sequence[Kind]) -> bool:
     return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
 
 
+def _carry(element: Element) -> int:
+    return 0x7FFFFF - int(np.float32(element.max).view(np.int32) & 0x7FFFFF)
+
+
 def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
     """What a kernel is compiled for."""
     from megatron_snip.quant.kernels.triton_steps import FormSpec
@@ -161,6 +165,7 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
         largest=element.max,
         saturation=element.saturation,
         sixth=float(np.float32(1.0) / np.float32(element.max)),
+        carry=_carry(element) if SCALES[constants.scale] == "e8m0_ceil" else 0,
         output=output,
         transposed=output in OPERANDS and constants.dim == 0,
         twins=twins,

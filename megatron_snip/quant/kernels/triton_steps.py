@@ -19,7 +19,8 @@ class FormSpec(NamedTuple):
     """What a kernel is compiled for in one form: a cast.Form and its output, as plain constants.
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
-    which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.
+    which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.  carry: what makes a
+    mantissa above that of largest carry into the exponent, for scales that are rounded up, else 0.
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, "e2m1" where it has one that
     converts to pairs of them, else "".
     saturating: the same instruction brings what is larger to the largest.  direct: it also rounds.  transposed: codes
@@ -36,6 +37,7 @@ class FormSpec(NamedTuple):
     largest: float
     saturation: float
     sixth: float
+    carry: int
     output: str
     transposed: bool
     twins: bool
@@ -265,8 +267,8 @@ def block_scales(amax, tensor, F: tl.constexpr):
 
     tensor: of ``tensor_scales``.
     """
-    if F.scale == "e8m0":
-        exponent = tl.minimum(tl.maximum((amax >> 23) - F.emax, 0), 254)
+    if F.scale == "e8m0" or F.scale == "e8m0_ceil":
+        exponent = tl.minimum(tl.maximum(((amax + F.carry) >> 23) - F.emax, 0), 254)
         # 2**-127 is subnormal
         scale = float_of(tl.where(exponent > 0, exponent << 23, 0x00400000))
         return float_of((254 - exponent) << 23), scale, scale

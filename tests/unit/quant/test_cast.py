@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.formats import SCALES, Format, format_names, get_format
 from megatron_snip.formats.element import element_named
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
 from megatron_snip.quant.cast import Form, finite_amax
@@ -222,7 +222,7 @@ def test_tensor_parallel_shards_are_rounded_as_the_whole(fmt, dim, cut, tp, cast
 
 @pytest.mark.parametrize("casts", CASTS)
 @pytest.mark.parametrize(("role", "dim"), [("input", 1), ("input", 0), ("weight", 1)])
-@pytest.mark.parametrize("scale", ["fp32", "fp32_pow2", "e8m0", "e4m3"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_a_format_of_ones_own_is_one_literal(scale, role, dim, casts):
     """Any grid and any block: here E3M3 in tiles of 37, weights in 11x11, over edges that no block divides."""
     fmt = Format("own", element_named(3, 3), tile=37, weight_block=11, scale=scale)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_snip.formats import Format, get_format
+from megatron_snip.formats import SCALES, Format, get_format
 from megatron_snip.formats import format as format_module
 from megatron_snip.formats.element import E2M1, element_named
 from megatron_snip.quant.scales import block_scales, tensor_scale
@@ -62,6 +62,19 @@ def test_e8m0_scales_are_those_of_ocp_mx(element):
     np.testing.assert_array_equal(stored.astype(np.float32), scale.numpy())
 
 
+@pytest.mark.parametrize("element", ELEMENTS, ids=NAMES)
+def test_e8m0_scales_that_are_rounded_up_are_the_least_under_which_nothing_saturates(element):
+    encode, scale = block_scales(AMAX, format_of(element, "e8m0_ceil"), None)
+    amax = AMAX.double().numpy()
+    np.testing.assert_array_equal(np.frexp(scale.double().numpy())[0], 0.5)
+    np.testing.assert_array_equal(encode.double().numpy(), 1 / scale.double().numpy())
+    largest = element.max * scale.double().numpy()
+    free = scale.numpy() < 2.0**127
+    assert (amax[free] <= largest[free]).all() and (amax[~free] > largest[~free] / 2).all()
+    lower = scale.numpy() > 2.0**-127
+    assert (amax[lower] > largest[lower] / 2).all()
+
+
 @pytest.mark.parametrize("whole", [0.0, 2.0**-149, 1e-36, 3e-9, 1.0, 2.71875, 448.0, 1e30, float(LARGEST)])
 @pytest.mark.parametrize("element", [E2M1, element_named(3, 2), element_named(4, 3)], ids=["E2M1", "E3M2", "E4M3"])
 def test_e4m3_scales_are_rounded_by_ml_dtypes_under_the_tensors(element, whole):
@@ -85,7 +98,7 @@ def test_dividing_a_number_by_a_tensor_is_no_true_division():
     assert (wrong != right).float().mean().item() == 34 / 128
 
 
-@pytest.mark.parametrize("scale", ["fp32", "fp32_pow2", "e8m0", "e4m3"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("element", ELEMENTS, ids=NAMES)
 def test_infinities_nan_and_zeros_in_blocks_of_any_size(element, scale):
     """Up to half of float32's range an infinity takes the block's largest value and nothing else changes."""
@@ -103,7 +116,7 @@ def test_infinities_nan_and_zeros_in_blocks_of_any_size(element, scale):
         assert y[:8].isfinite().all() and y[8].isnan() and y[3].signbit() and not y[2].signbit()
         assert y[6] == -y[7] and float(y[6]) >= float(y[0])
         if amax == 0:
-            assert not y[:6].any() and float(y[6]) == (element.max * 2.0**-127 if scale == "e8m0" else 0)
+            assert not y[:6].any() and float(y[6]) == (element.max * 2.0**-127 if scale.startswith("e8m0") else 0)
 
 
 def test_a_scale_that_rounds_to_zero_makes_zeros():
