@@ -34,7 +34,8 @@ class Format:
     weight_block: side of the square block of a weight; None gives weights tiles too.
     scale: kind of scale.  "fp32" is 1 / (element max / amax); "fp32_pow2" the same with the divisor rounded
     down to a power of two; "e8m0" 2**(floor(log2 amax) - element emax); "e8m0_ceil" amax / element max rounded up to a
-    power of two; "e4m3" an E4M3 scale of the block under one float32 scale of the tensor.  The formulas stand in quant/scales.py.
+    power of two; "e4m3" an E4M3 scale of the block under one float32 scale of the tensor.  quant/scales.py has the
+    formulas.
     stochastic_roles: roles that round stochastically unless the caller says otherwise.
     hadamard: tokens in a group of the random Hadamard transform on wgrad's operands (quant/hadamard.py); 0 for none.
     Raises UserError for an unknown role or scale kind, for sizes below 1 and for a transform other than 0 and 16.

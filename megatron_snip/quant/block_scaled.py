@@ -52,7 +52,8 @@ class MX(_Blackwell):
 
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
-        if fmt.scale not in ("e8m0", "e8m0_ceil", "fp32_pow2") or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
+        is_power = fmt.scale in ("e8m0", "e8m0_ceil", "fp32_pow2")
+        if not is_power or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
             return f"{fmt.name} has other scales than powers of two of {_MX_BLOCK} elements or multiples of them"
         return unfit_element(fmt)
 

@@ -117,8 +117,7 @@ class Operands:
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """``quantized`` [R, C], and how many elements were beyond the largest value: int64 scalar.
 
-        A float32 scale, or one rounded up, brings the largest finite element to at most the largest value: nothing finite is
-        beyond it.
+        A float32 scale, or one that is rounded up, leaves no finite element beyond it.
         """
         tensor = {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
         form = self.call.form(gemm, role, fmt)

@@ -3,8 +3,8 @@
 Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which
 decodes: x ~= scale * q.  All arithmetic is float32, every division a true one: Tensor.__rtruediv__
 (``6.0 / t``) multiplies by a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
-Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's NVFP4 reference
-quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
+Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's
+NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron_snip.quant.grid import power_of_two, round_nearest
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 _MANTISSA = 0x7FFFFF  # of a float32's bits
-_E8M0_LARGEST = 127  # exponents of E8M0 run from -127 to 127
+# Exponents of E8M0 run from -127 to 127, but 2**-127 is no normal float32 to encode with.
+_SMALLEST, _LARGEST = -127, 126
 
 
 def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -65,11 +66,9 @@ def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
     if up:  # amax / max is above 2**exponent where its mantissa is above max's
         largest = torch.tensor(element.max).view(torch.int32)
         exponent = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA).item())
-    exponent = exponent.clamp(min=-_E8M0_LARGEST, max=_E8M0_LARGEST)
+    exponent = exponent.clamp(min=_SMALLEST, max=_LARGEST)
     # 2**-127 is subnormal: half of 2**-126
-    scale = torch.where(
-        exponent > -_E8M0_LARGEST, power_of_two(exponent.clamp(min=1 - _E8M0_LARGEST)), 2.0**-_E8M0_LARGEST
-    )
+    scale = torch.where(exponent > _SMALLEST, power_of_two(exponent.clamp(min=_SMALLEST + 1)), 2.0**_SMALLEST)
     return power_of_two(-exponent), scale
 
 

@@ -23,7 +23,7 @@ FN void block_scales(const Form& form, const float* tensor_amax, int count, Scra
     const int32_t mantissa = as<int32_t>(max) & 0x7fffff, carry = form.scale == kE8m0 ? 0 : 0x7fffff - mantissa;
     for (int i = 0; i < count; ++i) {
       int32_t exponent = ((as<int32_t>(s.amax[i]) + carry) >> 23) - 127 - form.grid.emax;
-      exponent = std::max(exponent, -127);
+      exponent = std::min(std::max(exponent, -127), 126);
       s.encode[i] = as<float>((127 - exponent) << 23);
       s.stored[i] = s.decode[i] = as<float>(exponent > -127 ? (exponent + 127) << 23 : 0x00400000);
     }

@@ -268,7 +268,7 @@ def block_scales(amax, tensor, F: tl.constexpr):
     tensor: of ``tensor_scales``.
     """
     if F.scale == "e8m0" or F.scale == "e8m0_ceil":
-        exponent = tl.minimum(tl.maximum(((amax + F.carry) >> 23) - F.emax, 0), 254)
+        exponent = tl.minimum(tl.maximum(((amax + F.carry) >> 23) - F.emax, 0), 253)
         # 2**-127 is subnormal
         scale = float_of(tl.where(exponent > 0, exponent << 23, 0x00400000))
         return float_of((254 - exponent) << 23), scale, scale
