@@ -118,4 +118,4 @@ def test_an_empty_path_is_refused(tool, place, tmp_path, capsys, monkeypatch):
 
 def test_a_merged_pair_needs_a_name(place, tmp_path, capsys):
     said = one_error(merge_datasets.main, place(["--input", "PAIR", "--output-prefix", "FOLDER/out/"]), capsys)
-    assert said.endswith("is a folder's; add a name to it") and not (tmp_path / "out").exists()
+    assert said.endswith("is a folder; add a name to it") and not (tmp_path / "out").exists()
