@@ -88,12 +88,12 @@ def test_values_come_back_whatever_they_are_read_into(change, saver, tmp_path):
 
 
 def test_values_that_do_not_lie_row_by_row_are_not_written(saver, tmp_path):
-    with pytest.raises(CheckpointException, match=r"model.matrix is not contiguous, and checkpoints hold values row"):
+    with pytest.raises(CheckpointException, match=r"model.matrix is not contiguous, but checkpoints hold values row"):
         saver(tmp_path).save(5, {"model.matrix": torch.zeros(7, 5).t()}, {}, finite=True, last=True)
 
 
 def test_a_tensor_of_a_type_that_is_not_read_is_not_written(saver, tmp_path):
-    with pytest.raises(CheckpointException, match=r"model.a is of type int64, and checkpoints hold float32 and bfl"):
+    with pytest.raises(CheckpointException, match=r"model.a is of type int64, but checkpoints hold float32 and bfl"):
         saver(tmp_path).save(5, {"model.a": torch.zeros(3, dtype=torch.int64)}, {}, finite=True, last=True)
 
 

@@ -283,7 +283,7 @@ def test_a_lost_tracker_starts_nothing_anew(tmp_path):
     run = used(tmp_path / "run", ABC, 7)
     (run / "checkpoints/latest_checkpointed_iteration.txt").unlink()
     said = refused(options(run, load=str(run / "checkpoints")), tmp_path)
-    assert "checkpoints up to iteration 7 and no latest_checkpointed_iteration.txt; write the iteration" in said
+    assert "checkpoints up to iteration 7 but no latest_checkpointed_iteration.txt; write the iteration" in said
     assert "already holds checkpoints up to iteration 7" in refused(options(run), tmp_path)
     named = options(run, load=str(run / "checkpoints/iter_0000007"))
     assert find_start(named).iteration == 7
