@@ -158,5 +158,5 @@ def test_a_value_in_toml_is_what_it_was(value):
 
 
 def test_a_name_that_is_not_utf_8_has_no_toml():
-    with pytest.raises(UserError, match="no character; give a name in UTF-8"):
+    with pytest.raises(UserError, match="not a character; give a name in UTF-8"):
         files.toml_value(os.fsdecode(b"run\xff"))

@@ -288,11 +288,11 @@ def test_shards_as_meshes_cut_them_fill_a_tensor(grid):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"{", "this state is no JSON"),
-        (b"\xff", "this state is no JSON"),
+        (b"{", "this state is not JSON"),
+        (b"\xff", "this state is not JSON"),
         (b"3", "this state holds a JSON int, not an object"),
-        (b"[" * 100_000, "this state is no JSON (it is nested too deeply"),
-        (b'{"iteration": ' + b"5" * 5000 + b"}", "this state is no JSON"),
+        (b"[" * 100_000, "this state is not JSON (it is nested too deeply"),
+        (b'{"iteration": ' + b"5" * 5000 + b"}", "this state is not JSON"),
         (b"{}", "version is None, but this code reads "),
         (json.dumps({"version": 99}).encode(), "version is 99, but this code reads "),
         (

@@ -164,7 +164,7 @@ def times_with(gemm, value):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ("{", "this table of GEMM times is no JSON"),
+        ("{", "this table of GEMM times is not JSON"),
         ({**FILE, "version": 2}, "field version is 2, but this code reads version 1"),
         ({name: v for name, v in FILE.items() if name != "hardware"}, "field hardware is missing"),
         ({**FILE, "speed": 1}, "field speed is unknown"),
