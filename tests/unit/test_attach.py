@@ -307,8 +307,8 @@ def test_plans_travel_by_file(mixed, tmp_path):
         (lambda m: attach(m).solve("0.5"), "solve: target is '0.5'; give a share, 0 to 1"),
         (lambda m: attach(m).solve(0.75, objective="random", options="fp8"), "0.75 is more than the options fp8 can"),
         (lambda m: attach(m, options="bf16"), "attach: options bf16 quantise nothing; name a format"),
-        (lambda m: attach(m).solve(0.5, objective="layer_type"), "blocks.0 is no linear of a Llama's"),
-        (lambda m: attach(m).solve(0.5, granularity="fused"), "fused: nobody knows which of blocks.0, blocks.1, ..."),
+        (lambda m: attach(m).solve(0.5, objective="layer_type"), "blocks.0 is not a linear of a Llama"),
+        (lambda m: attach(m).solve(0.5, granularity="fused"), "fused: it is not known which of blocks.0, blocks.1"),
         (lambda m: attach(m).apply(Plan.uniform(["blocks.0"], "fp4")), "blocks.1"),
     ],
 )
