@@ -1,7 +1,7 @@
 """Every rule on options that needs no file and no process group: layout, batches, choices.
 
-Checked before anything is built, so that a mistake costs seconds.  What needs a tokenizer, a plan or a
-registry is checked by `train.setup`.
+Checked before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a tokenizer, a plan
+or a registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule
 
-#: Every numeric option by its range; None, where an option allows it, passes.
+#: Every numeric option by its range; None is accepted where an option allows it.
 RANGES: dict[str, tuple[str, ...]] = {
     "a positive number up to 9999": ("num_layers",),
     "a positive number": (
@@ -46,7 +46,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
-    "0 to 4294967295": ("seed",),  # what numpy's generator takes
+    "0 to 4294967295": ("seed",),  # range of numpy's seeds
     "a share, 0 to 1": ("snip_target", "lr_warmup_fraction"),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
@@ -63,7 +63,7 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
 
 
 def check_ranges(config: Config, *only: str) -> None:
-    """Raise UserError for a number outside its range; ``only``: groups of options to look at, such as snip."""
+    """Raise UserError for a number outside its range.  ``only``: groups of options to check, such as snip."""
     groups = option_groups()
     for kind, names in RANGES.items():
         for name in names:
@@ -71,7 +71,7 @@ def check_ranges(config: Config, *only: str) -> None:
                 continue
             value = getattr(getattr(config, groups[name]), name)
             if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
-                required = getattr(getattr(Config(), groups[name]), name) == 0  # no default is out of range but this
+                required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 
@@ -82,7 +82,7 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
+    """Check every rule that needs no file, before anything is built.  Raises UserError."""
     check_batches(config.training)
     config = config.with_iterations()
     if not (config.model.num_layers or config.model.hidden_size):
@@ -138,9 +138,9 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
-    """UserError if torchrun may start the run again, but these options would not let it continue.
+    """Raise UserError if torchrun may restart the run but these options would not let it continue.
 
-    requeues: how often SLURM has already done so.
+    requeues: how often SLURM has already restarted it.
     """
     c = config.checkpoint
     if restarts < 1 and requeues < 1:
@@ -188,7 +188,7 @@ def _validate_stages(config: Config, microbatches: int) -> None:
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
             "raise --global-batch-size or lower --micro-batch-size"
         )
-    # torch's interleaved schedule runs them in equal rounds of pp or a few more
+    # torch's interleaved schedule needs rounds of equal size, of pp or a few more microbatches
     rounds = microbatches // pp if interleaved else 1
     _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
 
@@ -226,7 +226,7 @@ def _validate_choices(config: Config) -> None:
 
 
 def _validate_pairs(config: Config) -> None:
-    """UserError for two options that contradict each other, of which one would quietly win or the run would end."""
+    """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
