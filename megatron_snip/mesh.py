@@ -88,8 +88,8 @@ class Mesh:
     def in_turn(self, first: bool, work: Callable[[], Made]) -> Made:
         """Run ``work()`` on the ``first`` ranks, one per node, and then on the others.  Every rank must call it.
 
-        The others poll the store, without a limit, since a collective would time out.  The watch handles ranks that die
-        meanwhile.
+        The others poll the store without a time limit, since a collective would time out.  The watch handles ranks that
+        die meanwhile.
         """
         everyone = [False] * self.world_size
         dist.all_gather_object(everyone, first, group=self.world)
@@ -123,8 +123,8 @@ def build_mesh(
 ) -> Mesh:
     """The mesh over the started process group.  Every rank must call it; pp * dp * cp * tp is the world size.
 
-    replicate: how many of the dp x cp ranks hold the same weights; it must divide dp or the reverse.  tied: the output
-    layer is the embedding.
+    replicate: how many of the dp x cp ranks hold the same weights; a divisor or multiple of dp.  tied: the output layer
+    is the embedding.
     A collective on one of its axes that exceeds the time-out ends the run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()

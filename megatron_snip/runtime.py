@@ -224,8 +224,8 @@ def _check_launch() -> None:
         raise UserError(f"RANK is set without {', '.join(missing)}; {start}, or set all of {', '.join(wanted)}")
     rank, world_size = environment_rank(), environment_world_size()
     if not 0 <= rank < world_size or not os.environ["MASTER_PORT"].isdigit():
-        told = ", ".join(f"{name} is {os.environ[name]}" for name in wanted)
-        raise UserError(f"{told}; {start}, or give ranks from 0 to WORLD_SIZE - 1 and a port's number")
+        found = ", ".join(f"{name} is {os.environ[name]}" for name in wanted)
+        raise UserError(f"{found}; {start}, or give ranks from 0 to WORLD_SIZE - 1 and a port's number")
     if "LOCAL_RANK" not in os.environ and os.environ.get("SLURM_LOCALID", "0") != "0":
         raise UserError("RANK is set without LOCAL_RANK; set that to SLURM_LOCALID in each task of srun")
 

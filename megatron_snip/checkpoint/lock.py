@@ -1,9 +1,9 @@
-"""A lock that lets one run write to a folder of checkpoints, and that outlives no run.
+"""A lock on a folder of checkpoints: one run may write to it, and a dead run loses it.
 
 `<save>/lock.json` names the process and host that hold the folder.  The holder touches the file every few seconds.  On
 the same host, the lock is stale as soon as the process is gone; from another host, after 30 s without a touch.
 A lock that was copied with its folder is stale too.  A run that finds a stale lock overwrites it.  A holder that was
-suspended that long finds the new lock when it resumes, and writes no more checkpoints.
+suspended that long finds the new lock when it resumes, and stops writing checkpoints.
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ def living_holder(folder: Path) -> str:
         return ""
     other = _read(path)
     alive = (
-        _beats(path, other)
+        _is_touched(path, other)
         if other is None or other.place != _place()
-        else _is_alive(other) and (other.folder == folder.stat().st_ino or _beats(path, other))
+        else _is_alive(other) and (other.folder == folder.stat().st_ino or _is_touched(path, other))
     )
     return str(other or "a run that cannot be read") if alive else ""
 
 
-def _beats(path: Path, other: _Holder | None) -> bool:
+def _is_touched(path: Path, other: _Holder | None) -> bool:
     """Whether the holder still touches this lock, rather than the original that this is a copy of.
 
     Uses only this host's clock, since clocks of hosts differ.

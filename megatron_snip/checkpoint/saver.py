@@ -68,7 +68,7 @@ class Saver:
         self.failed = 0  # consecutive failures
         self.count, self.waited = 0, 0.0  # saves, and seconds that training waited for them
         self._size: int | None = None  # bytes of the last checkpoint
-        self._aside: Path | None = None  # temporary folder of the last save
+        self._temporary: Path | None = None  # temporary folder of the last save
         self._running: AsyncSaveResponse | None = None
         self._stager: DefaultStager | None = None
         self._group = mesh.new_cpu_group() if config.async_save else None
@@ -99,7 +99,7 @@ class Saver:
         self.wait()
         begin, text = time.perf_counter(), json.dumps({"version": VERSION, **state})
         aside = self.save_dir / f"{folder_of(self.save_dir, iteration).name}.writing-{self.run_id}"
-        self._aside = aside
+        self._temporary = aside
         if self.mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -187,7 +187,7 @@ class Saver:
             raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
-        self._drop_aside()
+        self._drop_temporary()
         self.failed += 1
         what = "the background save" if iteration is None else f"the save of iteration {iteration}"
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
@@ -244,17 +244,17 @@ class Saver:
             self._prune(iteration)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _drop_aside(self) -> None:
+    def _drop_temporary(self) -> None:
         """Remove the output of a failed save, which would keep a full disk full."""
-        if self._aside is not None and self._lock is not None and self._lock.held():
-            shutil.rmtree(self._aside, ignore_errors=True)
+        if self._temporary is not None and self._lock is not None and self._lock.held():
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _was_full(self, error: CheckpointException) -> bool:
         """Whether a save failed on a full disk under --keep-last.  If so, makes room for a retry."""
         found = [e for e, _ in error.failures.values()]
         if self.config.keep_last is None or not any(isinstance(e, OSError) and e.errno in _FULL for e in found):
             return False
-        self._drop_aside()
+        self._drop_temporary()
         self._make_room(sys.maxsize)  # free space does not reflect a quota
         return True
 
@@ -269,15 +269,15 @@ class Saver:
             if self._size is None:
                 self._size = next((manifest.size for _, manifest in self._whole()), 0)
             need = self._size
-        if self._has(need):
+        if self._has_free(need):
             return
-        for folder in self._beyond(1):
+        for folder in self._surplus(1):
             shutil.rmtree(folder, ignore_errors=True)
             LOGGER.warning(f"deleted iteration {iteration_of(folder)} of {self.save_dir} to make room for a save")
-            if self._has(need):
+            if self._has_free(need):
                 return
 
-    def _has(self, need: int) -> bool:
+    def _has_free(self, need: int) -> bool:
         """Whether that many bytes are free.  True if the system does not say; then the save finds out."""
         try:
             return shutil.disk_usage(self.save_dir).free >= need
@@ -287,11 +287,11 @@ class Saver:
     def _prune(self, newest: int) -> None:
         """Delete checkpoints up to the newest that neither --keep-last nor --keep-every keeps."""
         if self.config.keep_last is not None:
-            for folder in self._beyond(self.config.keep_last, newest):
+            for folder in self._surplus(self.config.keep_last, newest):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(folder)
 
-    def _beyond(self, keep: int, newest: int | None = None) -> list[Path]:
+    def _surplus(self, keep: int, newest: int | None = None) -> list[Path]:
         """This run's checkpoints except the ``keep`` newest complete ones and those of --keep-every, oldest first.
 
         newest: ignore later ones.

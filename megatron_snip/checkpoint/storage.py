@@ -102,7 +102,7 @@ class CheckedWriter(FileSystemWriter):
             raise
         out = []
         for result in results:
-            crc, start = _look_at(Path(self.path), result.storage_data)
+            crc, start = _crc_and_start(Path(self.path), result.storage_data)
             record = _Record(result.storage_data, crc, start, finite[result.index])
             out.append(dataclasses.replace(result, storage_data=record))
         future: Future[list[WriteResult]] = Future()
@@ -146,7 +146,7 @@ def _rank(info: _StorageInfo) -> int:
     return int(found[1])
 
 
-def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
+def _crc_and_start(folder: Path, info: _StorageInfo) -> tuple[int, int]:
     """CRC-32 of one record in its file, and the byte in the record where the values begin."""
     crc, left = 0, info.length
     with open(folder / info.relative_path, "rb", buffering=0) as file:

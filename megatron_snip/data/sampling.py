@@ -230,8 +230,8 @@ class MockDataset:
 class Repeated:
     """A dataset that starts over at its end, without limit.
 
-    The order is that of the dataset, however many samples are read.  So a run that skips samples after a rewind, and
-    then needs more than planned, keeps its earlier samples.  The first samples are the ones that repeat.
+    The order is that of the dataset, however many samples are read.  After a rewind that skips samples, a run reads
+    more than planned, without a change to earlier samples.  The first samples are the ones that repeat.
     """
 
     def __init__(self, dataset: Dataset) -> None:

@@ -134,15 +134,15 @@ class Watch:
         self.period = min(_LONGEST_PERIOD, seconds / _PERIODS)
         self.leaving = False
         self._connect, self._leave, self._count = connect, leave, 0
-        self._blind_since: float | None = None  # when the store failed, until it answers again
-        self._said_blind = False
+        self._unreachable_since: float | None = None  # when the store failed, until it answers again
+        self._logged_unreachable = False
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
         self._next = (rank + 1) % world_size
         self._next_sign: Sign | None = None
-        self._next_came = self._last_turn = time.monotonic()
+        self._next_seen = self._last_turn = time.monotonic()
         self._warned = False
-        self._give_sign()
+        self._send_heartbeat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -150,15 +150,15 @@ class Watch:
         """End the thread, and tell the other ranks not to expect more heartbeats."""
         self._closed.set()
         self.leaving = True
-        if self._blind_since is None:
+        if self._unreachable_since is None:
             with contextlib.suppress(Exception):
-                self._give_sign()
+                self._send_heartbeat()
         self._thread.join(self.period + 5.0)  # a thread stuck in the store ends with the process
 
     def take_the_word(self) -> bool:
         """Whether this rank is the first to fail, and so reports.  The others see the report with `told`."""
         self.leaving = True
-        self._give_sign()
+        self._send_heartbeat()
         return self.store.add("word", 1) == 1
 
     def tell(self, line: str) -> None:
@@ -204,46 +204,46 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(self.period):
             try:
-                if self._blind_since is not None:
+                if self._unreachable_since is not None:
                     self.store = self._connect()
                 self._turn()
-                self._blind_since = None
+                self._unreachable_since = None
             except Exception as error:  # if the store's process is dead, lost connections end the run
-                self._stay_blind(error)
+                self._note_unreachable(error)
 
-    def _stay_blind(self, error: Exception) -> None:
+    def _note_unreachable(self, error: Exception) -> None:
         """Retry in the next period.  Log once, before other ranks miss this rank's heartbeat."""
         now = time.monotonic()
-        if self._blind_since is None:
-            self._blind_since, self._said_blind = now, False
-        blind = now - self._blind_since
-        if blind > self.seconds / 2 and not self._said_blind:
-            self._said_blind = True
+        if self._unreachable_since is None:
+            self._unreachable_since, self._logged_unreachable = now, False
+        seconds = now - self._unreachable_since
+        if seconds > self.seconds / 2 and not self._logged_unreachable:
+            self._logged_unreachable = True
             LOGGER.error(
-                f"rank {self.rank} has not reached the run's store for {blind:.0f} s, and sends no heartbeat: "
+                f"rank {self.rank} has not reached the run's store for {seconds:.0f} s, and sends no heartbeat: "
                 f"{' '.join(str(error).split())[:200]}; retrying every {self.period:.1f} s"
             )
 
     def _turn(self) -> None:
         now = time.monotonic()
-        self._give_sign()
+        self._send_heartbeat()
         if self.told():
             self._closed.wait(2.0)  # the main thread may be about to leave on its own
             if not self._closed.is_set():
                 self._leave(None)
             return
         # this process was suspended or could not reach the store, and perhaps all were
-        if self._blind_since is not None or now - self._last_turn > 5 * self.period:
-            self._next_came = now
+        if self._unreachable_since is not None or now - self._last_turn > 5 * self.period:
+            self._next_seen = now
         self._last_turn = now
-        self._look_after_next(now)
+        self._check_next(now)
 
-    def _look_after_next(self, now: float) -> None:
+    def _check_next(self, now: float) -> None:
         sign = self._signs([self._next]).get(self._next)
         if sign is not None and (self._next_sign is None or sign.count != self._next_sign.count):
-            self._next_sign, self._next_came, self._warned = sign, now, False
+            self._next_sign, self._next_seen, self._warned = sign, now, False
         elif self._next_sign is not None and self._next_sign.state != "leaving":
-            silent = now - self._next_came
+            silent = now - self._next_seen
             if silent > self.seconds:
                 line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 self._leave(line)
@@ -252,7 +252,7 @@ class Watch:
                 line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 LOGGER.error(f"{line}; the run ends after {self.seconds:.0f} s")
 
-    def _give_sign(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._count += 1
         state, place = where(sys._current_frames().get(self._main or 0))
         sign = Sign(self._count, os.getpid(), socket.gethostname(), "leaving" if self.leaving else state, place)

@@ -232,7 +232,7 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
             raise UserError(f"{folder}: its .safetensors have no {theirs}; {_way_to(theirs, saved)}")
         if tuple(size) != tuple(tensor.shape):
             raise UserError(
-                f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
+                f"{folder}: {theirs} has shape {list(size)}, but the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
             )
         if (dtype := saved[theirs].properties.dtype) not in _DTYPES:

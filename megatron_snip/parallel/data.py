@@ -30,9 +30,9 @@ from megatron_snip.parallel.tensor import VocabParallelEmbedding
 def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
     """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute uses `dtype`.
 
-    One collective gathers the parameters of a unit, and one reduces their gradients, in float32; the stage does the
-    rest.  Without dp and cp nothing is wrapped.  An embedding is a unit if weights are freed after use: then only
-    forward gathers it.  Otherwise its own collective would save nothing.
+    For each unit, one collective gathers the parameters and one reduces the gradients, in float32.  Other parameters
+    are grouped with the stage.  Without dp and cp nothing is wrapped.  An embedding is a unit if weights are freed
+    after use:  then only forward gathers it.  Otherwise its own collective would save nothing.
     """
     if mesh.dp_cp.size == 1:
         return

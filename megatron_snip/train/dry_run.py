@@ -145,7 +145,7 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
     """Make tensors fake, except a mesh's tables of ranks.  Arrays read from fake tensors are zeros."""
     name = "_propagate_tensor_meta_non_cached"
 
-    def apart(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: object, **options: object) -> Any:
             with _disable_current_modes():
                 return plain(*args, **options)
@@ -157,9 +157,9 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
         return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
 
     with (
-        mock.patch.object(DeviceMesh, "__init__", apart(DeviceMesh.__init__)),
+        mock.patch.object(DeviceMesh, "__init__", outside_modes(DeviceMesh.__init__)),
         # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
-        mock.patch.object(ShardingPropagator, name, apart(getattr(ShardingPropagator, name))),
+        mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
         mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),

@@ -42,7 +42,7 @@ class Trainer(RunState):
     def run(self) -> None:
         """Train to the last iteration, or until asked to stop."""
         t, parts = self.config.training, self.parts
-        self._tell_what_will_not_come()
+        self._warn_about_unreachable()
         if self.iteration == 0 and t.preflight:
             preflight(self.config, parts)
         self._validate_new_weights()
@@ -77,10 +77,10 @@ class Trainer(RunState):
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
-            if self._went_back(result, suspicious):
+            if self._rewound(result, suspicious):
                 continue
             self._end_if_never_finite()
-            self._ask_about_data(result.stop)
+            self._share_data_problem(result.stop)
             leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
                 self._save(last=leave or iteration == t.train_iters)
@@ -88,10 +88,10 @@ class Trainer(RunState):
             if leave:
                 LOGGER.info(f"ending after iteration {iteration}, as requested")
                 break
-        if (reason := self._unwritten()) is not None:
+        if (reason := self._failed_writes()) is not None:
             raise UserError(reason)
 
-    def _tell_what_will_not_come(self) -> None:
+    def _warn_about_unreachable(self) -> None:
         """Warn about everything that the options request but that this run's iterations or data will never reach."""
         t, log, snip, planner = self.config.training, self.config.logging, self.config.snip, self.parts.coordinator
         first, last = self.iteration + 1, t.train_iters
@@ -155,21 +155,21 @@ class Trainer(RunState):
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late or self._unwritten() is not None or bool(self._problem(1))
+        return self.signal.received or late or self._failed_writes() is not None or bool(self._check_batch(1))
 
-    def _unwritten(self) -> str | None:
+    def _failed_writes(self) -> str | None:
         """Why this rank must end the run: too many failed writes.  None while it may continue."""
         return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
 
-    def _problem(self, ahead: int) -> str:
+    def _check_batch(self, ahead: int) -> str:
         """The problem that this rank has with a coming batch; "" for none."""
         loader, there_is = self.parts.train_loader, self.iteration + ahead < self.config.training.train_iters
         return loader.problem(loader.cursor(self.consumed, ahead)) if there_is else ""
 
-    def _ask_about_data(self, stopped: bool) -> None:
+    def _share_data_problem(self, stopped: bool) -> None:
         """If some rank asked to stop, find out whether a bad file is the reason."""
         if stopped and not self.data_problem:
-            self.data_problem = first_problem(self._problem(0), self.parts.mesh)
+            self.data_problem = first_problem(self._check_batch(0), self.parts.mesh)
 
     def _end_if_data_failed(self) -> None:
         if self.data_problem:
@@ -223,7 +223,7 @@ class Trainer(RunState):
             raise ProbeFailed(str(error)) from None
         return parts.stepper.trial_runner(batch, self.iteration + 1)
 
-    def _went_back(self, result: StepResult, suspicious: bool) -> bool:
+    def _rewound(self, result: StepResult, suspicious: bool) -> bool:
         """Let the guard judge this iteration.  Returns whether the run went back to a checkpoint."""
         if self.guard is None:
             return False

@@ -150,7 +150,7 @@ class MetricsWriter:
     ) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
         self._file: IO[bytes] | None = None
-        self._left = bytearray()  # bytes not written yet
+        self._pending = bytearray()  # bytes not written yet
         self.unwritten: list[str] = []  # lines that may not be complete in the file, for a checkpoint
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         last = cut_back(self.path, iteration)
@@ -174,7 +174,7 @@ class MetricsWriter:
     def go_back(self, iteration: int) -> None:
         """Continue after this iteration and drop later rows, even on a full disk."""
         assert self._file is not None
-        lines, self._left, self.unwritten = self.unwritten, bytearray(), []
+        lines, self._pending, self.unwritten = self.unwritten, bytearray(), []
         end, last = 0, None
         for line, row in _read_lines(self.path):
             if row["iteration"] > iteration:
@@ -202,9 +202,9 @@ class MetricsWriter:
             self._alert_of(row)
 
     def _add(self, line: str) -> None:
-        self._left += line.encode()
+        self._pending += line.encode()
         self.unwritten.append(line)
-        if self.failed.attempt(self._write_left):
+        if self.failed.attempt(self._write_pending):
             self.unwritten.clear()
 
     def _alert_of(self, row: Mapping[str, Any]) -> None:
@@ -224,19 +224,19 @@ class MetricsWriter:
         """Why the run must end: too many consecutive failed writes.  None while it may continue."""
         return next((one.reason for one in (self.failed, *(f for _, f in self._trackers)) if one.reason), None)
 
-    def _write_left(self) -> None:
+    def _write_pending(self) -> None:
         """Write all pending bytes in order.  Bytes that a failing write has taken are not written again."""
         assert self._file is not None
-        while self._left:
-            del self._left[: self._file.write(self._left) or 0]
+        while self._pending:
+            del self._pending[: self._file.write(self._pending) or 0]
 
     def close(self) -> None:
         """Close the file and the trackers.  Never raises."""
         file = self._file
         assert file is not None
-        self.failed.attempt(self._write_left)
-        if self._left:
-            LOGGER.warning(f"{self.path} lacks the last {self._left.count(bytes([10]))} rows")
+        self.failed.attempt(self._write_pending)
+        if self._pending:
+            LOGGER.warning(f"{self.path} lacks the last {self._pending.count(bytes([10]))} rows")
         else:
             self.failed.attempt(lambda: os.fsync(file.fileno()))
         file.close()

@@ -126,7 +126,7 @@ class Rerun:
         self._row = {f"rerun/{name}": count for name, count in self.counts.items()}
         losses = f"loss {first.loss:.6g}, gradient norm {first.grad_norm:.6g}"
         if not differ:
-            self._tell_equal(found, iteration, losses)
+            self._log_equal(found, iteration, losses)
             return second
         self._row["rerun/suspects"] = who = told(ranks, found)
         again = f"the same microbatches again gave {second.loss:.6g} and {second.grad_norm:.6g}, {what} differs first"
@@ -180,7 +180,7 @@ class Rerun:
         samples = batch.sample_index[worst]
         return losses[worst] * len(losses) * self.stepper.mesh.dp_cp.size, int(samples.min()), int(samples.max())
 
-    def _tell_equal(self, found: Sequence[Found], iteration: int, losses: str) -> None:
+    def _log_equal(self, found: Sequence[Found], iteration: int, losses: str) -> None:
         worst = max((one.worst for one in found), key=lambda w: (math.isnan(w[0]) or w[0] == math.inf, w[0]))
         LOGGER.warning(
             f"iteration {iteration}: {losses}, and the same when repeated: the data or the model is to blame; the "

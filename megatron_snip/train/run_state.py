@@ -118,11 +118,11 @@ class RunState:
             except Damaged as error:  # the same on every rank
                 self.start = agree_on(self.config, earlier_start(self.config, start, error))
                 continue
-            return self._take_up(start)
+            return self._resume(start)
         draw_weights(self.parts.stages.values())
         LOGGER.info("starting from new weights at iteration 0")
 
-    def _take_up(self, start: Start) -> None:
+    def _resume(self, start: Start) -> None:
         """Restore a checkpoint's state other than tensors; nothing for --finetune."""
         self.iteration = start.iteration
         state = start.state

@@ -119,14 +119,14 @@ def settle_data(
     except (IndexedDatasetError, OSError) as error:
         problem = one_line(error)
     digest = hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest() if found else ""
-    told: list[tuple[str, str]] = [("", "")] * mesh.world_size
+    reports: list[tuple[str, str]] = [("", "")] * mesh.world_size
     if mesh.rank == 0 and not problem:
         problem = _refused(config, state, found)
-    dist.all_gather_object(told, (problem, digest), group=mesh.world)
-    for rank, (its_problem, its_digest) in enumerate(told):
+    dist.all_gather_object(reports, (problem, digest), group=mesh.world)
+    for rank, (its_problem, its_digest) in enumerate(reports):
         if its_problem:
             raise UserError(its_problem)
-        if its_digest and its_digest != told[0][1]:
+        if its_digest and its_digest != reports[0][1]:
             raise UserError(
                 f"the data of rank {rank}'s node differs from rank 0's under the same prefixes; copy the files again"
             )

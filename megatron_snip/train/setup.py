@@ -282,7 +282,7 @@ def build(
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
     _warn_about_cut_blocks(config, parts, plan)
-    _tell_who_multiplies(config, parts, plan, runtime.device)
+    _log_backends(config, parts, plan, runtime.device)
     return parts
 
 
@@ -293,22 +293,22 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
         linear.precision = plan.linears[name] if plan is not None else LinearPrecision.parse(uniform)
 
 
-def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
+def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
     """Log, per format, the backend of its GEMMs, by kind of linear if it varies."""
-    told: dict[str, dict[str, set[str]]] = {}
+    by_format: dict[str, dict[str, set[str]]] = {}
     tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
         for precision in precisions_of(config, plan):
             runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
-            for fmt, who in runs.items():
-                told.setdefault(fmt, {}).setdefault(who, set()).add(name.rsplit(".", 1)[1])
+            for fmt, backend in runs.items():
+                by_format.setdefault(fmt, {}).setdefault(backend, set()).add(name.rsplit(".", 1)[1])
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
-    for fmt, by in sorted(told.items()):
-        for who, kinds in by.items():
-            LOGGER.info(f"GEMMs in {fmt}: {who}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
+    for fmt, by in sorted(by_format.items()):
+        for backend, kinds in by.items():
+            LOGGER.info(f"GEMMs in {fmt}: {backend}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
 
 
 def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> None:

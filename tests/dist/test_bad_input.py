@@ -182,7 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "checkpoint of another vocabulary": (
         {**MOCK, "load": SAVES, "run_dir": "@trained", "train_iters": 4, "vocab_size": 200},
-        ["iter_0000002: model.embed_tokens.weight has shape [128, 128], the model's is [256, 128]",
+        ["iter_0000002: model.embed_tokens.weight has shape [128, 128], but the model's is [256, 128]",
          "match the model options to its state.json"],
     ),
     "checkpoint of a shallower model": (

@@ -142,7 +142,7 @@ def test_a_folder_behind_a_link_to_nowhere_is_told(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     for folder in (link, link / "run"):
-        with pytest.raises(ValueError, match=f"^--save {folder}: {link} is a link to {tmp_path}/gone, which is not"):
+        with pytest.raises(ValueError, match=f"^--save {folder}: {link} is a broken link to {tmp_path}/gone; mend it"):
             check_folder("--save", folder)
 
 

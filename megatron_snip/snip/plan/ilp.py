@@ -231,7 +231,7 @@ def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
         2. minimise Q  subject to  target saved in total,  time of every stage <= M.
 
     M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
-    If saving and time go together (a GEMM in FP4 saves time, all others take the same), stages that keep M reach the
+    If saving and time go together (FP4 GEMMs save time, others take the same time), stages that keep M reach the
     target on their own and are solved separately; otherwise the target joins them.
     """
     (budget,) = program.budgets

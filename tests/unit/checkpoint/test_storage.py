@@ -25,7 +25,7 @@ def test_a_checkpoint_of_another_model(save, tmp_path):
     for wanted, said in (
         (
             tensors(0.0) | {"optim.a.exp_avg": torch.zeros(4, 30)},
-            "exp_avg has shape [30, 4], the model's is [4, 30];",
+            "exp_avg has shape [30, 4], but the model's is [4, 30];",
         ),
         (tensors(0.0) | {"model.b": torch.zeros(1)}, "holds no model.b; it is a checkpoint of another model"),
     ):

@@ -118,7 +118,8 @@ def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight; set tie_word_embeddings to"):
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight; set tie_word_embeddings
+    to"):
         model_options(tmp_path)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -318,7 +319,7 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     assert (m.head_dim, m.max_position_embeddings) == (
         transformers.Qwen3Config().head_dim, transformers.Qwen3Config().max_position_embeddings,
     )  # fmt: skip
-    with pytest.raises(UserError, match="--model-name comes to llama, the model in .* has qwen3; give its own"):
+    with pytest.raises(UserError, match="--model-name comes to llama, but the model in .* has qwen3; give its own"):
         check_model(tmp_path, dataclasses.replace(m, model_name="llama"))
     (tmp_path / "config.json").write_text(json.dumps({**found, "use_sliding_window": True}))
     with pytest.raises(UserError, match="use_sliding_window is True, but this package supports only False"):

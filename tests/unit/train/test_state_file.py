@@ -122,11 +122,11 @@ FORGED: list[tuple[str, Any, str]] = [
     ("snip|pending|options", ["fp8", "fp5"], "field snip.pending.options: fprop: unknown format 'fp5'"),
     ("snip|pending|request|quality_loss", 5, "field snip.pending.request: field quality_loss is 5"),
     ("snip|pending|request|quality_loss", [], "field snip.pending.request: field quality_loss is []"),
-    ("snip|pending|request|quality_loss", [[0.0], [1.0, 2.0]], "field snip.pending.request: field quality_loss is no"),
+    ("snip|pending|request|quality_loss", [[0.0], [1.0, 2.0]], "field snip.pending.request: field quality_loss is not"),
     (
         "snip|pending|request|efficiency",
         [[0.0, 1.0]],
-        "field snip.pending.request: field efficiency is no table",
+        "field snip.pending.request: field efficiency is not",
     ),
     ("snip|pending|request|stage", [0], "field snip.pending.request: field stage is not 2"),
     ("snip|pending|request|churn", [[0.0]], "field snip.pending.request: field churn is not 2 x 2"),
