@@ -1,8 +1,8 @@
 """Layout of a folder of checkpoints, and which checkpoints are complete.
 
     <save>/latest_checkpointed_iteration.txt     the iteration to continue from
-    <save>/iter_0000100/manifest.json            written last: sizes of the other files, position and CRC-32 of each
-    shard <save>/iter_0000100/state.json               state other than tensors
+    <save>/iter_0000100/manifest.json            written last: sizes of other files, position and CRC-32 of each shard
+    <save>/iter_0000100/state.json               state other than tensors
     <save>/iter_0000100/*.distcp                 weights and moments, sharded, by torch.distributed.checkpoint
     <save>/iter_0000100/.metadata                a pickle for torch's own reader; this package never opens it
 

@@ -87,9 +87,7 @@ class Saver:
         last: bool,
         planner: SavePlanner | None = None,
     ) -> None:
-        """Write a checkpoint with rank 0's state.  With --async-save this returns at once; call `wait_copied` before
-        the
-        tensors change.
+        """Write a checkpoint with rank 0's state.  With --async-save, call `wait_copied` before the tensors change.
 
         finite: whether the iteration's loss and gradient were finite.  If they, weights or moments are not, the
         checkpoint is kept but the tracker is unchanged.  last: wait, because no later save can make up for this one.

@@ -145,9 +145,8 @@ class Pipeline:
         schedule = self._schedule(use, len(batch.tokens), training=training)
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
-        # torch cuts tensors into microbatches and passes anything else to every stage unchanged; FSDP would move a
-        # tensor
-        # to the device, and reading it there would block
+        # torch cuts tensors into microbatches and passes anything else to every stage unchanged; FSDP would move
+        # a tensor to the device, and reading it there would block
         options: dict[str, Any] = {"sample_index": batch.sample_index.numpy(), "context": context}
         if self._has_last:
             options |= {"labels": labels, "target": labels}

@@ -66,12 +66,7 @@ def casts_of_pieces() -> dict[str, bool]:
             linear.precision = LinearPrecision.uniform(fmt)
             call = linear.linear_call(StepContext(key=own), None)
             plain = LinearCall(linear.precision, RoundingKey(7, 5, call.key.stream, row0=3 * S))
-            for gemm, role in (
-                ("fprop", "input"),
-                ("dgrad", "grad_output"),
-                ("wgrad", "grad_output"),
-                ("wgrad", "input"),
-            ):
+            for gemm, role in (("fprop", "input"), ("dgrad", "grad_output"), ("wgrad", "grad_output"), ("wgrad", "input")):
                 x = operands[role]
                 part = own_tokens(x.transpose(1, 2), cp).transpose(1, 2)
                 reduce = call.reduce_amax.get(role)

@@ -20,13 +20,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # the last two are loaded by what most ranks do, and take each of them a second
-    [
-        "torch",
-        "torch.distributed.checkpoint",
-        "megatron_snip.train.loop",
-        "torch._dynamo",
-        "megatron_snip.parallel.pipeline_stage",
-    ]
+    ["torch", "torch.distributed.checkpoint", "megatron_snip.train.loop", "torch._dynamo", "megatron_snip.parallel.pipeline_stage"]
 )
 
 

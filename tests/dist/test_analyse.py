@@ -57,9 +57,7 @@ def test_every_linear_in_every_format_with_its_error(analysed):
     assert [*found] == stats.names and len(found) == 14
     for name, formats in found.items():
         assert 0 < formats["fp8"]["mean"] < formats["fp4"]["mean"], name
-        assert all(0 < each["standard_error"] < each["mean"] for each in formats.values()), (
-            "as one text is like another"
-        )
+        assert all(0 < each["standard_error"] < each["mean"] for each in formats.values()), "as one text is like another"
     expected = stats.tokens / 2 * stats.column("token/fp4")
     assert np.allclose([found[name]["fp4"]["mean"] for name in stats.names], expected)
     worst = max(found, key=lambda name: found[name]["fp4"]["mean"])

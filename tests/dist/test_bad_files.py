@@ -13,7 +13,6 @@ from megatron_snip.data.sampling import GPTDataset
 from tests.dist.faults import SMALL, run_on_files
 from tests.dist.harness import run_ranks
 
-
 def newest_iteration(saves):
     return newest(saves)[0]
 

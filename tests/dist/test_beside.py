@@ -68,7 +68,7 @@ def test_what_is_gathered_and_kept():
     """A process's own rows, as codes with a scale every 128 where the GEMM is quantised; Megatron-LM's are bf16."""
     rows, scale = B * S // 2, 4 / 128
     cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8")
-    plain, fp8, fp4, mixed, several = [run_ranks(run_sent, 2, case) for case in cases]
+    plain, fp8, fp4, mixed, several = ([run_ranks(run_sent, 2, case) for case in cases])
     for ranks, sent, kept in (
         (plain, 2 * 2, 2), (fp8, 2 * (1 + scale), 1 + scale), (fp4, 2 * (1 + scale), 1 + scale),
         (mixed, 2 + 1 + scale, 1 + scale), (several, 2 * 2, 2),

@@ -192,13 +192,8 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
     model.save_pretrained(tmp_path / "more", state_dict=weights)
     words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
     ((refused, said),) = run_ranks(warned, 1, *words)
-    assert (
-        refused == ""
-        and "1 tensors do not belong to the model that its config.json describes, and are left out" in said
-    )
-    assert (
-        "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
-    )
+    assert refused == "" and "1 tensors do not belong to the model that its config.json describes, and are left out" in said
+    assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     model.save_pretrained(tmp_path / "nan")
@@ -234,10 +229,7 @@ def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path)
         forge(tmp_path / "in", tokenizer_type=kind, tokenizer_model=str(tmp_path / path))
         out = tmp_path / f"out{number}"
         ((problem, said),) = run_ranks(warned, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(out))
-        assert (
-            problem == ""
-            and f"no tokenizer is written, and config.json names no EOS: --tokenizer-model {tmp_path}" in said
-        )
+        assert problem == "" and f"no tokenizer is written, and config.json names no EOS: --tokenizer-model {tmp_path}" in said
         assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
         assert not any(b"secret" in path.read_bytes() for path in out.iterdir())
     forge(tmp_path / "in", tokenizer_type="NullTokenizer", tokenizer_model=str(tmp_path / "id_rsa"))
@@ -270,18 +262,8 @@ def test_a_folder_of_any_name_has_options_that_can_be_read(name, tmp_path):
     save = tmp_path / name
     assert run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(save)) == [""]
     assert tomllib.loads((save / "model.toml").read_text("utf-8"))["tokenizer_model"] == str(save)
-    options = {
-        "seq_length": 128,
-        "mock_data": True,
-        "run_dir": str(tmp_path / "run"),
-        "train_iters": 1,
-        "lr_warmup_iters": 0,
-    }
-    run_ranks(
-        train_run,
-        1,
-        {**tomllib.loads((save / "model.toml").read_text("utf-8")), **options, "load": str(save), "finetune": True},
-    )
+    options = {"seq_length": 128, "mock_data": True, "run_dir": str(tmp_path / "run"), "train_iters": 1, "lr_warmup_iters": 0}
+    run_ranks(train_run, 1, {**tomllib.loads((save / "model.toml").read_text("utf-8")), **options, "load": str(save), "finetune": True})
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
@@ -328,15 +310,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (said,) = run_ranks(convert, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
     assert said.startswith(f"{tmp_path}/in/iter_0000000: __0_0.distcp") and said.endswith("; load another iteration")
     run = "--seq-length 128 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --train-iters 1"
-    words = [
-        "--load",
-        str(tmp_path / "in"),
-        "--output",
-        str(tmp_path / "x.json"),
-        "--snip-probe-tokens",
-        "1",
-        *run.split(),
-    ]
+    words = ["--load", str(tmp_path / "in"), "--output", str(tmp_path / "x.json"), "--snip-probe-tokens", "1", *run.split()]
     with pytest.raises(AssertionError, match="UserError: .*in/iter_0000000: __0_0.distcp .*; load another iteration"):
         run_ranks(collect, 1, *words)
 

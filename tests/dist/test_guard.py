@@ -34,14 +34,7 @@ OPTIONS = {
     "snip_stage_constraint": "none", "spike_window": 7, "spike_nats": 1.0, "spike_deviations": 1.0, "snip_guard": True,
     "snip_guard_patience": 2, "save_interval": 4, "log_all_ranks": True, "snip_trials": 0,
 }  # fmt: skip
-TIMES = (
-    "iteration-time",
-    "snip/probe_seconds",
-    "snip/wait_seconds",
-    "snip/apply_seconds",
-    "snip/solver_seconds",
-    "snip/trial_seconds",
-)
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds", "snip/trial_seconds")
 #: The second plan breaks; or it and all that follow it with FP4.
 SECOND, FROM_SECOND = Trouble("plan", range(8, 9), factor=math.nan), Trouble("plan", range(8, 13), factor=math.nan)
 DATA, DATA_OF_TWO = Trouble("data", range(9, 15)), Trouble("data", range(9, 11))
@@ -60,9 +53,7 @@ def run(layout: str, run_dir: Path, *troubles: Trouble, program=troubled_run, **
     told = ("iteration", "lm loss", "snip/plan_hash", "snip/guard", "snip/guard_why", "skipped", "consumed-samples")
     rows = rows_of(run_dir)
     for rank in range(1, world):
-        assert [[row.get(k) for k in told] for row in rows_of(run_dir, rank)] == [
-            [r.get(k) for k in told] for r in rows
-        ]
+        assert [[row.get(k) for k in told] for row in rows_of(run_dir, rank)] == [[r.get(k) for k in told] for r in rows]
     return ranks, rows
 
 
@@ -192,9 +183,7 @@ def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout
     shutil.copytree(there / "checkpoints/iter_0000008", back / "checkpoints/iter_0000008")
     (back / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
     path = back / "checkpoints/iter_0000008/state.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "consumed_samples": 40, "guard": None})
-    )
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data_skipped": 8, "consumed_samples": 40, "guard": None}))
     prove(path)
     fresh, again = run(layout, back, load=str(back / "checkpoints"), **more)
     assert_equal(ranks, fresh)
@@ -202,7 +191,9 @@ def test_going_back_is_a_fresh_start_from_the_checkpoint_past_the_samples(layout
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "leave"), [("one", 1), pytest.param("tp2 x pp2", 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "leave"), [("one", 1), pytest.param("tp2 x pp2", 5, marks=pytest.mark.slow)]
+)
 def test_all_three_steps_and_a_resume_in_the_middle(layout, leave, tmp_path):
     """Noise for six iterations, whatever the plan.  Iteration 12 is saved while the loss is broken: not a good one.
 

@@ -74,7 +74,9 @@ def chaos(alone_quantised, plan_options):
     """Median loss difference that one unit in the last place of the norms' weights makes: the mean of four draws of
     up and down, since one alone differs from the next by a factor of three.  A mean over iterations would be that of a
     single spike."""
-    nudged = [run_ranks(functools.partial(trained, nudge=seed), 1, plan_options)[0]["losses"] for seed in range(4)]
+    nudged = [
+        run_ranks(functools.partial(trained, nudge=seed), 1, plan_options)[0]["losses"] for seed in range(4)
+    ]
     return float(np.mean([np.median(np.abs(np.subtract(losses, alone_quantised["losses"]))) for losses in nudged]))
 
 

@@ -36,9 +36,7 @@ def test_statistics_of_a_checkpoint_on_any_layout(layout, checkpoints, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone.json", "stats.json"]
 
 
-@pytest.mark.parametrize(
-    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2 interleaved")), "pp2 x dp2"]
-)
+@pytest.mark.parametrize("layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2 interleaved")), "pp2 x dp2"])
 def test_a_forward_in_bf16_changes_nothing(layout, tmp_path):
     plan = mixed_plan(tmp_path / "plan.json")
     options = {**LAYOUTS[layout], "bf16": True, "precision": "plan", "precision_plan": str(plan)}

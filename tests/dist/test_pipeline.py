@@ -25,7 +25,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "interleaved" else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "interleaved" else pytest.mark.slow) for c in CASES]
+)
 def test_activations_and_gradients_travel_once_in_the_compute_dtype(case):
     world, chunks, options = CASES[case]
     options = {"pipeline_model_parallel_size": 2, **options}

@@ -56,9 +56,7 @@ SUSPECTS = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "layout", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "tp2 x pp2"))]
-)
+@pytest.mark.parametrize("layout", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "tp2 x pp2"))])
 def test_a_fault_that_comes_once_leaves_no_trace(layout, tmp_path):
     """Weights and moments are those of a run without it, so no gradient was added twice."""
     plain, plain_rows = run(layout, tmp_path, name="plain", rerun_mode="disabled")

@@ -27,14 +27,7 @@ OPTIONS = {
     "eval_interval": 6, "eval_iters": 1, "log_interval": 10, "log_all_ranks": True,
     "preflight": False,
 }  # fmt: skip
-TIMES = (
-    "iteration-time",
-    "snip/probe_seconds",
-    "snip/wait_seconds",
-    "snip/apply_seconds",
-    "snip/solver_seconds",
-    "snip/trial_seconds",
-)
+TIMES = ("iteration-time", "snip/probe_seconds", "snip/wait_seconds", "snip/apply_seconds", "snip/solver_seconds", "snip/trial_seconds")
 
 
 def options_for(run_dir: Path) -> dict:
