@@ -106,7 +106,7 @@ class Workers:
         self.count, self._datasets = count, list(datasets)
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         with _shared_file() as file:
-            places = _write_shared(file, self._datasets)
+            places = _write(file, self._datasets)
             self._all = [_start(f"data worker {n} of {count}", file.fileno(), places) for n in range(1, count + 1)]
         for worker in self._all:
             self._free.put(worker)
@@ -184,7 +184,7 @@ def _mapped(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]
     return np.memmap(name, dtype, "r", offset, shape).view(np.ndarray)
 
 
-def _write_shared(file: IO[bytes], datasets: list[Dataset]) -> Places:
+def _write(file: IO[bytes], datasets: list[Dataset]) -> Places:
     arrays: list[pickle.PickleBuffer] = []
     stream, places = io.BytesIO(), []
     _Pickler(stream, 5, buffer_callback=arrays.append).dump(datasets)

@@ -43,7 +43,10 @@ def draw_weights(stages: Iterable[LlamaStage]) -> None:
 
 
 def standard_deviation(tags: Tags, m: ModelConfig) -> float:
-    """For a matrix.  Megatron's scaled initialisation keeps the residual stream's variance with depth."""
+    """Standard deviation of a weight matrix at the start.
+
+    Megatron's scaled initialisation keeps the variance of the residual stream with depth.
+    """
     leaves = tags.kind == "linear" and tags.split_dim == 1  # row-parallel linears write to the residual stream
     return m.init_method_std / math.sqrt(2 * m.num_layers) if leaves else m.init_method_std
 
