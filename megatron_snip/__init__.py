@@ -1,4 +1,4 @@
-"""Pretraining with linears in BF16, FP8 or FP4 as a plan decides, which is solved again during training.
+"""Pretraining with linears in BF16, FP8 or FP4 according to a plan, which is solved again during training.
 
 Source: SNIP, arXiv 2602.01410.  This module imports nothing of ours, so that small processes (the solver) stay small.
 """

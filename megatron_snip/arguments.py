@@ -110,8 +110,8 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     _check_texts(config)
     if "--group-query-attention" in argv and config.model.num_query_groups is None:
         raise UserError(
-            "--group-query-attention without --num-query-groups is one key/value head in Megatron-LM, and here one "
-            "for each query head; give --num-query-groups"
+            "--group-query-attention without --num-query-groups means one key/value head in Megatron-LM but one "
+            "per query head here; give --num-query-groups"
         )
     return config
 

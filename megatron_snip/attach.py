@@ -114,7 +114,7 @@ def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear],
                 f"attach: {name} ({type(linear).__name__}) has a forward of its own; leave it out of linears"
             )
     if not taken:
-        raise UserError(f"attach: no nn.Linear was taken; the model's are {_some(found)}")
+        raise UserError(f"attach: no nn.Linear was selected; the model has {_some(found)}")
     return taken
 
 
@@ -244,8 +244,7 @@ class Snip:
                 raise UserError(f"{name} is no longer attached; call attach again")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
-        """The plan with the lowest quality loss that has a share ``target`` of the linears' FLOPs in FP4, by the last
-        probe.
+        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4.
 
         If bf16 is an option, ``target`` is the share of modelled time that the plan saves.
         options: churn, fix, granularity, objective and options, as --snip-churn and so on, such as granularity="gemm"

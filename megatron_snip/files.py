@@ -82,7 +82,7 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
 def path_word(text: str) -> str:
     """A path on a tool's command line, for argparse's ``type``.  An empty one would mean the current folder."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"the path is {text!r}; give one that names something")
+        raise argparse.ArgumentTypeError(f"the path is {text!r}; give one")
     return text
 
 

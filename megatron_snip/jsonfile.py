@@ -40,7 +40,7 @@ class JsonFileError(UserError):
 
 
 def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
-    """The object in a file.  Raises UserError with the file's name if it is unreadable, truncated or no object."""
+    """The object in a file.  Raises UserError with the file's name if it is unreadable, truncated or not an object."""
     data = read_file(path, what, way_out)
     try:
         values = parse_json(data)

@@ -203,7 +203,7 @@ def _gpu_of(local_rank: int, backend: str, device: str) -> int:
     given_one = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # if another process has it too, NCCL reports that
     if local_rank >= gpus and backend == "nccl" and not given_one:
         raise UserError(
-            f"local rank {local_rank} has no GPU: this machine has {gpus}; start one process a GPU "
+            f"local rank {local_rank} has no GPU: this machine has {gpus}; start one process per GPU "
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
         )
     return local_rank % gpus
@@ -211,7 +211,7 @@ def _gpu_of(local_rank: int, backend: str, device: str) -> int:
 
 def _check_launch() -> None:
     """Raise UserError if a launcher started several processes without giving each a rank in one run."""
-    wanted, start = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "start one torchrun a node"
+    wanted, start = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "start one torchrun per node"
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):  # srun's, mpirun's, torchrun's
             if os.environ.get(name, "1") != "1":

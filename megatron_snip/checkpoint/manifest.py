@@ -149,7 +149,7 @@ def open_file(folder: Path, name: str) -> io.FileIO:
         raise Damaged(f"{name} cannot be read ({error.strerror})") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise Damaged(f"{name} cannot be read (it is no regular file)")
+        raise Damaged(f"{name} cannot be read (it is not a regular file)")
     return file
 
 
@@ -157,7 +157,7 @@ def _content(folder: Path, name: str, most: int) -> bytes:
     """Content of a file of at most ``most`` bytes."""
     with open_file(folder, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise Damaged(f"{name} has {size} bytes, and at most {most} are read")
+            raise Damaged(f"{name} has {size} bytes, but at most {most} can be read")
         return io.BufferedReader(file).read(most)
 
 

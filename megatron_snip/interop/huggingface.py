@@ -300,7 +300,7 @@ def _file_of_each(folder: Path) -> dict[str, Path]:
                 if name in file_of:
                     raise UserError(
                         f"{folder}: {name} is in {file_of[name].name} and in {path.name}; "
-                        "leave the model's own files there"
+                        "keep only the model's own files"
                     )
                 file_of[name] = path
     return file_of

@@ -37,7 +37,7 @@ def tokenizer_files(model: Path) -> dict[str, Any]:
         import tokenizers
         from tokenizers import decoders, models, normalizers
     except ImportError as error:
-        raise UserError(f"{model} becomes a tokenizer.json only with tokenizers: pip install tokenizers") from error
+        raise UserError(f"{model} needs tokenizers to become a tokenizer.json: pip install tokenizers") from error
     ours = SentencePieceTokenizer(model)
     of = ours.processor
     pieces = [of.id_to_piece(i) for i in range(ours.vocab_size)]

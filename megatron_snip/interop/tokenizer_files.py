@@ -50,7 +50,7 @@ def _check_link(path: Path) -> None:
     try:
         target, folder = path.resolve(strict=True), path.parent.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
-        raise UserError(f"{path} is a link that leads nowhere ({error}); remove it") from None
+        raise UserError(f"{path} is a broken link ({error}); remove it") from None
     cached = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
     if not (target.is_relative_to(folder) or cached):
         raise UserError(

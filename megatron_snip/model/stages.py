@@ -65,7 +65,7 @@ def _chunks(held: list[int], p: ParallelConfig) -> int:
     if len(held) == 1 or value < 1:
         raise UserError(
             f"{option} is {value} and --pipeline-model-parallel-size {len(held)}; "
-            "give 1 or more of the first and 2 or more of the second, or drop the first"
+            "give at least 1 and 2, or drop the first"
         )
     if chunks is not None:
         for blocks in held:

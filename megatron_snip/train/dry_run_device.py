@@ -67,7 +67,7 @@ def as_on(device: str) -> Iterator[None]:
 
 @torch.library.custom_op("dry_run::rms_norm", mutates_args=())
 def _norm(x: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
+    raise NotImplementedError("only for fake tensors")
 
 
 @_norm.register_fake
@@ -77,7 +77,7 @@ def _(x: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("dry_run::rms_norm_backward", mutates_args=())
 def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
+    raise NotImplementedError("only for fake tensors")
 
 
 @_norm_backward.register_fake

@@ -123,13 +123,13 @@ class Trainer(RunState):
             )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
             LOGGER.warning(
-                f"--eval-interval is {log.eval_interval}, and there is no validation data; "
+                f"--eval-interval is {log.eval_interval}, but there is no validation data; "
                 "give --valid-data-path, or --split a second number above 0"
             )
         if log.profile and not first <= log.profile_step_start <= last:
             LOGGER.warning(
                 f"no profile will be written: --profile-step-start is {log.profile_step_start}, "
-                f"and this run makes iterations {first} to {last}"
+                f"but this run makes iterations {first} to {last}"
             )
 
     def close(self, *, report: bool) -> None:

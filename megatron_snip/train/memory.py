@@ -36,8 +36,8 @@ def warn_about_memory(config: Config, here: Runtime) -> None:
     LOGGER.warning(
         f"{what} cannot hold the run: weights, gradients and the optimiser's state need {needed / _GIB:.1f} GiB for "
         f"{processes} process{'es' if processes > 1 else ''}, activations not counted, and {free / _GIB:.1f} GiB are "
-        "free; the system may end it without a word. Take a smaller model or more machines, or shard more; --dry-run "
-        "tells what a layout needs"
+        "free; the system may kill it without notice. Take a smaller model or more machines, or shard more; --dry-run "
+        "shows what a layout needs"
     )
 
 

@@ -71,7 +71,7 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
     folder = Path(load)
     if (number := iteration_of(folder)) is not None:
         if step not in (None, number):
-            raise UserError(f"--load {load} is from iteration {number}, --ckpt-step is {step}; drop one")
+            raise UserError(f"--load {load} is from iteration {number}, but --ckpt-step is {step}; drop one")
         folder, step = folder.parent, number
     if step is None:
         found, passed_over = newest(folder, below)
@@ -121,7 +121,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
         return _start_from_weights(config, Path(c.pretrained_checkpoint), below)
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
-        raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
+        raise UserError(f"{option} needs a checkpoint, but --load is {c.load}; give a folder that holds one")
     if saved is None or c.finetune:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
@@ -218,7 +218,7 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
             given, trained = "not given" if new == "" else new, "out it" if old == "" else f" {old}"
             raise UserError(
-                f"--{option} is {given}, the checkpoint in {config.checkpoint.load} was trained with{trained}; "
+                f"--{option} is {given}, but the checkpoint in {config.checkpoint.load} was trained with{trained}; "
                 f"{f'leave --{option} out' if old == '' else f'give --{option} {old}'}{instead}"
             )
 

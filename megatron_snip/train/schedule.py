@@ -105,18 +105,18 @@ def check_samples(config: Config) -> None:
         for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size"):
             if getattr(t, name):
                 option = f"--{name.replace('_', '-')}"
-                raise UserError(f"{option} is for runs that are given in samples; give --train-samples, or drop it")
+                raise UserError(f"{option} counts samples; give --train-samples, or drop it")
         return
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         if getattr(t, name):
             raise UserError(
-                f"--{name.replace('_', '-')} is for runs that are given in iterations, and --train-samples is given; "
+                f"--{name.replace('_', '-')} counts iterations, but --train-samples is given; "
                 f"give --{name.replace('_iters', '_samples').replace('_', '-')}"
             )
     follow = config.replace(train_iters=0).with_iterations().training.train_iters
     if t.train_iters != follow:
         raise UserError(
-            f"--train-iters is {t.train_iters}, and --train-samples {t.train_samples} makes {follow}; drop one"
+            f"--train-iters is {t.train_iters}, but --train-samples {t.train_samples} makes {follow}; drop one"
         )
 
 
@@ -128,10 +128,10 @@ def check_schedule(t: TrainingConfig) -> None:
         raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
     for unit in ("iters", "samples"):
         if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
-            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} are given, both for the same; drop one")
+            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} mean the same; drop one")
         if getattr(t, f"lr_wsd_decay_{unit}") is not None and t.lr_decay_style != "WSD":
             raise UserError(
-                f"--lr-wsd-decay-{unit} is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
+                f"--lr-wsd-decay-{unit} is given, but --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
             )
     wsd = "lr_wsd_decay_iters" if t.train_samples is None else "lr_wsd_decay_samples"
     if t.lr_decay_style == "WSD" and getattr(t, wsd) is None:
@@ -139,7 +139,7 @@ def check_schedule(t: TrainingConfig) -> None:
     ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
     if style == "constant" and ends != (None, None):
         raise UserError(
-            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, and "
+            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, but "
             "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
         )
     if style != "constant" and None in ends:

@@ -68,7 +68,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         config = config.replace(vocab_size=tokenizer.vocab_size)
     elif tokenizer.vocab_size > m.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, --vocab-size is {m.vocab_size}; raise it or drop it"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but --vocab-size is {m.vocab_size}; raise it or drop it"
         )
     tp = config.parallel.tensor_model_parallel_size
     if config.model.padded_vocab_size % tp:
@@ -201,7 +201,7 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             found = value or "missing or 0"
-            raise UserError(f"--{name} is {found}; give the model's shape by --load CKPT, --config FILE or options")
+            raise UserError(f"--{name} is {found}; give the model's shape with --load CKPT, --config FILE or options")
     shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
     stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
     process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
@@ -352,10 +352,10 @@ def agree_on(config: Config, start: Start) -> Start:
         if theirs[:2] != first[:2]:
             raise UserError(
                 f"--load {config.checkpoint.load}: rank 0 sees iteration {first[1]}, rank {rank} {theirs[1]}; "
-                "another run may be writing to it, or it is not the same folder for all; give --ckpt-step, or share it"
+                "another run may be writing to it, or ranks see different folders; give --ckpt-step, or share it"
             )
         if theirs[2] != first[2]:
-            raise UserError(f"rank {rank} was started with other options than rank 0; start all with the same")
+            raise UserError(f"rank {rank} has other options than rank 0; start all with the same")
     return dataclasses.replace(start, run_id=run_id)
 
 

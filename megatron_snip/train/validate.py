@@ -126,7 +126,7 @@ def validate(config: Config, world_size: int) -> None:
         _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
                  f"({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
-        raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
+        raise UserError(f"--profile-ranks {odd[0]}: the run's ranks are 0 to {world_size - 1}; leave it out")
     _validate_sharding(config, dp)
     for size in t.batch_sizes:
         _validate_stages(config, size // (t.micro_batch_size * dp))
@@ -203,7 +203,7 @@ def _validate_choices(config: Config) -> None:
     _validate_guard(config)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise UserError(
-            f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
+            f"--snip-stage-target means --snip-stage-constraint each, but {s.snip_stage_constraint} is given; "
             "drop --snip-stage-target"
         )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
@@ -220,7 +220,7 @@ def _validate_choices(config: Config) -> None:
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):
-        raise UserError("--mock-data is given together with paths of real data; drop one of them")
+        raise UserError("--mock-data is given with paths of real data; drop one")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise UserError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
 
@@ -229,11 +229,11 @@ def _validate_pairs(config: Config) -> None:
     """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
-        raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
+        raise UserError("--distributed-backend nccl is for GPUs, but --device is cpu; use gloo, or drop --device")
     if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
         raise UserError(
-            f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, and gloo sends nothing between GPUs' "
-            "memories; use nccl, or one stage"
+            f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, but gloo cannot send between "
+            "GPUs; use nccl, or one stage"
         )
     waits, limit = s.snip_solve_timeout, 60.0 * config.parallel.distributed_timeout_minutes
     if config.precision.precision == "snip" and waits >= limit:
@@ -254,7 +254,7 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.pretrained_checkpoint and config.checkpoint.finetune:
         raise UserError(
-            f"--finetune takes the weights of --load, and --pretrained-checkpoint is "
+            f"--finetune takes the weights of --load, but --pretrained-checkpoint is "
             f"{config.checkpoint.pretrained_checkpoint}; drop one"
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
@@ -267,14 +267,14 @@ def _validate_recompute(config: Config) -> None:
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(t, name) is not None and granularity != "full":
             raise UserError(
-                f"--{name.replace('_', '-')} is given, and --recompute-granularity is {granularity}; "
+                f"--{name.replace('_', '-')} is given, but --recompute-granularity is {granularity}; "
                 "use full, or drop it"
             )
     if unknown := [name for name in modules if name not in MODULES]:
         raise UserError(f"--recompute-modules {unknown[0]} is unknown; known: {', '.join(MODULES)}")
     if modules != TrainingConfig().recompute_modules and granularity != "selective":
         raise UserError(
-            f"--recompute-modules is given, and --recompute-granularity is {granularity}; use selective, or drop it"
+            f"--recompute-modules is given, but --recompute-granularity is {granularity}; use selective, or drop it"
         )
     if granularity == "selective" and t.compile:
         raise UserError("--compile does not go with --recompute-granularity selective; use full, or drop one")
@@ -284,9 +284,7 @@ def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
         if value is not None and not given["dry_run"] and name != "dry_run":
-            raise UserError(
-                f"--{name.replace('_', '-')} {value} is for --dry-run, which is not given; add --dry-run or drop it"
-            )
+            raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 
 def _validate_guard(config: Config) -> None:

@@ -125,7 +125,7 @@ class Probe:
             return
         idle = [name for name, probe in probes.items() if not any(s.startswith("token/") for s in probe.sums.names)]
         if idle:
-            failure.note(f"no gradient came to {', '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
+            failure.note(f"no gradient reached {', '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
         """Run ``work``, which must not use collectives, and return its result if it succeeded on all ranks."""

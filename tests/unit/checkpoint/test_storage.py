@@ -114,5 +114,5 @@ def test_a_shard_that_was_exchanged_for_a_pipe_waits_for_nobody(save, tmp_path):
     manifest, path = check(tmp_path, 5), folder_of(tmp_path, 5) / "__0_0.distcp"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(Damaged, match=r"__0_0.distcp cannot be read \(it is no regular file\)"):
+    with pytest.raises(Damaged, match=r"__0_0.distcp cannot be read \(it is not a regular file\)"):
         load_tensors(tmp_path, 5, tensors(0.0), manifest)

@@ -219,7 +219,7 @@ def test_weights_alone_need_a_checkpoint(tmp_path):
     for option in ("finetune", "no_load_optim"):
         for load in (None, str(tmp_path / "none")):
             said = refused(options(tmp_path / "new", load=load, **{option: True}), tmp_path)
-            assert said.startswith(f"--{option.replace('_', '-')} needs a checkpoint, --load is {load}")
+            assert said.startswith(f"--{option.replace('_', '-')} needs a checkpoint, but --load is {load}")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune
     old = next(group[name] for group in Config().to_dict().values() if name in group)
     said = refused(options(tmp_path / "new", load=load, **{name: value}), tmp_path)
     option = f"--{name.replace('_', '-')}"
-    assert said.startswith(f"{option} is {value}, the checkpoint in {load} was trained with {old}; give {option} {old}")
+    assert said.startswith(f"{option} is {value}, but the checkpoint in {load} was trained with {old}; give {option} ")
     tuned = options(tmp_path / "new", load=load, finetune=True, **{name: value})
     if finetune_too:
         assert "was trained with" in refused(tuned, tmp_path)
@@ -259,7 +259,7 @@ def test_a_ramp_stays_what_it_was(tmp_path):
     was = Config().replace(**grown, **ramp).to_dict()
     checkpoint(Path(load), 7, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown), tmp_path)
-    assert said.startswith(f"--rampup-batch-size is not given, the checkpoint in {load} was trained with 2 2 12; give")
+    assert said.startswith(f"--rampup-batch-size is not given, but the checkpoint in {load} was trained with 2 2 12;")
     assert find_start(options(tmp_path / "run", **grown, **ramp)).iteration == 7
     was["training"]["rampup_batch_size"] = []
     checkpoint(Path(load), 8, ABC, config=was)
