@@ -31,7 +31,7 @@ def made_up_batch(config: Config, microbatches: int) -> Batch:
 def preflight(config: Config, parts: Parts) -> None:
     """Run a few microbatches in each option of the planner, and one probe.  Every rank must call it.
 
-    The microbatches fill the pipeline.  There are at least two if an iteration has as many, so that gradients
+    The microbatches fill the pipeline.  There are at least two if an iteration has that many, so that gradients
     accumulate.
     """
     coordinator, mesh = parts.coordinator, parts.mesh

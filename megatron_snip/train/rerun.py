@@ -154,7 +154,7 @@ class Rerun:
     def _local_result(self) -> LocalResult:
         share, square = self.stepper.local
         sums = [
-            # the gradient of a tied embedding is a sum over two stages, so its copy's stage does not count
+            # a tied embedding's gradient is a sum over two stages; its copy counts as the first stage's
             (0 if is_copy(tags, self.stepper.mesh) else stage, name, bits_sum(gradient))
             for stage, module in self.stepper.pipeline.stages.items()
             for name, tags, gradient in local_gradients([module])  # in forward's order
