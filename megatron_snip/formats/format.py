@@ -106,14 +106,14 @@ def register(fmt: Format) -> Format:
 
 
 def format_names() -> list[str]:
-    """Names of the registered formats in order of registration; eXmY names are valid besides."""
+    """Names of the registered formats in order of registration.  eXmY names are also valid."""
     return list(_FORMATS)
 
 
 def get_format(name: str) -> Format:
     """The format of that name: a registered one, or any eXmY with the default tiles.
 
-    Raises UserError for an unknown name, listing the known ones.
+    Raises UserError, with the known names, for an unknown one.
     """
     fmt = _FORMATS.get(name)
     return fmt if fmt is not None else _exmy(name)
