@@ -89,7 +89,7 @@ def test_other_data_replaces_the_runs(collect):
         (["--snip-probe-tokens", "0"], "--snip-probe-tokens is 0"),
         (["--snip-options", "fp8,fp3"], "--snip-options fp8,fp3: fprop: unknown format 'fp3'; known: bf16"),
         (["--hidden-size", "256"], "--hidden-size is 256, but the checkpoint in .* was trained with 128"),
-        (["--seed", "5"], "--seed is 5, the checkpoint"),
+        (["--seed", "5"], "--seed is 5, but the checkpoint"),
         (["--tensor-model-parallel-size", "2"], "world size 1 is not a multiple of tensor x pipeline parallel = 2 x 1"),
         (["--hiden-size", "2"], "unknown option --hiden-size; did you mean --hidden-size"),
     ],

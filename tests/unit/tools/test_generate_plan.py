@@ -268,7 +268,7 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
     damaged.parent.mkdir()
     damaged.write_text("{")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json: .*; give the model's shape with --load or"):
+    with pytest.raises(ValueError, match="config.json: .*; give the model's shape by --load or"):
         generate(stats=damaged)
     with pytest.raises(ValueError, match="iter_1.json: this statistics is not JSON"):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)

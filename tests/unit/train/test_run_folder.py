@@ -264,7 +264,7 @@ def test_a_ramp_stays_what_it_was(tmp_path):
     was["training"]["rampup_batch_size"] = []
     checkpoint(Path(load), 8, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown, **ramp), tmp_path)
-    assert "--rampup-batch-size is 2 2 12, the" in said and "without it; leave --rampup-batch-size out, or" in said
+    assert "--rampup-batch-size is 2 2 12, but the" in said and "without it; leave --rampup-batch-size out, or" in said
 
 
 def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
