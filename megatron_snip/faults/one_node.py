@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-NAME = "one_node"  # pyproject.toml repeats it as the entry point that torchrun looks up
+NAME = "one_node"  # also the name of the entry point in pyproject.toml
 _LOOPBACK = "127.0.0.1"
 
 
@@ -41,7 +41,7 @@ class OneNode(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """False: worker processes cannot see the agent's memory."""
+        """False: ranks cannot see the agent's memory."""
         return False
 
     def is_closed(self) -> bool:
@@ -66,5 +66,5 @@ class OneNode(RendezvousHandler):
 
 
 def rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point that torchrun looks up."""
+    """The entry point for torchrun."""
     return OneNode
