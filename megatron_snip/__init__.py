@@ -1,6 +1,6 @@
-"""Pretraining whose linears run in BF16, FP8 or FP4 as a plan says, re-solved during training.
+"""Pretraining with linears in BF16, FP8 or FP4 according to a plan, which is solved again during training.
 
-Source: SNIP, arXiv 2602.01410.  Nothing of ours is imported here, so that small processes (the solver) stay small.
+Source: SNIP, arXiv 2602.01410.  This module imports nothing of ours, so that small processes (the solver) stay small.
 """
 
 import os
@@ -8,13 +8,13 @@ import sys
 
 __version__ = "0.1.0"
 
-#: The process that started this one, taken before anything slow is imported, while it still is the parent.
+#: Parent process, read before slow imports, while it is still alive.
 PARENT = os.getppid()
-#: The folder that this package lies in, taken before any data is read: what data does later cannot move it.
+#: This package's folder, read before any data can influence it.
 PLACE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def child_command(module: str) -> list[str]:
-    """Words that start a process which runs ``main`` of one of our modules, found here, never in the current folder."""
+    """A command that runs ``main`` of one of our modules, found in this folder and never in the current one."""
     code = f"import sys; sys.path.insert(0, {PLACE!r}); from {module} import main; main()"
     return [sys.executable, "-P", "-c", code]

@@ -1,4 +1,4 @@
-"""The command line and the TOML file that give a run's options: one flat list of names, the same in both.
+"""A run's options from the command line and a TOML file.  Both use one flat list of names.
 
 The command line overrides the file.
 """
@@ -19,7 +19,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import HALF_PAIR, parse_toml, read_file, shown
 from megatron_snip.megatron_options import without_megatrons
 
-#: What a first run is about, after --config.
+#: Options for a first run, after --config.
 FIRST = (
     "run_dir", "data_path", "tokenizer_model", "global_batch_size", "train_iters", "bf16", "precision", "snip_target",
     "load",
@@ -27,7 +27,7 @@ FIRST = (
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Options of a TOML file; tables group them for the reader and their names mean nothing."""
+    """Options of a TOML file.  Tables only group them; table names have no meaning."""
     if not path.exists():
         raise UserError(f"--config {path}: no such file; give the path of a TOML file of options")
     data = read_file(path, "file of options", "give the path of a TOML file of options", most=1 << 20)
@@ -48,7 +48,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_kinds(options: dict[str, Any], path: Path) -> None:
-    """UserError for a switch that is no boolean, and for a boolean, list or table where none belongs."""
+    """Raise UserError for a switch that is not a boolean, and for an unexpected boolean, list or table."""
     groups = option_groups()
     for name, value in options.items():
         default = getattr(getattr(Config(), groups[name]), name)
@@ -63,7 +63,7 @@ def _check_kinds(options: dict[str, Any], path: Path) -> None:
 
 
 def _as_arguments(options: dict[str, Any]) -> list[str]:
-    """Options as command-line words, so that one parser checks the types of both sources."""
+    """Options as command-line words, so that one parser checks both sources."""
     words: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -96,10 +96,10 @@ def _take_config_file(words: list[str]) -> tuple[list[str], Path | None]:
 
 
 def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config:
-    """Config from command-line words; UserError for what cannot be read (`--help` prints and exits).
+    """Config from command-line words.  Raises UserError for anything invalid; `--help` prints and exits.
 
-    Of an option given twice on the command line the last counts, so that scripts can append words to theirs.
-    defaults: options, as a TOML file would hold them, that command line and file win over.
+    If the command line repeats an option, the last one counts, so that scripts can append words.
+    defaults: options as in a TOML file; the command line and the file override them.
     """
     words, path = _take_config_file(without_megatrons(argv))
     file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
@@ -110,14 +110,14 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     _check_texts(config)
     if "--group-query-attention" in argv and config.model.num_query_groups is None:
         raise UserError(
-            "--group-query-attention without --num-query-groups is one key/value head in Megatron-LM, and here one "
-            "for each query head; give --num-query-groups"
+            "--group-query-attention without --num-query-groups means one key/value head in Megatron-LM but one "
+            "per query head here; give --num-query-groups"
         )
     return config
 
 
 def _check_texts(config: Config) -> None:
-    """UserError for an empty path, which would mean the current folder, and for text that no path can hold."""
+    """Raise UserError for an empty path, which would mean the current folder, and for text that no path can hold."""
     for name, group in option_groups().items():
         value = getattr(getattr(config, group), name)
         for text in value if isinstance(value, tuple) else (value,):
@@ -126,17 +126,17 @@ def _check_texts(config: Config) -> None:
                 raise UserError(f"{option} is empty; give it a value, or leave it out")
             if isinstance(text, str) and "\0" in text:
                 raise UserError(f"{option} {text!r} has a NUL character; leave that out")
-            if isinstance(text, str) and HALF_PAIR.search(text):  # no JSON file could keep it
+            if isinstance(text, str) and HALF_PAIR.search(text):  # JSON files cannot store it
                 raise UserError(f"{option} {text!r} is not UTF-8; rename it, or set LC_ALL=C.UTF-8 where it is")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether the command line asks what options there are."""
+    """Whether the command line asks for help."""
     return "--help" in words or "-h" in words
 
 
 def first_options() -> str:
-    """The options that matter first, a line each: name, default, and what the field's comment says."""
+    """The most important options, one per line: name, default, and the comment of the field."""
     groups, source, lines = option_groups(), inspect.getsource(megatron_snip.config), []
     for name in FIRST:
         default = getattr(getattr(Config(), groups[name]), name)
@@ -149,7 +149,7 @@ def first_options() -> str:
 
 
 def _read_words(words: list[str]) -> Config:
-    """tyro's reading of the words, its framed complaint turned into one line."""
+    """Read the words with tyro, and turn its framed error message into one line."""
     import tyro
 
     if asks_for_help(words):
@@ -168,7 +168,7 @@ def _read_words(words: list[str]) -> Config:
     except SystemExit as leaving:
         if not leaving.code:
             raise
-    # a frame of lines or dashes: title, rule, what is wrong, and help that would not fit one line
+    # tyro's frame is made of lines or dashes: title, rule, problem, and help that does not fit one line
     text = re.sub(r"[\s│╭╮╰╯]*(?:─{3,}|-{3,})[\s│╭╮╰╯]*", ": ", complaint.getvalue())
     text = " ".join(text.replace("│", " ").split()).partition(": ")[2]
     for tail in ("Argument helptext", "For full helptext", "Perhaps you meant"):

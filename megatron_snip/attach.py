@@ -1,4 +1,4 @@
-"""SNIP in a training loop of your own, for any torch model of ``nn.Linear``: one process, DDP or FSDP2.
+"""SNIP in your own training loop, for any torch model with ``nn.Linear``: single process, DDP or FSDP2.
 
     snip = attach(model)                                   # nothing changes yet
     for step, batch in enumerate(batches):
@@ -12,7 +12,7 @@
         snip.step()
 
 Linears, probe and solver are those of ``pretrain_llama.py``.  The loss must be a mean over tokens.  In Hugging Face's
-Llama and Qwen3, errors of q, k and v are judged behind the attention, which is assumed to be causal over whole
+Llama and Qwen3, errors of q, k and v are judged at the attention's output, assuming causal attention over whole
 sequences without padding.  Other models' linears are judged at their own output.  Only the trainer measures the weight
 divergence.
 """
@@ -60,9 +60,9 @@ from megatron_snip.snip.plan.plan_file import build_plan
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
 _PLAIN = LinearPrecision.uniform("bf16")
-#: Modules of this name turn hidden states into logits, and stay as they are unless they are asked for.
+#: Modules with this name produce logits, and stay unquantised unless requested.
 _OUTPUT = "lm_head"
-#: Options of SnipConfig, without ``snip_``, that say what a plan is.
+#: Options of SnipConfig, without ``snip_``, that define a plan.
 _SOLVED_BY = ("churn", "fix", "granularity", "objective", "options")
 
 
@@ -74,18 +74,18 @@ def attach(
     seed: int = 1234,
     impl: str = "auto",
 ) -> Snip:
-    """Prepare the linears of a model for plans.  Until you apply one, they compute what they did before.
+    """Prepare the linears of a model for plans.  Until you apply a plan, they compute what they did before.
 
-    linears: patterns of names, such as "model.layers.*", or a function of name and linear that says whether to take
-    it; by default all but the output layer (what ``get_output_embeddings`` returns, or what is named lm_head).
-    Weights of other modules, such as experts in one tensor, stay as they are and do not count in a plan's shares.
-    options: precisions that a linear may take, as --snip-options.  seed: of stochastic rounding.  impl: as
+    linears: name patterns, such as "model.layers.*", or a predicate of name and linear.  By default, all linears except
+    the output layer (the result of ``get_output_embeddings``, or a module named lm_head).  Weights of other modules,
+    such as experts in one tensor, stay unquantised and do not count in a plan's shares.
+    options: precisions that a linear may take, as --snip-options.  seed: for stochastic rounding.  impl: as
     --linear-impl.
 
-    Call it on every process, when the model is on its device and torch.distributed has started: after FSDP2's
+    Call it on every rank, once the model is on its device and torch.distributed has started: after FSDP2's
     ``fully_shard``, before or after DDP and torch.compile, which breaks its graphs at quantised linears.  A copy of the
     model has its original linears.  If any of these linears was attached before, the earlier ``Snip`` is detached.
-    UserError if no linear is left, one has a forward of its own, or an option is unknown or cannot run here.
+    Raises UserError if no linear is left, if one has its own forward, or if an option is unknown or cannot run here.
     """
     model = unwrapped(model)
     taken = _taken(model, linears)
@@ -114,7 +114,7 @@ def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear],
                 f"attach: {name} ({type(linear).__name__}) has a forward of its own; leave it out of linears"
             )
     if not taken:
-        raise UserError(f"attach: no nn.Linear was taken; the model's are {_some(found)}")
+        raise UserError(f"attach: no nn.Linear was selected; the model has {_some(found)}")
     return taken
 
 
@@ -123,22 +123,22 @@ def _some(names: Mapping[str, Any]) -> str:
 
 
 class Snip:
-    """A model's linears, and their probe and plans; ``attach`` returns it.
+    """A model's linears with their probe and plans; ``attach`` returns it.
 
-    If your loop continues from a checkpoint, apply the plan that you saved with ``snip.plan.save(path)``, and set
+    If your loop resumes from a checkpoint, apply the plan that you saved with ``snip.plan.save(path)``, and set
     ``snip.iteration`` to the number of the next update, counted from 1.  Otherwise linears stay unquantised until the
     next plan, and random bits start over.
     """
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear], *, options: str, seed: int, impl: str):
-        self.model, self.iteration = model, 1  # of the coming update
+        self.model, self.iteration = model, 1  # of the next update
         self.plan: Plan | None = None
         self.statistics: Statistics | None = None
-        self.lengths: dict[int, int] = {}  # tokens of a sequence in the pass under way, by its first row
-        self.context = PLAIN  # of the pass under way, since a model that is not ours hands nothing to its linears
+        self.lengths: dict[int, int] = {}  # tokens per sequence in the current pass, by its first row
+        self.context = PLAIN  # of the current pass, since other models do not pass a context to their linears
         device = next(iter(linears.values())).weight.device
         self._mesh = _mesh()
-        self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
+        self.seed = mix64(seed) ^ self._mesh.rank  # ranks have different tokens
         self.impl, self._plain_seed = impl, seed
         self.sharded = bool(_fsdp(model))
         attends = attention_of(model, self.lengths.__getitem__) or {}
@@ -156,7 +156,7 @@ class Snip:
         self.linears = {
             name: AttachedLinear(self, name, linear, keeps=not self.sharded) for name, linear in linears.items()
         }
-        nobody = cast(Any, None)  # nothing asks for updates
+        nobody = cast(Any, None)  # updates are never requested
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
             updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
@@ -164,15 +164,15 @@ class Snip:
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
-        """Measure: each of ``losses`` runs the model forward over a batch and returns its mean loss.
+        """Measure.  Each of ``losses`` runs the model forward over a batch and returns its mean loss.
 
-        The statistics are those of the mean of these losses over all processes, whatever the number of tokens of each.
-        Give each microbatch that has its own mean as its own loss: within a loss, all tokens count alike.
+        The statistics are for the mean of these losses over all ranks, whatever the number of tokens of each.  Pass
+        each microbatch that has its own mean as its own loss: within a loss, all tokens have equal weight.
 
-        ``probe`` runs backward itself.  It leaves gradients, buffers, weights and torch's random numbers as they were.
-        Under FSDP2, call it between updates, when no gradients are accumulated.  Call it on every process.  It raises
-        ProbeFailed (of megatron_snip.snip.measure.probe) on every process if a loss is not finite, backward does not
-        reach a linear, or memory runs out.  Catch it to continue with the current plan.
+        ``probe`` runs backward itself.  It leaves gradients, buffers, weights and torch's random numbers unchanged.
+        Under FSDP2, call it between updates, when no gradients are accumulated.  Call it on every rank.  It raises
+        ProbeFailed (of megatron_snip.snip.measure.probe) on every rank if a loss is not finite, backward does not reach
+        a linear, or memory runs out.  Catch it to continue with the current plan.
         """
         if not losses:
             raise UserError("probe: no loss; give what runs the model, as probe(lambda: model(**batch).loss)")
@@ -184,10 +184,10 @@ class Snip:
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
         self._check_wrapped()
         for module in _fsdp(self.model):
-            module.reshard()  # after a forward without backward, parameters would be the gathered ones
+            module.reshard()  # after a forward without backward, parameters would be the unsharded ones
         rows = {name: linear.rows_seen for name, linear in self.linears.items()}
         device = self._probe.device
-        devices = [device] if device.type == "cuda" else []  # else of every GPU of the node
+        devices = [device] if device.type == "cuda" else []  # otherwise fork_rng saves every GPU of the node
         try:
             with torch.random.fork_rng(devices), untouched(self.model) as kept:
 
@@ -204,7 +204,7 @@ class Snip:
         return found
 
     def _pass(self, loss_of: Callable[[], Tensor], kept: Untouched) -> Pass:
-        """Forward and backward of one batch; the gradient is of the mean over all processes."""
+        """Forward and backward of one batch.  The gradient is that of the mean over all ranks."""
         self._forget_rows()
         loss, size = loss_of(), self._mesh.dp.size
         if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -214,7 +214,7 @@ class Snip:
         seen = self._most_rows()
         kept.note(loss)
         (loss / size).sum().backward()
-        # recomputation counts rows once more, or, where torch calls it reentrant, for the first time
+        # recomputation counts rows again, or, if reentrant, for the first time
         rows = seen or self._most_rows()
         mean = float(loss.detach().double().sum()) / size
         sums = torch.tensor([mean, rows], dtype=torch.float64, device=loss.device)
@@ -244,11 +244,11 @@ class Snip:
                 raise UserError(f"{name} is no longer attached; call attach again")
 
     def solve(self, target: float = 0.75, **options: Any) -> Plan:
-        """The cheapest plan that has a share ``target`` of the linears' FLOPs in FP4, by the last probe.
+        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4.
 
-        If bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
+        If bf16 is an option, ``target`` is the share of modelled time that the plan saves.
         options: churn, fix, granularity, objective and options, as --snip-churn and so on, such as granularity="gemm"
-        or fix="layers.0.*=fp8".  Call it on every process.  UserError on every process if the options cannot be met.
+        or fix="layers.0.*=fp8".  Call it on every rank.  Raises UserError on every rank if the options cannot be met.
         """
         if not isinstance(target, (int, float)) or not 0 <= target <= 1:
             raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
@@ -262,7 +262,7 @@ class Snip:
         if self._mesh.rank == 0:
             try:
                 answer[0] = self._solved(dataclasses.replace(self._options, snip_target=target, **named)).to_dict()
-            except Exception as error:  # whatever it is, the others wait for an answer
+            except Exception as error:  # must not raise: the other ranks are blocked in the broadcast
                 failed, answer[1] = error, str(error) or repr(error)
         if self._mesh.world_size > 1:
             dist.broadcast_object_list(answer, src=0)
@@ -288,7 +288,7 @@ class Snip:
         )  # fmt: skip
 
     def apply(self, plan: Plan | str | Path) -> None:
-        """Run the linears under a plan or a plan file; UserError if it has other linears or cannot run here."""
+        """Run the linears under a plan or plan file.  Raises UserError if its linears differ or it cannot run here."""
         self._check_wrapped()
         source = "plan" if isinstance(plan, Plan) else str(plan)
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -300,7 +300,7 @@ class Snip:
         self.plan = plan
 
     def step(self) -> None:
-        """Call it after every update of the weights: it gives the next random bits, and weights are cast again."""
+        """Call it after every update of the weights: it advances the random bits and drops the weight casts."""
         self.iteration += 1
         self._forget_rows()
 
@@ -312,14 +312,14 @@ class Snip:
                 linear.casts.clear()
 
     def detach(self) -> None:
-        """Restore the model's original linears; weights stay."""
+        """Restore the model's original linears.  Weights stay as they are."""
         for linear in self.linears.values():
             if vars(linear.module).get("forward") is linear:
                 del linear.module.forward
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:
-        """Within it, linears compute as without SNIP; if activations are recomputed, run backward within it too."""
+        """Within the block, linears compute as without SNIP.  With activation recomputation, include backward."""
         with self._in(StepContext(precision=_PLAIN)):
             yield
 
@@ -333,9 +333,9 @@ class Snip:
 
 
 class AttachedLinear:
-    """What runs in place of an ``nn.Linear``'s forward.
+    """Replaces the forward of an ``nn.Linear``.
 
-    keeps: whether the weight stays where it is between its uses, so that its casts may be kept.
+    keeps: whether the weight keeps its memory between uses, so that its casts can be kept.
     """
 
     split_dim = 0
@@ -343,14 +343,14 @@ class AttachedLinear:
     def __init__(self, snip: Snip, name: str, module: nn.Linear, *, keeps: bool) -> None:
         self.snip, self.name, self.module = snip, name, module
         self.precision = _PLAIN
-        self.rows_seen = 0  # tokens since the last update, by which stochastic rounding draws
+        self.rows_seen = 0  # tokens since the last update, an input of stochastic rounding
         self.casts = Casts() if keeps else None
         self._stream = name_stream(name)
         module.forward = self  # type: ignore[method-assign,assignment]
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model's linear computes as it did before ``attach``."""
-        return getattr, (self.module, "forward")  # the class's: nothing is in a copy yet
+        """In a copied or pickled model, the linear computes as before ``attach``."""
+        return getattr, (self.module, "forward")  # the class's forward, since a copy has no other
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -358,7 +358,7 @@ class AttachedLinear:
         precision, observer = context.precision or self.precision, context.observers.get(self.name)
         if observer is None and precision == _PLAIN:
             return F.linear(x, module.weight, module.bias)
-        weight = module.weight  # made anew at each reading where it is parametrised
+        weight = module.weight  # recomputed at each access if parametrised
         if isinstance(weight, DTensor):
             raise UserError(
                 f"{self.name}: the weight is a DTensor in forward, as under tensor parallelism, which attach does not "
@@ -387,7 +387,7 @@ def _fsdp(model: nn.Module) -> list[FSDPModule]:
 
 
 def _mesh() -> Mesh:
-    """All processes as data parallel ones; one alone needs no process group."""
+    """All ranks as data parallel; a single process needs no process group."""
     nobody = cast(Any, None)
     lone, size, rank = Axis(1, 0, nobody), 1, 0
     dp = lone

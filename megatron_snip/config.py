@@ -1,8 +1,8 @@
-"""Every option of a run, as frozen dataclasses; `arguments` reads them from a command line and a TOML file.
+"""Every option of a run, as frozen dataclasses; `arguments` fills them from a command line and a TOML file.
 
-Names are Megatron-LM's where Megatron has one; `--snip-*` are ours.
-Values that name a format or an objective are plain strings here, because the registries stand above this
-module; `train.setup` checks them before anything is built.  Source of the names: Megatron-LM core 0.16.1.
+Names are Megatron-LM's where it has the option (core 0.16.1); `--snip-*` are ours.
+Names of formats and objectives are plain strings here, because their registries are above this module in the import
+order.  `train.setup` checks them before anything is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ModelConfig:
     ffn_hidden_size: int = 0  # Width of the SwiGLU (required).
     num_attention_heads: int = 0  # Query heads (required).
     num_query_groups: Optional[int] = None  # Key/value heads; by default as many as query heads.
-    kv_channels: Optional[int] = None  # Channels of a head; by default hidden size / heads.
+    kv_channels: Optional[int] = None  # Channels per head; by default hidden size / heads.
     seq_length: int = 0  # Tokens of a training sequence (required).
     max_position_embeddings: Optional[int] = None  # Longest position; by default the sequence length.
     rotary_base: float = 10000.0  # Base of the rotary embedding.
@@ -57,7 +57,7 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the vocabulary padded up, the same on every layout."""
+        """Rows of the embedding: the padded vocabulary, the same on every layout."""
         if not self.vocab_size:
             raise UserError("vocab_size is not known yet: give --vocab-size or a tokenizer")
         multiple = self.make_vocab_size_divisible_by
@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model and the batch are laid out over processes."""
+    """Layout of the model and the batch over processes."""
 
     tensor_model_parallel_size: int = 1  # Processes that share each linear.
     pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
@@ -78,8 +78,8 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = False  # Count output layer and loss as a block of the last stage.
     context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
     sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor parallel processes.
-    # What is sharded over data parallel processes: nothing; the optimiser's state; gradients too; weights too.  Each
-    # saves more memory than the one before; the last two also communicate more.
+    # Sharded over data parallel processes: nothing; the optimiser state; gradients too; weights too.  Each saves more
+    # memory than the one before; the last two also communicate more.
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
     # Shard within this many groups of data parallel processes, such as nodes; each group holds a full copy.
     num_distributed_optimizer_instances: int = 1
@@ -91,7 +91,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batches, optimiser, schedule and how a run ends."""
+    """Batches, optimiser, schedule and the end of a run."""
 
     micro_batch_size: int = 1  # Sequences that a process runs at once.
     global_batch_size: int = 0  # Sequences in one iteration, over all processes (required).
@@ -147,14 +147,14 @@ class TrainingConfig:
 
     @property
     def batch_sizes(self) -> range:
-        """Sequences of an iteration, from the first batch's to the last's; source: num_microbatches_calculator.py."""
+        """Sequences per iteration, from the first batch to the last.  Source: num_microbatches_calculator.py."""
         if len(self.rampup_batch_size) != 3:
             return range(self.global_batch_size, self.global_batch_size + 1)
         start, increment = self.rampup_batch_size[0], max(1, self.rampup_batch_size[1])
         return range(start, self.global_batch_size + 1, increment)
 
     def batch_size(self, consumed: int) -> int:
-        """Sequences of the batch that begins after so many samples."""
+        """Sequences in the batch that starts after this many samples."""
         sizes = self.batch_sizes
         if len(sizes) == 1 or consumed > self.rampup_batch_size[2]:
             return self.global_batch_size
@@ -163,7 +163,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Sources of tokens."""
 
     data_path: tuple[str, ...] = ()  # Prefix of a .bin/.idx pair, or weight prefix weight prefix ...
     train_data_path: tuple[str, ...] = ()  # The same for training only, in place of --data-path.
@@ -222,7 +222,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What the linears compute in."""
+    """Precision of the linears."""
 
     precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen in training.
     precision_plan: Optional[str] = None  # The plan file of --precision plan.
@@ -259,7 +259,7 @@ class SnipConfig:
     snip_bf16_eval_interval: int = 0  # Iterations between BF16 forwards that measure the loss divergence; 0: none.
 
     def stage_constraint(self, stages: int) -> str:
-        """--snip-stage-constraint, under either name, for a number of pipeline stages: none, each or makespan."""
+        """Resolve --snip-stage-constraint, under either name, for a number of stages: none, each or makespan."""
         if self.snip_stage_target:
             return "each"
         if self.snip_stage_constraint == "auto":
@@ -269,7 +269,7 @@ class SnipConfig:
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Counting what a run would need, without running it."""
+    """What a run would need, without running it."""
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of processes of the run; by default torchrun's.
@@ -296,7 +296,7 @@ class Config:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def replace(self, **options: Any) -> Config:
-        """A copy with options changed by their flat names; an unknown name raises UserError."""
+        """A copy with some options changed, by flat name.  Raises UserError for an unknown name."""
         groups = option_groups()
         check_names(options, "options")
         changed = {
@@ -306,7 +306,7 @@ class Config:
         return dataclasses.replace(self, **changed)
 
     def with_iterations(self) -> Config:
-        """The options with --train-iters filled in from --train-samples, as Megatron-LM's update_train_iters does."""
+        """The options with --train-iters computed from --train-samples, as in Megatron-LM's update_train_iters."""
         t, iterations, consumed = self.training, 0, 0
         if t.train_samples is None or t.train_iters or min(t.batch_sizes, default=0) < 1:
             return self
@@ -318,17 +318,17 @@ class Config:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that together run a sample."""
+        """Number of ranks that share a sample."""
         p = self.parallel
         return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
     @property
     def save_dir(self) -> Path:
-        """Folder that checkpoints go to."""
+        """Folder for checkpoints."""
         return Path(self.checkpoint.save or Path(self.logging.run_dir) / "checkpoints")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """How many of `world_size` processes have samples of their own; UserError if they do not divide."""
+        """Number of data-parallel ranks among `world_size`.  Raises UserError if it does not divide."""
         if world_size % self.model_parallel_size:
             p, context = self.parallel, self.parallel.context_parallel_size
             too, size = (" x context", f" x {context}") if context > 1 else ("", "")
@@ -340,14 +340,14 @@ class Config:
         return world_size // self.model_parallel_size
 
     def replicas(self, dp_size: int) -> int:
-        """Data and context parallel processes that hold the same part of weights and of the optimiser's state."""
+        """Number of dp and cp ranks that hold the same shard of weights and optimiser state."""
         p = self.parallel
         if p.data_parallel_sharding_strategy == "no_shard":
             return dp_size * p.context_parallel_size
         return p.num_distributed_optimizer_instances
 
     def num_microbatches(self, dp_size: int) -> int:
-        """Microbatches that one process runs in an iteration of the whole batch."""
+        """Microbatches per rank in an iteration with the full batch size."""
         return self.training.global_batch_size // (self.training.micro_batch_size * dp_size)
 
 
@@ -362,7 +362,7 @@ def option_groups() -> dict[str, str]:
 
 
 def check_names(names: Sequence[str] | dict[str, Any], where: str) -> None:
-    """UserError for the first name that is no option, with the nearest one that is; where: "" for a command line."""
+    """Raise UserError for the first unknown option, with the nearest known one.  where: "" for a command line."""
     known = list(option_groups())
     for name in names:
         if name not in known:

@@ -1,10 +1,10 @@
-"""The error that is the user's."""
+"""The exception for users' mistakes."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A wrong option, file or call.  Its text is one line that names the thing, its value and the way out.
+    """A wrong option, file or call.  Its message is one line that names the thing, its value and the way out.
 
-    Programs print that line alone; any other exception, torch's own ValueErrors too, keeps its traceback.
+    Programs print only that line.  Any other exception, including torch's own ValueErrors, keeps its traceback.
     """

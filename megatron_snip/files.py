@@ -1,8 +1,8 @@
-"""The user's files: read with limits, written whole or not at all, and what goes wrong with them in one line.
+"""Users' files: read with limits, written atomically, and errors in one line.
 
-Plans, statistics, tables of GEMM times, options and metrics come from outside: each is read here, if it is a regular
-file of a sensible size, and its JSON has no key twice.  Source: rename(2) is atomic within one file system, so a
-temporary file lies in the target's own folder.
+Plans, statistics, tables of GEMM times, options and metrics come from outside.  They are read here, and must be regular
+files of limited size, with JSON that repeats no key.  Source: rename(2) is atomic within one file system, so a
+temporary file is in the target's own folder.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 from megatron_snip.errors import UserError
 
-MOST_BYTES = 64 << 20  # of a file of ours that people hand around; the largest, statistics, have some MB
-MOST_SHOWN = 2000  # characters of an error's line; names in files may be of any length
+MOST_BYTES = 64 << 20  # limit for files that users exchange; the largest, statistics, have a few MB
+MOST_SHOWN = 2000  # characters of an error line; names in files may be of any length
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -47,19 +47,19 @@ _WAYS_OUT = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 _TEMPORARY = ".tmp"
-#: What stands for a byte in a text that is not UTF-8; no JSON or TOML file may have it.
+#: A surrogate, which stands for a byte that is not UTF-8; not allowed in JSON and TOML files.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a value from outside, cut short where it is long or deep."""
+    """``repr`` of an untrusted value, shortened if long or deep."""
     return _SHORT.repr(value)
 
 
 def one_line(error: UserError | OSError) -> str:
-    """What to tell the user: the error's text, or an OSError's path, reason and way out."""
+    """The line for the user: the error's text, or an OSError's path, reason and way out."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, UserError):
         way_out = _WAYS_OUT.get(error.errno or 0, "check the path and its disk")
@@ -70,7 +70,7 @@ def one_line(error: UserError | OSError) -> str:
 
 @contextmanager
 def about(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the path in an OSError of the block that names none, as one of writing does, or a temporary file."""
+    """Add the path to an OSError of the block that names no path, or only a temporary file."""
     try:
         yield
     except OSError as error:
@@ -80,18 +80,18 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def path_word(text: str) -> str:
-    """A path on a tool's command line, for argparse's ``type``; an empty one would mean the current folder."""
+    """A path on a tool's command line, for argparse's ``type``.  An empty one would mean the current folder."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"the path is {text!r}; give one that names something")
+        raise argparse.ArgumentTypeError(f"the path is {text!r}; give one")
     return text
 
 
 def check_output(option: str, path: Path) -> None:
-    """Find out before the work whether its result can be written: UserError if not; nothing is left of the trial."""
+    """Raise UserError, before the work, if its result cannot be written.  Leaves nothing behind."""
     try:
         is_folder = path.is_dir()
         with suppress(FileNotFoundError):
-            os.lstat(path)  # fails where a name is too long or a folder is a file
+            os.lstat(path)  # fails if a name is too long or a folder is a file
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         _try_to_write(nearest)
     except OSError as error:
@@ -106,10 +106,10 @@ def _try_to_write(folder: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise UserError unless there is a folder to write to, or one could be made; nothing is left of the trial."""
+    """Raise UserError unless the folder is writable or can be created.  Leaves nothing behind."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
     if not nearest.exists():
-        raise UserError(f"{option} {path}: {nearest} is a link to {os.readlink(nearest)}, which is not there; mend it")
+        raise UserError(f"{option} {path}: {nearest} is a broken link to {os.readlink(nearest)}; mend it")
     if not nearest.is_dir():
         below = f" lies below {nearest}, which" if nearest != path else ""
         raise UserError(f"{option} {path}{below} is not a folder; give another")
@@ -122,10 +122,10 @@ def check_folder(option: str, path: Path) -> None:
 
 @contextmanager
 def open_file(path: str | os.PathLike[str], what: str, way_out: str) -> Iterator[BinaryIO]:
-    """A regular file, open for reading.  UserError names the file and says why it is none."""
+    """Open a regular file for reading.  Raises UserError with the file's name and the reason if that fails."""
     try:
-        # A pipe would wait for a writer that may never come.
-        stream = open(  # noqa: SIM115 - closed below; what the caller does has errors of its own
+        # A pipe would block until a writer comes, which may be never.
+        stream = open(  # noqa: SIM115 - closed below; the caller's block handles its own errors
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
         )
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -138,7 +138,7 @@ def open_file(path: str | os.PathLike[str], what: str, way_out: str) -> Iterator
 
 
 def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most ``most`` bytes.  UserError names the file and says why it is none."""
+    """The bytes of a regular file of at most ``most`` bytes.  Raises UserError with the file's name and the reason."""
     with open_file(path, what, way_out) as stream:
         try:
             data = stream.read(most + 1)
@@ -150,9 +150,9 @@ def read_file(path: str | os.PathLike[str], what: str, way_out: str, most: int =
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8.
+    """The value of a UTF-8 JSON text.
 
-    UserError also for a key that an object has twice, for half of a surrogate pair, and for deep nesting.
+    Raises UserError also for duplicate keys, unpaired surrogates and deep nesting.
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), object_pairs_hook=_object)
@@ -165,7 +165,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for pair in pairs:
         for part in pair:
             if isinstance(part, str) and not part.isascii() and (half := HALF_PAIR.search(part)):
-                raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is no character")
+                raise UserError(f"a string has {half[0]!r}, half of a surrogate pair, which is not a character")
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise UserError(f"key {shown(counts.most_common(1)[0][0])} appears twice")
@@ -173,16 +173,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def toml_value(value: str | bool | int | float) -> str:
-    """A value as TOML; UserError for text that is not Unicode, as the name of a file may be."""
+    """A value as TOML.  Raises UserError for text that is not Unicode, which file names may be."""
     if not isinstance(value, str):
         return json.dumps(value)
     if half := HALF_PAIR.search(value):
-        raise UserError(f"{value!r} has {half[0]!r}, which is no character; give a name in UTF-8")
+        raise UserError(f"{value!r} has {half[0]!r}, which is not a character; give a name in UTF-8")
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogate pairs
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file in UTF-8; UserError also for deep nesting and for very long keys."""
+    """The tables of a UTF-8 TOML file.  Raises UserError also for deep nesting and very long keys."""
     try:
         return tomllib.loads(_without_long_keys(data.decode("utf-8")))
     except RecursionError:
@@ -190,7 +190,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def _without_long_keys(text: str) -> str:
-    """The text itself; UserError for a key of 64 parts, since tomllib's memory grows with their square."""
+    """The text itself.  Raises UserError for a key of 64 parts, since tomllib's memory is quadratic in them."""
     part = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
     if re.search(rf"(?<![\w-])(?:{part}){{64}}", text):
         raise UserError("a key has more than 64 parts")
@@ -198,7 +198,7 @@ def _without_long_keys(text: str) -> str:
 
 
 def temporary_beside(path: str | Path) -> Path:
-    """A fresh name in ``path``'s folder, which is made if need be; two processes never get the same one."""
+    """A unique name in ``path``'s folder, which is created if needed.  No two processes get the same name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.parent / f".{path.name[:40]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"
@@ -206,9 +206,9 @@ def temporary_beside(path: str | Path) -> Path:
 
 @contextmanager
 def atomic_output(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path; it becomes ``path`` if the block ends well and is removed if it raises.
+    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed if it raises.
 
-    An OSError of the block, as of a full disk, names ``path``.
+    An OSError of the block, such as a full disk, names ``path``.
     """
     with about(path):
         temporary = temporary_beside(path)

@@ -1,7 +1,7 @@
-"""JSON files that are whole or absent, and whose every field is checked against a schema when they are read.
+"""JSON files that are written atomically and validated against a schema when read.
 
-A schema is a `msgspec.Struct` or a dataclass, one for each kind of file, beside the code that reads the file.  The
-types below go into its fields.  Files from a stranger are read by these functions alone.
+Each kind of file has a schema, a `msgspec.Struct` or a dataclass, next to the code that reads it.  The types below are
+for its fields.  Only these functions read untrusted files.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from megatron_snip.files import atomic_output, parse_json, read_file, shown
 
 _T = TypeVar("_T")
 _LARGEST = sys.float_info.max
-#: A whole number of 0 or more that 64 bits hold.
+#: A non-negative integer that fits 64 bits.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 #: A finite number; a plain ``float`` may be NaN or infinite.
 Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
-#: A number from 0 to 1, with room for rounding.
+#: A number from 0 to 1, with tolerance for rounding.
 Share = Annotated[float, Meta(ge=-1e-9, le=1.0 + 1e-9)]
-#: A name or a sentence of a file.
+#: A name or a sentence.
 Text = Annotated[str, Meta(max_length=4096)]
-#: A run's id, which becomes part of file names.
+#: A run's id, which is part of file names.
 RunId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 #: 16 hex digits of a plan's hash.
 PlanHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 
 
 class JsonFileError(UserError):
-    """A field is missing, unknown or wrong; the caller adds the file's name and the way out."""
+    """A missing, unknown or invalid field.  The caller adds the file's name and the way out."""
 
 
 def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
-    """The object in a file.  Raises UserError naming the file if it cannot be read, is cut short or is no object."""
+    """The object in a file.  Raises UserError with the file's name if it is unreadable, truncated or not an object."""
     data = read_file(path, what, way_out)
     try:
         values = parse_json(data)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError too
-        raise UserError(f"{path}: this {what} is no JSON ({error}); {way_out}") from None
+    except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
+        raise UserError(f"{path}: this {what} is not JSON ({error}); {way_out}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: this {what} holds a JSON {type(values).__name__}, not an object; {way_out}")
     return values
 
 
 def checked(values: Any, schema: type[_T], where: str = "") -> _T:
-    """The object ``schema`` of parsed JSON, every field of the declared type and range.
+    """Convert parsed JSON to ``schema``, and check the type and range of every field.
 
-    where: the field that holds the values, for the error's line; "" for a whole file.
-    Raises JsonFileError naming the first field that is missing, unknown or wrong, with its value.
+    where: the field that holds the values, for the error message; "" for a whole file.
+    Raises JsonFileError with the first missing, unknown or invalid field and its value.
     """
     try:
         return msgspec.convert(values, schema)
@@ -66,22 +66,22 @@ def checked(values: Any, schema: type[_T], where: str = "") -> _T:
 
 
 def decoded(data: bytes, schema: type[_T]) -> _T:
-    """The object ``schema`` of a JSON text, never as parsed JSON: for files that may have millions of values.
+    """Decode JSON text straight to ``schema``, for files with millions of values.
 
-    Raises JsonFileError as `checked` does, without values; of a key that appears twice the last counts.
+    Raises JsonFileError as `checked` does, but without values.  If a key appears twice, the last one counts.
     """
     try:
         return msgspec.json.decode(data, type=schema)
     except msgspec.ValidationError as error:
         raise JsonFileError(_in_words(str(error), None, "")) from None
-    except (msgspec.DecodeError, ValueError) as error:  # ValueError: no text in UTF-8
-        raise JsonFileError(f"it is no JSON ({error})") from None
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8
+        raise JsonFileError(f"it is not JSON ({error})") from None
     except RecursionError:
         raise JsonFileError("it is nested too deeply") from None
 
 
 def _in_words(problem: str, values: Any, where: str) -> str:
-    """msgspec's message with the field's name first and its value."""
+    """msgspec's message, rewritten to start with the field's name and value."""
     what, _, path = problem.partition(" - at `")
     of_a_key, path = path.startswith("key` in `$"), path.rpartition("$")[2].rstrip("`").removeprefix(".")
     full = f"{where}{'.' if where and path[:1] not in ('', '[') else ''}{path}"
@@ -101,13 +101,13 @@ def _in_words(problem: str, values: Any, where: str) -> str:
 
 
 def check_version(values: Mapping[str, Any], known: int) -> None:
-    """Raises JsonFileError for any other version, before the fields of an unknown one are judged."""
+    """Raise JsonFileError for any other version, before checking fields that it may not have."""
     if values.get("version", known) != known:
         raise JsonFileError(f"field version is {shown(values['version'])}, but this code reads version {known}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write a file so that readers and crashes see the old one or the new one, never a part."""
+    """Write a file such that readers and crashes see either the old or the new file, never a part."""
     with atomic_output(path) as part, part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,8 +1,8 @@
-"""Megatron-LM's options that this trainer does not have: which change nothing here, and what to give for the others.
+"""Megatron-LM options that this trainer lacks: which have no effect here, and what replaces the others.
 
-So the options of a Megatron-LM launch script can be pasted: what is always so here is left out and told, the rest is
-refused at once, each with its way out.  Source of the names: Megatron-LM core 0.16.1, and 0.20
-as it was on 2026-08-22, megatron/training/arguments.py.
+You can paste the options of a Megatron-LM launch script.  Options that have no effect here are dropped and logged.  All
+others are refused at once, each with its way out.  Source of the names: Megatron-LM core 0.16.1, and 0.20 as of
+2026-08-22, megatron/training/arguments.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_snip.errors import UserError
 LOGGER = logging.getLogger("megatron_snip")
 _ANY = ""  # any value
 _EXPERTS = "there are no experts here; leave it out"
-#: Switches that are always on here, or choose among kernels and say nothing of the numbers.
+#: Switches that are always on here, or that select kernels without changing results.
 _SWITCHES = """
 use-mcore-models swiglu disable-bias-linear use-rotary-position-embeddings no-position-embedding
 group-query-attention no-masked-softmax-fusion attention-softmax-in-fp32 no-bias-swiglu-fusion no-bias-gelu-fusion
@@ -59,9 +59,9 @@ legacy-tokenizer use-gigatoken tokenizer-hf-use-fast tokenizer-hf-no-use-fast to
 tokenizer-hf-no-include-special-tokens tokenizer-sentencepiece-legacy
 no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
 """
-#: Options with one or more values, none of which says anything of the numbers.
+#: Options with one or more values, none of which changes results.
 _LISTS = "cp-comm-type cuda-graph-scope cuda-graph-modules high-priority-stream-groups"
-#: Options whose value must be one of these for the run to be the same here (or any), and what to give otherwise.
+#: Allowed values of options (or any), for which the run is the same here, and the way out for other values.
 _VALUES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "position-embedding-type": (("rope",), "models here have rotary positions; give rope"),
     "rotary-percent": (("1",), "all channels are rotated here; give 1.0"),
@@ -121,7 +121,7 @@ def _each(names: str, instead: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), instead)
 
 
-#: Options that a run cannot have here, and what to give in their place.
+#: Options that are not supported here, and what to give instead.
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("fp8-format", "fp8-recipe", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-param-gather", "fp8-margin",
@@ -270,7 +270,7 @@ _REFUSED: Mapping[str, str] = {
         iter-per-epoch""", _MODELS,
     ),
 }  # fmt: skip
-#: Beginnings of names of options that a run cannot have here, for names that are in none of the tables.
+#: Prefixes of unsupported options, for names in none of the tables.
 _FAMILIES: Mapping[str, str] = {
     **_each("moe- expert- overlap-moe- overlap-dispatch- ep-overlap- use-grouped-gemm- high-priority-a2a- gtp-expert- "
             "save-tokens-per-expert-", _EXPERTS),
@@ -294,12 +294,12 @@ _FAMILIES: Mapping[str, str] = {
 
 
 def instead_of(name: str) -> str:
-    """What to give in place of an option of Megatron-LM that a run cannot have here; nothing for other names."""
+    """What to give instead of an unsupported Megatron-LM option; "" for other names."""
     return _REFUSED.get(name) or next((text for start, text in _FAMILIES.items() if name.startswith(start)), "")
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word is an option's value: negative numbers are."""
+    """Whether a word is an option's value, such as a negative number."""
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
@@ -313,9 +313,9 @@ def _same(value: str, allowed: Sequence[str]) -> bool:
 
 
 def without_megatrons(words: Sequence[str]) -> list[str]:
-    """Command-line words without Megatron-LM's options that change nothing here.
+    """Command-line words without Megatron-LM options that have no effect here.
 
-    UserError that names all that it has and this trainer cannot do, each with what to give instead.
+    Raises UserError that lists all unsupported options, each with its way out.
     """
     kept: list[str] = []
     dropped: list[str] = []

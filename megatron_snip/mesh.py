@@ -1,9 +1,9 @@
-"""The mesh of processes, axes (pp, replicate, shard, tp): the only maker of process groups.
+"""The device mesh, with axes (pp, replicate, shard, tp).  Only this module makes process groups.
 
-tp is innermost, so that the processes which talk most are neighbours, as in Megatron-LM; "axis" is an axis
-of the mesh, "dim" a dim of a tensor.  Batches are dealt out over dp and the tokens of a sequence over cp; dp x cp,
-which is replicate x shard, sees the same weights.  They and the optimiser's state are sharded over `shard`, whose inner
-part is cp, and the same along `replicate`.
+tp is innermost, as in Megatron-LM, so that ranks that communicate most are neighbours.  "axis" is an axis of the mesh,
+"dim" a dim of a tensor.  dp splits batches, and cp splits the tokens of a sequence.  Ranks along dp x cp, which equals
+replicate x shard, have the same weights.  Weights and optimiser state are sharded over `shard`, whose inner part is cp,
+and replicated over `replicate`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 AXES = ("dp_cp", "tp_cp", "pp", "dp", "tp", "cp")
 Made = TypeVar("Made")
 _MESH = ("pp", "replicate", "shard", "tp")
-# torch 2.15 made it public, and its old name warns there
+# public since torch 2.15, where the old name warns
 set_timeout: Any = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as seen from this process."""
+    """One axis of the mesh, from this rank's view."""
 
     size: int
     rank: int
@@ -37,20 +37,20 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process stands first on the axis."""
+        """Whether this rank is the first on the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this process stands last on the axis."""
+        """Whether this rank is the last on the axis."""
         return self.rank == self.size - 1
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, laid out as [pp, replicate, shard, tp]; dp x cp is the two in the middle.
+    """The ranks of a run as [pp, replicate, shard, tp]; the two in the middle are dp x cp.
 
-    dp has different samples, cp different tokens of the same ones, dp_cp is both and tp_cp what one sample is cut over.
+    dp has different samples, cp different tokens of the same samples.  dp_cp is both, and tp_cp shares a sample.
     """
 
     device_mesh: DeviceMesh
@@ -64,32 +64,32 @@ class Mesh:
     shard: Axis
     rank: int
     world_size: int
-    #: The first and the last process of pp where both hold the embedding of a tied model; None elsewhere.
+    #: First and last pp ranks if both hold the embedding of a tied model; None on other ranks.
     embedding: Axis | None = None
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """All processes."""
+        """All ranks."""
         group = dist.group.WORLD
         assert group is not None
         return group
 
     def new_cpu_group(self) -> dist.ProcessGroup:
-        """A group of all processes over gloo, for a thread that must not meet training's collectives.
+        """A gloo group of all ranks, for a thread whose collectives must not mix with training's.
 
-        Every process calls it.
+        Every rank must call it.
         """
         return dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
-        """Wait for all processes; every process calls it."""
+        """Wait for all ranks.  Every rank must call it."""
         dist.barrier(self.world)
 
     def in_turn(self, first: bool, work: Callable[[], Made]) -> Made:
-        """``work()`` on the ``first`` processes, one a node, and then on the others; every process calls it.
+        """Run ``work()`` on the ``first`` ranks, one per node, and then on the others.  Every rank must call it.
 
-        The others wait as long as it takes: they look into the store, since a collective would time out.  Processes
-        that end meanwhile are the watch's affair.
+        The others poll the store without a time limit, since a collective would time out.  The watch handles ranks that
+        die meanwhile.
         """
         everyone = [False] * self.world_size
         dist.all_gather_object(everyone, first, group=self.world)
@@ -104,7 +104,7 @@ class Mesh:
                 time.sleep(0.05)
         if not first:
             made = work()
-        self.barrier()  # whoever waited has seen the keys
+        self.barrier()  # all waiting ranks have seen the keys
         if first:
             store.delete_key(str(self.rank))
         return made
@@ -121,11 +121,11 @@ def build_mesh(
     tied: bool = False,
     timeout_minutes: float = 10.0,
 ) -> Mesh:
-    """The mesh over the started process group; every process calls it, pp * dp * cp * tp is the world size.
+    """The mesh over the started process group.  Every rank must call it; pp * dp * cp * tp is the world size.
 
-    replicate: how many of the dp x cp processes hold the same weights; it or dp divides the other.  tied: the output
-    layer is the embedding.
-    A collective on one of its axes that takes longer than the time-out ends the run.
+    replicate: how many of the dp x cp ranks hold the same weights; a divisor or multiple of dp.  tied: the output layer
+    is the embedding.
+    A collective on one of its axes that exceeds the time-out ends the run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert pp * dp * cp * tp == world_size, f"{pp} x {dp} x {cp} x {tp} is not {world_size}"
@@ -139,7 +139,7 @@ def build_mesh(
     axes |= _more_axes(axes, device_mesh.mesh.view(pp, dp, cp, tp))
     embedding = _ends(axes["pp"], device_mesh) if tied and pp > 1 else None
     for axis in (*axes.values(), *([embedding] if embedding else [])):
-        # the mesh makes its groups with torch's default, whatever the world's is
+        # the mesh creates its groups with torch's default time-out, not the world's
         set_timeout(timedelta(minutes=timeout_minutes), axis.group)
     connected: list[dist.ProcessGroup] = []
     for name in ("pp", "dp_cp", "tp", "replicate", "shard", "dp", "cp", "tp_cp"):
@@ -152,9 +152,9 @@ def build_mesh(
 
 
 def _more_axes(axes: dict[str, Axis], whole: torch.Tensor) -> dict[str, Axis]:
-    """The axes that are parts or products of the mesh's own; `whole` [pp, dp, cp, tp] holds all ranks.
+    """Axes that are parts or products of the mesh's own; `whole` [pp, dp, cp, tp] holds all ranks.
 
-    Every process calls it.  Axes of the same processes share a group, but for cp: attention need not wait for weights.
+    Every rank must call it.  Equal axes share a group, except cp, so that attention never waits for weights.
     """
     made: dict[str, Axis] = {}
     for name, dims in (("dp_cp", (1, 2)), ("dp", (1,)), ("cp", (2,)), ("tp_cp", (2, 3))):
@@ -164,7 +164,7 @@ def _more_axes(axes: dict[str, Axis], whole: torch.Tensor) -> dict[str, Axis]:
 
 
 def _axis(whole: torch.Tensor, dims: tuple[int, ...], known: list[Axis]) -> Axis:
-    """The axis of some dims of `whole` [pp, dp, cp, tp], on a group of its own where no known axis is the same."""
+    """The axis over some dims of `whole` [pp, dp, cp, tp], with a new group unless a known axis has the same ranks."""
     others = [dim for dim in range(whole.dim()) if dim not in dims]
     rows = whole.permute(*others, *dims).flatten(len(others)).flatten(0, len(others) - 1).tolist()
     row = next(row for row in rows if dist.get_rank() in row)
@@ -176,7 +176,7 @@ def _axis(whole: torch.Tensor, dims: tuple[int, ...], known: list[Axis]) -> Axis
 
 
 def _ends(pp: Axis, device_mesh: DeviceMesh) -> Axis | None:
-    """The first and the last process of a pipeline, to which this one belongs or not; every process calls it."""
+    """The first and last ranks of a pipeline; None on other ranks.  Every rank must call it."""
     if pp.size == 2:
         return pp
     group, _ = dist.new_subgroups_by_enumeration(device_mesh.mesh.flatten(1)[[0, -1]].T.tolist())  # [dp * tp, 2]
@@ -184,17 +184,17 @@ def _ends(pp: Axis, device_mesh: DeviceMesh) -> Axis | None:
 
 
 def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:
-    """Let NCCL make the communicators of an axis now, in one order on all processes.
+    """Make NCCL create the communicators of an axis now, in the same order on all ranks.
 
-    Else they are made at first use: the axis's own by a pipeline's first batch of sends and receives in mid-step, and
-    one of each pair by its first single send, where both wait for processes that may wait for others.
+    Otherwise the first use creates them in mid-step: a pipeline's first batched sends and receives that of the axis,
+    and the first single send that of a pair.  There, both ranks wait for others that may be waiting too.
     """
     if axis.size == 1 or dist.get_backend(axis.group) == "fake":
         return
     one = torch.ones(1, device=device_type)
     dist.all_reduce(one, group=axis.group)
     for first in range(axis.size) if pairs else ():
-        second = (first + 1) % axis.size  # the last and the first talk where stages are interleaved
+        second = (first + 1) % axis.size  # interleaved stages connect the last rank to the first
         if axis.rank == first:
             dist.send(one, group_dst=second, group=axis.group)
         elif axis.rank == second:

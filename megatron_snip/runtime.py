@@ -1,6 +1,6 @@
-"""The process: device, backend, seeds, logging on one rank.  The only reader of environment variables.
+"""The process: device, backend, seeds, and logging on one rank.  Only this module reads environment variables.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a lone process needs none of them.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a single process needs none of them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from megatron_snip.faults.rendezvous import agree_on_start
 from megatron_snip.faults.watch import Folder, Watch
 from megatron_snip.files import one_line
 
-#: What keeps the current folder out of the path of new Python processes.
+#: Keeps the current folder out of the import path of new Python processes.
 _SAFE_PATH = "PYTHONSAFEPATH"
 LOGGER = logging.getLogger("megatron_snip")
-#: What --deterministic-mode lets a user set; NCCL's are those that Megatron accepts.
+#: Values that users may set under --deterministic-mode; NCCL's are those that Megatron accepts.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -47,7 +47,7 @@ DETERMINISTIC = {
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process runs: its rank, the world's size and its device."""
+    """This process's rank, world size and device."""
 
     rank: int
     world_size: int
@@ -57,27 +57,27 @@ class Runtime:
 
 
 def environment_rank() -> int:
-    """This process's rank as torchrun tells it, before anything is started; 0 for a lone process."""
+    """This process's rank according to torchrun, before anything has started; 0 for a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def environment_local_rank() -> int:
-    """This process's rank on its node as torchrun tells it, before anything is started; 0 for a lone process."""
+    """This process's rank on its node according to torchrun, before anything has started; 0 for a single process."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def environment_local_world_size() -> int:
-    """Processes of the run on this node as torchrun tells it; 1 without torchrun."""
+    """Number of ranks on this node according to torchrun; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def environment_world_size() -> int:
-    """Processes of the run as torchrun tells it; 1 for a lone process."""
+    """Number of ranks according to torchrun; 1 for a single process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def made_with() -> dict[str, str | int]:
-    """What numbers may depend on beside the options: versions of packages, the device's name, processes."""
+    """What results may depend on besides options: package versions, device name, number of ranks."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU ({platform.machine()})"
     return {
         "megatron_snip": megatron_snip.__version__,
@@ -91,30 +91,30 @@ def made_with() -> dict[str, str | int]:
 
 
 def environment_restarts() -> int:
-    """How often torchrun may start a node's processes again after a failure; 0 without torchrun."""
+    """How often torchrun may restart a node's processes after a failure; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def environment_requeues() -> int:
-    """How often SLURM has put this job back into the queue; 0 outside SLURM."""
+    """How often SLURM has requeued this job; 0 outside SLURM."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def end_with_agent() -> None:
-    """Let the system end this process as soon as torchrun's agent, its parent, is gone, on Linux.
+    """On Linux, let the kernel kill this process when torchrun's agent, its parent, dies.
 
-    Without it a killed torchrun leaves its processes training.  A process that a shell or srun started has no agent.
+    Otherwise a killed torchrun leaves its processes training.  A process started by a shell or srun has no agent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != megatron_snip.PARENT:  # it was gone before the call
+    if os.getppid() != megatron_snip.PARENT:  # it died before the call
         os._exit(1)
 
 
 def resolve_backend(backend: str, device: str = "auto") -> tuple[str, str]:
-    """--distributed-backend and --device with auto resolved."""
+    """Resolve auto in --distributed-backend and --device."""
     if device == "auto":
         device = "cuda" if backend == "nccl" or (backend == "auto" and torch.cuda.is_available()) else "cpu"
     if backend == "auto":
@@ -123,7 +123,7 @@ def resolve_backend(backend: str, device: str = "auto") -> tuple[str, str]:
 
 
 def device_of(backend: str, device: str) -> torch.device:
-    """The kind of device that --distributed-backend and --device ask for; UserError for a GPU where there is none."""
+    """The device type for --distributed-backend and --device.  Raises UserError for a GPU on a machine without one."""
     kind = resolve_backend(backend, device)[1]
     if kind == "cuda" and not torch.cuda.is_available():
         option = "--device cuda" if device == "cuda" else f"--distributed-backend {backend}"
@@ -132,10 +132,10 @@ def device_of(backend: str, device: str) -> torch.device:
 
 
 def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> None:
-    """Set what torch's allocator, cuBLAS and NCCL read when they start; what the user has set stays.
+    """Set environment variables that torch's allocator, cuBLAS and NCCL read at startup, unless the user has set them.
 
-    Called before CUDA starts.  stacks: folder that NCCL's flight recorder writes to when a collective times out.
-    UserError where the user's own settings are not deterministic and the run is to be.
+    Call it before CUDA starts.  stacks: folder for NCCL's flight recorder when a collective times out.
+    Raises UserError if the run is to be deterministic and the user's own settings are not.
     """
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it loads a compiler
         torch.use_deterministic_algorithms(deterministic)
@@ -150,7 +150,7 @@ def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> No
     if deterministic:
         wanted |= {("CUBLAS_WORKSPACE_CONFIG",): ":4096:8", ("NCCL_ALGO",): "Ring"}
     for names, value in wanted.items():
-        if not any(name in os.environ for name in names):  # the second is the name of before
+        if not any(name in os.environ for name in names):  # the second is the old name
             os.environ[names[0]] = value
     for name, good in DETERMINISTIC.items() if deterministic else ():
         if os.environ[name] not in good:
@@ -161,21 +161,21 @@ def prepare_environment(device: str, *, deterministic: bool, stacks: Path) -> No
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks of activation size for the next one.
+    """Make glibc keep freed blocks of activation size for reuse.
 
-    By default each goes back to the system, and every new tensor of some MB costs its pages anew.
+    By default it returns them to the system, and every new tensor of a few MB pays for page faults again.
     """
     largest, of_top = 1 << 30, (1 << 31) - 1
-    with contextlib.suppress(OSError, AttributeError):  # another libc has other ways
+    with contextlib.suppress(OSError, AttributeError):  # other libcs have other ways
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, largest)  # M_MMAP_THRESHOLD
         mallopt(-1, of_top)  # M_TRIM_THRESHOLD
 
 
 def start(backend: str, timeout_minutes: float, ending: Ending | None = None, device: str = "auto") -> Runtime:
-    """Join the process group and take a device.  Every process calls it once; `stop` undoes it.
+    """Join the process group and choose a device.  Every process must call it once; `stop` undoes it.
 
-    ending: gets a watch over the other processes.
+    ending: receives a watch over the other ranks.
     """
     rank, world_size = environment_rank(), environment_world_size()
     local_rank = environment_local_rank()
@@ -188,30 +188,30 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         keep_freed_memory()
     if not dist.is_initialized():
         _check_launch()
-        # NCCL's communicators are then made here and the mesh's split from them, not at first use in mid-step
+        # NCCL then creates its communicators here and splits the mesh's from them, not at first use in mid-step
         _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
     return Runtime(rank, world_size, local_rank, place, backend)
 
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:
-    """The GPU of a process of this node; over gloo several may share one.
+    """The GPU of a rank on this node; over gloo, several ranks may share one.
 
-    A process that was given one GPU (srun's --gpus-per-task=1) sees that one alone, whatever its rank on the node is.
+    A process restricted to one GPU (srun's --gpus-per-task=1) sees only that one, whatever its local rank.
     """
     device_of(backend, device)
     gpus = torch.cuda.device_count()
-    given_one = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # if it is another's, too, NCCL says so
+    given_one = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # if another process has it too, NCCL reports that
     if local_rank >= gpus and backend == "nccl" and not given_one:
         raise UserError(
-            f"local rank {local_rank} has no GPU: this machine has {gpus}; start one process a GPU "
+            f"local rank {local_rank} has no GPU: this machine has {gpus}; start one process per GPU "
             "(torchrun --nproc_per_node), or let them share one with --device cuda --distributed-backend gloo"
         )
     return local_rank % gpus
 
 
 def _check_launch() -> None:
-    """UserError if a launcher started several processes and did not tell each its place in one run."""
-    wanted, start = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "start one torchrun a node"
+    """Raise UserError if a launcher started several processes without giving each a rank in one run."""
+    wanted, start = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "start one torchrun per node"
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):  # srun's, mpirun's, torchrun's
             if os.environ.get(name, "1") != "1":
@@ -224,8 +224,8 @@ def _check_launch() -> None:
         raise UserError(f"RANK is set without {', '.join(missing)}; {start}, or set all of {', '.join(wanted)}")
     rank, world_size = environment_rank(), environment_world_size()
     if not 0 <= rank < world_size or not os.environ["MASTER_PORT"].isdigit():
-        told = ", ".join(f"{name} is {os.environ[name]}" for name in wanted)
-        raise UserError(f"{told}; {start}, or give ranks from 0 to WORLD_SIZE - 1 and a port's number")
+        found = ", ".join(f"{name} is {os.environ[name]}" for name in wanted)
+        raise UserError(f"{found}; {start}, or give ranks from 0 to WORLD_SIZE - 1 and a port's number")
     if "LOCAL_RANK" not in os.environ and os.environ.get("SLURM_LOCALID", "0") != "0":
         raise UserError("RANK is set without LOCAL_RANK; set that to SLURM_LOCALID in each task of srun")
 
@@ -238,9 +238,9 @@ def _join(
     ending: Ending | None,
     bound: torch.device | None,
 ) -> None:
-    """Make the process group, under keys that no earlier start has used, and begin to watch the other processes."""
+    """Create the process group, under keys that no earlier start has used, and start to watch the other ranks."""
     timeout = timedelta(minutes=timeout_minutes)
-    if "RANK" not in os.environ:  # a lone process needs no address
+    if "RANK" not in os.environ:  # a single process needs no address
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
     private, key = private_folder(), "start"
@@ -250,7 +250,7 @@ def _join(
         own = FileStore(str(private / "store"), world_size)
     else:
         own = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # a store that outlives its processes
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # this store outlives the ranks
             key = agree_on_start(own, rank, world_size, timeout.total_seconds())
     store = PrefixStore(key, own)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
@@ -260,9 +260,9 @@ def _join(
 
 
 def private_folder() -> Path | None:
-    """torchrun's folder of this start, if all processes are on this node and its user alone can open it.
+    """torchrun's folder of this start, if all ranks are on this node and only its user can open it.
 
-    What the processes tell each other to meet lies there in files: whoever can reach a port of a store could change it.
+    It holds the rendezvous in files; anyone who can reach a store's port could change that.
     """
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_0/RANK/error.json
     if environment_local_world_size() != environment_world_size() or len(report.parents) < 4:
@@ -275,7 +275,7 @@ def private_folder() -> Path | None:
 
 
 def stay_on_this_host() -> None:
-    """Let gloo and NCCL listen on the loopback interface alone, unless the user has named another."""
+    """Let gloo and NCCL listen only on the loopback interface, unless the user has named another."""
     with contextlib.suppress(OSError):
         for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -283,7 +283,7 @@ def stay_on_this_host() -> None:
 
 
 def _connect(key: str) -> PrefixStore:
-    """A connection of its own to the run's store; OSError where nobody listens, which torch would also print."""
+    """A separate connection to the run's store.  Raises OSError if nobody listens; torch would also print that."""
     address, seconds = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5.0
     socket.create_connection(address, seconds).close()
     client = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
@@ -291,52 +291,52 @@ def _connect(key: str) -> PrefixStore:
 
 
 def stop() -> None:
-    """Leave the process group, all processes together: gloo aborts one that leaves others in mid-talk."""
+    """Leave the process group, all ranks together.  gloo aborts ranks whose peers leave during communication."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def set_up_logging(rank: int) -> None:
-    """Log to stderr: rank 0 tells everything, the others errors only, since what they would say is the same."""
+    """Log to stderr: rank 0 everything, other ranks only errors, since their messages would be the same."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(message)s", "%Y-%m-%d %H:%M:%S"))
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     LOGGER.propagate = False
-    if isinstance(sys.stdout, io.TextIOWrapper):  # under LC_ALL=C a line less would end the run
-        with contextlib.suppress(OSError):  # of a pipe that was opened to append, whose place nobody can tell
+    if isinstance(sys.stdout, io.TextIOWrapper):  # under LC_ALL=C an unencodable line would end the run
+        with contextlib.suppress(OSError):  # a pipe opened for append has no position
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:
-    """Print to stdout; where that is a file on a full disk, the run goes on without the line."""
+    """Print to stdout.  If that is a file on a full disk, the run continues without the line."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed that is a function of its parts alone, the same in every process."""
+    """A 63-bit seed that depends only on its parts, and is the same in every process."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_iteration(seed: int, iteration: int) -> None:
-    """Make torch's generators a function of (seed, iteration), so that a resume has no state to restore."""
+    """Seed torch's generators from (seed, iteration), so that a resume has no state to restore."""
     torch.manual_seed(seed_of(seed, "iteration", iteration))
 
 
 class SuspectDevice(RuntimeError):
-    """A device computes wrongly: the same iteration gave two results, both bad.  Every process raises it alike."""
+    """A faulty device: one iteration gave two different bad results.  Raised on every rank."""
 
-    status = 17  # the exit status of Megatron's failed validation of results, so that a scheduler can tell
+    status = 17  # Megatron's exit status for failed validation of results, so that schedulers recognise it
 
 
 class StopSignal:
-    """Remembers SIGTERM and Ctrl-C, so that the loop can save and leave at the end of an iteration.
+    """Remembers SIGTERM and Ctrl-C, so that the loop can save and exit at the end of an iteration.
 
-    A second Ctrl-C ends the process at once.  Within a second of the first it counts as the same: a terminal sends
-    it to all processes, and a launcher may pass it on.
+    A second Ctrl-C ends the process at once, unless it comes within a second: a terminal sends the first to all
+    processes, and a launcher may forward it.
     """
 
     def __init__(self, listen: bool) -> None:
@@ -360,14 +360,14 @@ class StopSignal:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[Ending]:
-    """Turn every error into one line; set up logging.  Gives what the run fills in so that the line can say more.
+    """Turn every error into one line, and set up logging.  The run fills in the `Ending` to make that line more
+    precise.
 
-    A UserError is the user's and leaves with status 2; so is an OSError that names a path.  SuspectDevice has a status
-    of its own.  What every process finds is told by rank 0 alone: the others wait a moment before they tell it, because
-    torchrun ends all of them as soon as one has failed.  Any other error is told by the process that meets it first,
-    its traceback goes into the run folder.
-    Python processes that libraries start inside, as multiprocessing does, import nothing from the current folder, which
-    may be a stranger's.
+    UserErrors, and OSErrors that name a path, exit with status 2.  SuspectDevice has its own status.  Such errors occur
+    on every rank, and rank 0 reports them: torchrun ends all ranks as soon as one fails, so the others wait before they
+    report.  The first rank to meet any other error reports it, and writes the traceback to the run folder.
+    Python processes that libraries start in the block, such as multiprocessing's, import nothing from the current
+    folder, which may be untrusted.
     """
     rank, before = environment_rank(), os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
@@ -382,12 +382,12 @@ def report_errors() -> Iterator[Ending]:
         users = isinstance(error, UserError) or (isinstance(error, OSError) and error.filename is not None)
         if users or isinstance(error, SuspectDevice):
             if rank > 0:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would live through it
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop's handler would survive it
                 time.sleep(3.0)
             line = one_line(error) if isinstance(error, (UserError, OSError)) else str(error)
             ending.tell_user(line, error.status if isinstance(error, SuspectDevice) else 2)
         elif ending.folder is None and not isinstance(error, KeyboardInterrupt):
-            raise  # nothing has begun: the traceback is all that there is to tell
+            raise  # nothing has started, so the traceback is all there is
         else:
             ending.after(error)
     finally:

@@ -1,1 +1,1 @@
-"""Checkpoints that prove themselves: what is in one, how it is written and read, and who may write."""
+"""Verified checkpoints: their content, reading and writing, and the lock on their folder."""

@@ -1,9 +1,9 @@
-"""One run a folder of checkpoints: a lock that a dead run does not keep.
+"""A lock on a folder of checkpoints: one run may write to it, and a dead run loses it.
 
-`<save>/lock.json` says which process of which host holds the folder.  Its holder touches it every few seconds.  On the
-holder's own host the lock is stale as soon as the process is gone; from elsewhere, when it has not been touched for
-half a minute.  So is one that came along in a copy of its folder.  Whoever finds it stale writes its own
-over it.  A holder that was stopped for so long finds another's lock when it goes on, and writes no checkpoint any more.
+`<save>/lock.json` names the process and host that hold the folder.  The holder touches the file every few seconds.  On
+the same host, the lock is stale as soon as the process is gone; from another host, after 30 s without a touch.
+A lock that was copied with its folder is stale too.  A run that finds a stale lock overwrites it.  A holder that was
+suspended that long finds the new lock when it resumes, and stops writing checkpoints.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
 
 
-#: Words of a host, which go into messages.
+#: Text about a host, for messages.
 _Word = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f]{0,300}\Z")]
 
 
 class _Holder(Struct, frozen=True, forbid_unknown_fields=True):
-    """What lock.json says of the process that holds the folder.
+    """Content of lock.json: the process that holds the folder.
 
-    place: where process ids mean the same processes; born: when it started there; folder: the folder's inode, which a
-    copy does not have.
+    place: identifies the pid namespace.  born: when the process started there.  folder: the folder's inode, which a
+    copy does not share.
     """
 
     token: _Word
@@ -53,14 +53,14 @@ class _Holder(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LockLost(RuntimeError):
-    """Another run has taken the folder over."""
+    """Another run has taken over the folder."""
 
 
 class FolderLock:
-    """Holds a folder of checkpoints from its making to `release`.
+    """Holds a folder of checkpoints until `release`.
 
-    UserError if another run has it, at once on its host, else within ``BEAT_SECONDS``.  Where the other's host is
-    gone, making one takes ``STALE_SECONDS``.
+    Raises UserError if another run holds it, at once on the same host, else within ``BEAT_SECONDS``.  If the other
+    run's host is gone, taking the lock takes ``STALE_SECONDS``.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -76,42 +76,42 @@ class FolderLock:
                     f"{folder} belongs to {other}, which is still running; wait until it ends, or give another --save"
                 )
             write_atomic(self.path, self._text)
-            time.sleep(0.2)  # another that found the same stale lock writes its own by now: the last one holds
+            time.sleep(0.2)  # others that found the same stale lock have written theirs by now; the last one holds
             if self.held():
                 break
         self._stop = threading.Event()
         threading.Thread(target=self._beat, name="lock of the save folder", daemon=True).start()
 
     def held(self) -> bool:
-        """Whether the folder is still ours."""
+        """Whether this run still holds the folder."""
         holder = _read(self.path)
         return holder is not None and holder.token == self._token
 
     def check(self) -> None:
-        """LockLost if it is not."""
+        """Raise LockLost if it does not."""
         if not self.held():
             other = _read(self.path)
             if other is None:
                 raise LockLost(
-                    f"{self.path} is gone or cannot be read: somebody removed it, or another run took the folder over "
-                    "and has ended; see what the folder holds, and continue from its last checkpoint"
+                    f"{self.path} is gone or unreadable: it was removed, or another run took over the folder and has "
+                    "ended; look at the folder, and continue from its last checkpoint"
                 )
             raise LockLost(
                 f"{self.path.parent}: run {other.run_id} on {other.host} (process {other.pid}) "
-                "took this folder over while this one stood still; end one of them"
+                "took over this folder while this run was suspended; end one of them"
             )
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._stop.set()
         with contextlib.suppress(OSError):
             if self.held():
                 self.path.unlink()
 
     def _create(self) -> bool:
-        """Whether there was no lock, and there is ours now."""
+        """Create the lock; False if there is one."""
         try:
-            with open(self.path, "x", encoding="utf-8") as file:  # made by one process alone, on NFS too
+            with open(self.path, "x", encoding="utf-8") as file:  # only one process can create it, even on NFS
                 file.write(self._text)
         except FileExistsError:
             return False
@@ -119,51 +119,51 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a file system that is away for a while
+            with contextlib.suppress(OSError):  # the file system may be unavailable for a while
                 if not self.held():
-                    return  # `check` tells
+                    return  # `check` reports it
                 os.utime(self.path)
 
 
 def living_holder(folder: Path) -> str:
-    """Run, process and host that hold a folder of checkpoints, "" if none does.  Of another host it takes a while."""
+    """The run, process and host that hold a folder of checkpoints, or "".  Takes a while if it is another host."""
     path = folder / LOCK
-    if not path.is_file():  # a pipe or a folder of this name holds nothing
+    if not path.is_file():  # a pipe or folder of this name is no lock
         return ""
     other = _read(path)
     alive = (
-        _beats(path, other)
+        _is_touched(path, other)
         if other is None or other.place != _place()
-        else _is_alive(other) and (other.folder == folder.stat().st_ino or _beats(path, other))
+        else _is_alive(other) and (other.folder == folder.stat().st_ino or _is_touched(path, other))
     )
     return str(other or "a run that cannot be read") if alive else ""
 
 
-def _beats(path: Path, other: _Holder | None) -> bool:
-    """Whether a lock's holder touches it, and not one that this is a copy of.
+def _is_touched(path: Path, other: _Holder | None) -> bool:
+    """Whether the holder still touches this lock, rather than the original that this is a copy of.
 
-    It is seen by this clock alone, as hosts' clocks differ.
+    Uses only this host's clock, since clocks of hosts differ.
     """
     end, first = time.monotonic() + STALE_SECONDS, _touched(path)
     while time.monotonic() < end:
         time.sleep(min(1.0, BEAT_SECONDS))
         if _read(path) != other:
-            return _read(path) is not None  # it was let go of, or another was faster
+            return _read(path) is not None  # it was released, or another run took it first
         if _touched(path) != first:
             return True
     return False
 
 
 def _read(path: Path) -> _Holder | None:
-    """What a lock says; None if there is none or it cannot be read."""
+    """The holder that a lock names; None if there is no lock or it cannot be read."""
     try:
         return checked(parse_json(read_file(path, "lock", "remove it", most=1 << 16)), _Holder)
-    except ValueError:  # UserError too
+    except ValueError:  # includes UserError
         return None
 
 
 def _touched(path: Path) -> int | None:
-    """When the file was last touched, read through the file, which network file systems look up anew."""
+    """When the file was last touched.  Opens it, so that network file systems refresh the time."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -172,16 +172,16 @@ def _touched(path: Path) -> int | None:
 
 
 def _place() -> str:
-    """Where process ids mean the same processes: this boot of this kernel, this namespace of ids."""
+    """Identifies the pid namespace: the boot of the kernel and the namespace's id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
 def _born(pid: int) -> str:
-    """When a process started, which tells it from a later one with its id; empty if there is none, or a dead one."""
+    """Start time of a process, which distinguishes it from a later one with the same pid; "" if it is not alive."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -190,7 +190,7 @@ def _born(pid: int) -> str:
 
 
 def _is_alive(other: _Holder) -> bool:
-    """Whether a lock's process, of this place, still runs and is another than this one."""
+    """Whether a lock's process, in this pid namespace, is still running and is not this one."""
     if other.pid == os.getpid():
         return False
     if Path("/proc/self").exists():

@@ -1,15 +1,15 @@
-"""What a folder of checkpoints holds, and which of them are whole.
+"""Layout of a folder of checkpoints, and which checkpoints are complete.
 
     <save>/latest_checkpointed_iteration.txt     the iteration to continue from
-    <save>/iter_0000100/manifest.json            written last: sizes of the other files, place and CRC-32 of every shard
-    <save>/iter_0000100/state.json               what a resume needs beside tensors
+    <save>/iter_0000100/manifest.json            written last: sizes of other files, position and CRC-32 of each shard
+    <save>/iter_0000100/state.json               state other than tensors
     <save>/iter_0000100/*.distcp                 weights and moments, sharded, by torch.distributed.checkpoint
     <save>/iter_0000100/.metadata                a pickle for torch's own reader; this package never opens it
 
-A checkpoint is whole if its manifest says so: a folder without one was cut short, and a file that does not match it
-is another one's or damaged.  Of the tensors `check` compares sizes; `storage.load_tensors` compares their CRCs as it
-reads them.  A manifest may come from a stranger: it names no file, and what it tells of tensors fits together and is
-no larger than the files, before anybody reads by it.
+A checkpoint is complete if it matches its manifest.  Without a manifest, the save was interrupted; a file that does not
+match belongs to another checkpoint or is damaged.  `check` compares the sizes of tensor files; `storage.load_tensors`
+compares their CRCs while it reads.  A manifest may be untrusted: it names no files, and its description of tensors must
+be consistent and no larger than the files before anything is read.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_snip.jsonfile import Count, JsonFileError, RunId, decoded, read_js
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"
 VERSION = 4  # of manifest.json and state.json
-#: Bytes of a value of each type that checkpoints hold.
+#: Bytes per value of each dtype in checkpoints.
 DTYPES = {"float32": 4, "bfloat16": 2}
-#: Bytes that torch.save adds before a shard's values, and after them; it takes some hundreds.
+#: Limit in bytes for what torch.save adds before and after a shard's values; usually a few hundred.
 MOST_BESIDE_VALUES = 1 << 16
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 
@@ -52,12 +52,12 @@ _Why = Annotated[str, Meta(max_length=300)]
 
 
 class Damaged(UserError):
-    """A checkpoint is not what was written; the message is the reason, without the folder's name."""
+    """A checkpoint differs from what was written.  The message is the reason, without the folder's name."""
 
 
 @contextmanager
 def naming(folder: Path, iteration: int) -> Iterator[None]:
-    """UserError that names a checkpoint which turns out damaged, for those who take no other instead."""
+    """Turn Damaged into a UserError that names the checkpoint, for callers without an alternative."""
     try:
         yield
     except Damaged as error:
@@ -65,10 +65,10 @@ def naming(folder: Path, iteration: int) -> Iterator[None]:
 
 
 class Shard(Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A part of a tensor that one process wrote: a record in its file.
+    """A shard of a tensor: one record in a rank's file.
 
-    offset, length: bytes of the record in the file; start: the byte of it where the values begin, row by row;
-    first, sizes: which part of the tensor it is.
+    offset, length: the record's bytes in the file.  start: the byte in the record where the values begin, row by row.
+    first, sizes: the shard's position and shape in the tensor.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=1_000_000)]
@@ -81,12 +81,12 @@ class Shard(Struct, array_like=True, frozen=True, gc=False, forbid_unknown_field
 
     @property
     def file(self) -> str:
-        """The name of the file."""
+        """Name of the rank's file."""
         return file_of(self.rank)
 
 
 class SavedTensor(Struct, frozen=True, forbid_unknown_fields=True):
-    """Type and shape of a tensor, and the shards that make it up."""
+    """Dtype and shape of a tensor, and its shards."""
 
     dtype: Annotated[str, Meta(max_length=40)]
     shape: _Dims
@@ -94,10 +94,10 @@ class SavedTensor(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint's folder holds besides its manifest.
+    """Content of a checkpoint's folder, apart from the manifest.
 
-    layout: processes by axis; small: file -> (bytes, CRC-32); not_finite: why a run must not go on from it, empty for
-    a good one.
+    layout: ranks per axis.  small: file -> (bytes, CRC-32).  not_finite: why no run may continue from it; empty for a
+    good checkpoint.
     """
 
     iteration: Count
@@ -115,7 +115,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(size for size, _ in self.small.values()) + sum(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file of tensors, which its records fill."""
+        """Bytes of each tensor file, the sum of its records."""
         by_rank: Counter[int] = Counter()
         for tensor in self.tensors.values():
             for shard in tensor.shards:
@@ -123,7 +123,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return {file_of(rank): size for rank, size in sorted(by_rank.items())}
 
     def to_text(self) -> str:
-        """The file's text: one JSON object with the SHA-256 of the rest, so that a cut or edited one shows."""
+        """The file's text: one JSON object with the SHA-256 of the rest, so that damage and edits are detected."""
         body = msgspec.json.encode(msgspec.structs.replace(self, sha256=""))
         whole = msgspec.structs.replace(self, sha256=hashlib.sha256(body).hexdigest())
         return msgspec.json.encode(whole).decode()
@@ -136,12 +136,12 @@ class _Version(Struct):
 
 
 def file_of(rank: int) -> str:
-    """The name of the file that torch's writer gives a process."""
+    """The name of a rank's file in torch's writer."""
     return f"__{rank}_0.distcp"
 
 
 def open_file(folder: Path, name: str) -> io.FileIO:
-    """A file of a checkpoint, unbuffered.  Damaged if it is none: a pipe would wait, and a link may lead anywhere."""
+    """Open a checkpoint's file, unbuffered.  Raises Damaged for a pipe, which would block, and for a link."""
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         file = io.FileIO(os.open(folder / name, flags))
@@ -149,15 +149,15 @@ def open_file(folder: Path, name: str) -> io.FileIO:
         raise Damaged(f"{name} cannot be read ({error.strerror})") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise Damaged(f"{name} cannot be read (it is no regular file)")
+        raise Damaged(f"{name} cannot be read (it is not a regular file)")
     return file
 
 
 def _content(folder: Path, name: str, most: int) -> bytes:
-    """What a file of at most ``most`` bytes holds."""
+    """Content of a file of at most ``most`` bytes."""
     with open_file(folder, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise Damaged(f"{name} has {size} bytes, and at most {most} are read")
+            raise Damaged(f"{name} has {size} bytes, but at most {most} can be read")
         return io.BufferedReader(file).read(most)
 
 
@@ -167,25 +167,25 @@ def folder_of(save: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration that a folder's name tells; None if it is not one that a save gives, such as iter_100."""
+    """The iteration in a folder's name; None if no save would use that name, such as iter_100."""
     found = _ITERATION.fullmatch(folder.name)
     return int(found[1]) if found and folder.name == folder_of(folder, int(found[1])).name else None
 
 
 def iterations(save: Path) -> list[int]:
-    """Iterations of all checkpoint folders, whole or not, newest first."""
+    """Iterations of all checkpoint folders, complete or not, newest first."""
     found = (iteration_of(path) for path in (save.iterdir() if save.is_dir() else ()) if path.is_dir())
     return sorted((number for number in found if number is not None), reverse=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; Damaged if there is none or it is not what was written."""
+    """The manifest in a checkpoint's folder.  Raises Damaged if it is missing or differs from what was written."""
     if not os.path.lexists(folder / MANIFEST):
-        raise Damaged(f"it has no {MANIFEST}, so its save did not end, or a version before {VERSION} wrote it")
+        raise Damaged(f"it has no {MANIFEST}: its save did not finish, or a version before {VERSION} wrote it")
     text = _content(folder, MANIFEST, MOST_BYTES)
     try:
         if (version := decoded(text, _Version).version) != VERSION:
-            raise Damaged(f"{MANIFEST} has version {shown(version)}, and this code reads version {VERSION}")
+            raise Damaged(f"{MANIFEST} has version {shown(version)}, but this code reads version {VERSION}")
         manifest = decoded(text, Manifest)
     except JsonFileError as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
@@ -198,10 +198,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _unfit(tensor: SavedTensor) -> str:
-    """What is wrong with a tensor; empty if nothing is, and its shards hold every value of it once."""
+    """The problem with a tensor; empty if its shards hold every value exactly once."""
     itemsize = DTYPES.get(tensor.dtype)
     if itemsize is None:
-        return f"is of type {shown(tensor.dtype)}, and checkpoints hold {' and '.join(DTYPES)}"
+        return f"is of type {shown(tensor.dtype)}, but checkpoints hold {' and '.join(DTYPES)}"
     for shard in tensor.shards:
         if len(shard.first) != len(tensor.shape) or len(shard.sizes) != len(tensor.shape):
             return f"has {len(tensor.shape)} dims, and a shard in {shard.file} has others"
@@ -214,9 +214,9 @@ def _unfit(tensor: SavedTensor) -> str:
 
 
 def _covers(shards: Sequence[Shard], shape: Sequence[int], dim: int) -> bool:
-    """Whether shards fill a shape without overlap, from a dim on: in slabs, each filled by those that begin in it.
+    """Whether shards fill a shape without overlap, from a dim on.
 
-    Any grid is, as meshes cut tensors.
+    Works slab by slab along the dim, so any grid passes, and meshes cut tensors into grids.
     """
     if 0 in shape:
         return not shards
@@ -234,9 +234,9 @@ def _covers(shards: Sequence[Shard], shape: Sequence[int], dim: int) -> bool:
 
 
 def check(save: Path, iteration: int) -> Manifest:
-    """The manifest of a checkpoint that a run may go on from, by its state and all files' sizes.
+    """The manifest of a checkpoint that a run may continue from.  Verifies its state and all file sizes.
 
-    Damaged with the reason if it is not whole, is another iteration's, or holds what is not finite.
+    Raises Damaged with the reason if it is incomplete, of another iteration, or has values that are not finite.
     """
     manifest = check_whole(save, iteration)
     if manifest.not_finite:
@@ -245,13 +245,13 @@ def check(save: Path, iteration: int) -> Manifest:
 
 
 def check_whole(save: Path, iteration: int) -> Manifest:
-    """`check` without a look at what is not finite."""
+    """`check`, but accepts values that are not finite."""
     folder = folder_of(save, iteration)
     manifest = read_manifest(folder)
     if manifest.iteration != iteration:
         raise Damaged(f"{MANIFEST} is from iteration {manifest.iteration}")
     if STATE not in manifest.small:
-        raise Damaged(f"{MANIFEST} does not tell of {STATE}")
+        raise Damaged(f"{MANIFEST} does not list {STATE}")
     size, crc = manifest.small[STATE]
     content = _content(folder, STATE, MOST_BYTES)
     if len(content) != size or zlib.crc32(content) != crc:
@@ -266,15 +266,15 @@ def check_whole(save: Path, iteration: int) -> Manifest:
 
 
 def tracked_iteration(save: Path) -> int | None:
-    """The iteration that the tracker names; None if there are neither tracker nor checkpoints.
+    """The iteration in the tracker; None if there is neither a tracker nor a checkpoint.
 
-    UserError if it is damaged, or missing where checkpoints are.
+    Raises UserError if the tracker is damaged, or missing although there are checkpoints.
     """
     tracker = save / TRACKER
     if not tracker.is_file():
         if held := iterations(save):
             raise UserError(
-                f"{save} holds checkpoints up to iteration {held[0]} and no {TRACKER}; write the iteration to continue "
+                f"{save} holds checkpoints up to iteration {held[0]} but no {TRACKER}; write the iteration to continue "
                 f"from into that file, or --load {folder_of(save, held[0])}"
             )
         return None
@@ -286,16 +286,16 @@ def tracked_iteration(save: Path) -> int | None:
 
 
 def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]:
-    """The newest whole checkpoint up to the tracker's iteration, or below a number; and why newer ones are not it.
+    """The newest complete checkpoint up to the tracker's iteration, or below a number, and why newer ones were skipped.
 
-    None if the folder holds no checkpoint at all.  UserError if it holds some and none is whole.
+    None if the folder has no checkpoint.  Raises UserError if it has some but none is complete.
     """
     tracked = tracked_iteration(save)
     if tracked is None:
         return None, []
     passed_over: list[str] = []
     if not folder_of(save, tracked).is_dir():
-        passed_over.append(f"{folder_of(save, tracked)}: there is no such folder, though {TRACKER} names it")
+        passed_over.append(f"{folder_of(save, tracked)}: there is no such folder, although {TRACKER} names it")
     for iteration in iterations(save):
         if iteration > tracked or (below is not None and iteration >= below):
             continue
@@ -312,12 +312,12 @@ def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]
 
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
-    """What state.json of a checkpoint holds, its fields unchecked.  UserError if it cannot be read or is another's."""
+    """A checkpoint's state.json, fields unchecked.  Raises UserError if it is unreadable or of another iteration."""
     path = folder_of(save, iteration) / STATE
     way_out = "load another iteration (--ckpt-step)"
     state = read_json(path, "state", way_out)
     if state.get("version") != VERSION:
-        raise UserError(f"{path}: version is {shown(state.get('version'))}, and this code reads {VERSION}; {way_out}")
+        raise UserError(f"{path}: version is {shown(state.get('version'))}, but this code reads {VERSION}; {way_out}")
     if state.get("iteration") != iteration:
         raise UserError(f"{path}: it is from iteration {shown(state.get('iteration'))}; {way_out}")
     return state

@@ -1,8 +1,8 @@
-"""Saving: at once or in the background, whole or absent, by the run that holds the folder's lock alone.
+"""Saving checkpoints, in the foreground or background, atomically, and only by the run that holds the folder's lock.
 
-A checkpoint is written under a name of its own, its manifest last, and renamed when all processes have written; then
-the tracker moves.  So a kill at any moment leaves the last one.  A save that fails leaves the run going: the next one
-tries again, and only a few in a row end it.
+A checkpoint is written under a temporary name, manifest last, and renamed when all ranks have written.  Then the
+tracker is updated.  So a kill at any moment keeps the previous checkpoint.  A failed save does not stop the run: the
+next one retries, and only several consecutive failures end the run.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
 
 LOGGER = logging.getLogger("megatron_snip")
-#: What a disk without room says.
+#: errno of a full disk or quota.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-#: Saves in a row that may fail before the run ends.
+#: Consecutive failed saves that end the run.
 MOST_FAILED = 3
 
 
 class Saver:
-    """Writes a run's checkpoints to a folder; every process has one and calls it alike.
+    """Writes a run's checkpoints to a folder.  Every rank has one and makes the same calls.
 
-    start: the iteration that the run goes on from; newer checkpoints of the folder are put aside.
+    start: the iteration that the run continues from; newer checkpoints in the folder are renamed.
     """
 
     def __init__(self, save: Path, config: CheckpointConfig, mesh: Mesh, run_id: str, start: int) -> None:
         self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
-        self.failed = 0  # saves in a row
-        self.count, self.waited = 0, 0.0  # saves, and seconds that training stood still for them
-        self._size: int | None = None  # of the last checkpoint, in bytes
-        self._aside: Path | None = None  # where the last save wrote
+        self.failed = 0  # consecutive failures
+        self.count, self.waited = 0, 0.0  # saves, and seconds that training waited for them
+        self._size: int | None = None  # bytes of the last checkpoint
+        self._temporary: Path | None = None  # temporary folder of the last save
         self._running: AsyncSaveResponse | None = None
         self._stager: DefaultStager | None = None
         self._group = mesh.new_cpu_group() if config.async_save else None
@@ -87,18 +87,17 @@ class Saver:
         last: bool,
         planner: SavePlanner | None = None,
     ) -> None:
-        """Write a checkpoint; rank 0's state counts.  With --async-save it returns at once: call `wait_copied` before
-        the tensors change.
+        """Write a checkpoint with rank 0's state.  With --async-save, call `wait_copied` before the tensors change.
 
-        finite: whether the iteration's loss and gradient were; where they, weights or moments are not, the checkpoint
-        is kept and the tracker stays.  last: no later save can make up for this one, so wait for it.  planner: where
-        values come from if not from the tensors.
-        UserError if it fails and is the last, or ``MOST_FAILED`` in a row did.
+        finite: whether the iteration's loss and gradient were finite.  If they, weights or moments are not, the
+        checkpoint is kept but the tracker is unchanged.  last: wait, because no later save can make up for this one.
+        planner: the source of values other than the tensors.
+        Raises UserError if the save fails and is the last, or after ``MOST_FAILED`` consecutive failures.
         """
         self.wait()
         begin, text = time.perf_counter(), json.dumps({"version": VERSION, **state})
         aside = self.save_dir / f"{folder_of(self.save_dir, iteration).name}.writing-{self.run_id}"
-        self._aside = aside
+        self._temporary = aside
         if self.mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -111,21 +110,21 @@ class Saver:
             try:
                 self._write(dict(tensors), CheckedWriter(aside, publish), planner, wait=last)
                 break
-            except CheckpointException as error:  # a BaseException, the same on every process
+            except CheckpointException as error:  # a BaseException, the same on every rank
                 if again or not self._was_full(error):
                     self._failed(error, iteration, last)
                     break
         self.count, self.waited = self.count + 1, self.waited + time.perf_counter() - begin
 
     def wait_copied(self) -> None:
-        """Wait until a save in the background has its copy of the tensors."""
+        """Wait until a background save has copied the tensors."""
         if self._running is not None and not self._running.staging_completion.done():
             begin = time.perf_counter()
             self._running.staging_completion.result()
             self.waited += time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Wait for a save in the background.  Errors are those of `save`."""
+        """Wait for a background save.  Errors as in `save`."""
         begin = time.perf_counter()
         try:
             self._finish()
@@ -135,22 +134,22 @@ class Saver:
         self.waited += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Wait for a save in the background, whatever becomes of it, and let go of the folder."""
+        """Wait for a background save, even if it fails, and release the folder."""
         try:
             self.wait()
-        except (Exception, CheckpointException) as error:  # the run ends for another reason, which is told
-            LOGGER.warning(f"the last save in the background failed: {error}")
+        except (Exception, CheckpointException) as error:  # another error, already reported, ends the run
+            LOGGER.warning(f"the last background save failed: {error}")
         if self._stager is not None:
             self._stager.close()
         if self._lock is not None:
             self._lock.release()
-        if self.count > 1:  # the time of a single save is in its own line
+        if self.count > 1:  # a single save logs its own time
             LOGGER.info(f"training waited {self.waited:.2f} s in total for {self.count} checkpoint saves")
 
     def _write(
         self, tensors: dict[str, Tensor], writer: CheckedWriter, planner: SavePlanner | None, *, wait: bool
     ) -> None:
-        """Write, or begin to write in the background and, if asked, wait for it.  CheckpointException if it fails."""
+        """Write, or start a background write and wait for it if asked.  Raises CheckpointException if it fails."""
         if self.config.async_save:
             self._running = self._start(tensors, writer)
             if wait:
@@ -166,33 +165,33 @@ class Saver:
             self.failed = 0
 
     def _start(self, tensors: dict[str, Any], writer: CheckedWriter) -> AsyncSaveResponse:
-        """Copy the tensors in one thread, into the same memory each time, and write the copies in another."""
+        """Copy the tensors in one thread, into memory that is reused, and write the copies in another."""
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         if on_gpu:
-            torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the update
+            torch.cuda.synchronize()  # the stager copies on its own stream, which does not wait for the update
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
-            # torch 2.11 closes this part after each copy, and the next copy would fail
+            # torch 2.11 closes this after each copy, and the next copy would fail
             self._stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         running = async_save(tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group)
         assert isinstance(running, AsyncSaveResponse), "the stager copies in a thread"
         return running
 
     def _failed(self, error: CheckpointException, iteration: int | None, last: bool) -> None:
-        """Warn and count, or end the run: after too many, where nothing can be saved any more, and for our own bugs."""
+        """Warn and count.  End the run after too many failures, if no save can succeed any more, or for our bugs."""
         failures = sorted(error.failures.items())
         rank, (first, _) = failures[0]
         if lost := next((e for _, (e, _) in failures if isinstance(e, LockLost)), None):
             raise UserError(str(lost)) from error
         if not all(isinstance(e, (OSError, RuntimeError)) for _, (e, _) in failures):
             raise error
-        self._drop_aside()
+        self._drop_temporary()
         self.failed += 1
-        what = "the save in the background" if iteration is None else f"the save of iteration {iteration}"
+        what = "the background save" if iteration is None else f"the save of iteration {iteration}"
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
         way_out = "free space or give another --save, and continue with --load"
         if last:
-            raise UserError(f"{text}, and the run ends with it; {way_out} {self.save_dir}") from error
+            raise UserError(f"{text}, and it was the run's last; {way_out} {self.save_dir}") from error
         if self.failed >= MOST_FAILED:
             raise UserError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
         LOGGER.warning(f"{text}; training continues, and the next save tries again")
@@ -206,7 +205,7 @@ class Saver:
         not_finite: Sequence[str],
         begin: float,
     ) -> None:
-        """Rank 0, when all have written: state and manifest, then the name, then the tracker."""
+        """On rank 0, after all ranks have written: write state and manifest, rename the folder, update the tracker."""
         assert self._lock is not None
         self._lock.check()
         _write_readable(aside / STATE, text)
@@ -223,7 +222,7 @@ class Saver:
         _sync(aside)
         final = folder_of(self.save_dir, iteration)
         old = final.with_name(f"{final.name}.writing-old-{self.run_id}")
-        if final.exists():  # the run went back to before it
+        if final.exists():  # the run rewound past it
             os.rename(final, old)
         os.rename(aside, final)
         _sync(self.save_dir)
@@ -243,24 +242,24 @@ class Saver:
             self._prune(iteration)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _drop_aside(self) -> None:
-        """Remove what a failed save wrote, which would keep a full disk full."""
-        if self._aside is not None and self._lock is not None and self._lock.held():
-            shutil.rmtree(self._aside, ignore_errors=True)
+    def _drop_temporary(self) -> None:
+        """Remove the output of a failed save, which would keep a full disk full."""
+        if self._temporary is not None and self._lock is not None and self._lock.held():
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _was_full(self, error: CheckpointException) -> bool:
-        """Whether a save failed for want of space under --keep-last; then room is made for another try."""
+        """Whether a save failed on a full disk under --keep-last.  If so, makes room for a retry."""
         found = [e for e, _ in error.failures.values()]
         if self.config.keep_last is None or not any(isinstance(e, OSError) and e.errno in _FULL for e in found):
             return False
-        self._drop_aside()
-        self._make_room(sys.maxsize)  # a quota does not show in what is free
+        self._drop_temporary()
+        self._make_room(sys.maxsize)  # free space does not reflect a quota
         return True
 
     def _make_room(self, need: int | None = None) -> None:
-        """Under --keep-last, delete old checkpoints until a save fits, down to one whole one.
+        """Under --keep-last, delete old checkpoints until a save fits, but keep one complete checkpoint.
 
-        need: bytes that must be free; by default those of the last checkpoint, as the next will be of about that size.
+        need: bytes that must be free; by default the size of the last checkpoint, which the next should match.
         """
         if self.config.keep_last is None or self._lock is None or not self._lock.held():
             return
@@ -268,32 +267,32 @@ class Saver:
             if self._size is None:
                 self._size = next((manifest.size for _, manifest in self._whole()), 0)
             need = self._size
-        if self._has(need):
+        if self._has_free(need):
             return
-        for folder in self._beyond(1):
+        for folder in self._surplus(1):
             shutil.rmtree(folder, ignore_errors=True)
             LOGGER.warning(f"deleted iteration {iteration_of(folder)} of {self.save_dir} to make room for a save")
-            if self._has(need):
+            if self._has_free(need):
                 return
 
-    def _has(self, need: int) -> bool:
-        """Whether so many bytes are free; if the system does not say, the save will tell."""
+    def _has_free(self, need: int) -> bool:
+        """Whether that many bytes are free.  True if the system does not say; then the save finds out."""
         try:
             return shutil.disk_usage(self.save_dir).free >= need
         except OSError:
             return True
 
     def _prune(self, newest: int) -> None:
-        """Delete what --keep-last and --keep-every do not keep, up to the newest."""
+        """Delete checkpoints up to the newest that neither --keep-last nor --keep-every keeps."""
         if self.config.keep_last is not None:
-            for folder in self._beyond(self.config.keep_last, newest):
+            for folder in self._surplus(self.config.keep_last, newest):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(folder)
 
-    def _beyond(self, keep: int, newest: int | None = None) -> list[Path]:
-        """This run's own checkpoints without the ``keep`` newest whole ones and those of --keep-every, oldest first.
+    def _surplus(self, keep: int, newest: int | None = None) -> list[Path]:
+        """This run's checkpoints except the ``keep`` newest complete ones and those of --keep-every, oldest first.
 
-        newest: look at none after it.
+        newest: ignore later ones.
         """
         out, good, every = [], 0, self.config.keep_every
         for iteration, manifest in self._whole():
@@ -305,13 +304,13 @@ class Saver:
         return out[::-1]
 
     def _whole(self) -> Iterator[tuple[int, Manifest]]:
-        """Whole checkpoints of the folder, newest first, whosever they are."""
+        """Complete checkpoints of the folder, from any run, newest first."""
         for iteration in iterations(self.save_dir):
             with contextlib.suppress(Damaged, OSError):
                 yield iteration, check_whole(self.save_dir, iteration)
 
     def _clean_up(self, start: int) -> None:
-        """Remove what killed saves left, and put aside checkpoints of after the one that the run goes on from."""
+        """Remove the output of killed saves, and rename checkpoints later than the one that the run continues from."""
         for path in self.save_dir.glob("iter_*.writing-*"):
             shutil.rmtree(path, ignore_errors=True)
         for iteration in iterations(self.save_dir):
@@ -325,19 +324,19 @@ class Saver:
 
 
 def _write_readable(path: Path, text: str) -> None:
-    """Write a file if it will be read again; OSError for one that is larger."""
+    """Write a file that the reader accepts.  Raises OSError if it is larger than the reader's limit."""
     if len(text) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"{len(text)} bytes, and at most {MOST_BYTES} are read", str(path))
+        raise OSError(errno.EFBIG, f"{len(text)} bytes, but at most {MOST_BYTES} can be read", str(path))
     write_atomic(path, text)
 
 
 def _few(names: Sequence[str]) -> list[str]:
-    """Names for a line."""
+    """Names, shortened to fit a line."""
     return [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more tensors"]
 
 
 def _sync(folder: Path) -> None:
-    """Make names in a folder outlast a power cut."""
+    """Make the names in a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Tensors in torch's distributed checkpoints: a CRC-32 of each record, kept as it is written and checked as it is read.
+"""Tensors in torch's distributed checkpoints, with a CRC-32 of each record, computed on write and checked on read.
 
-A record is one process's shard of one tensor.  torch's own reader would load a flipped bit as another weight, and
-would run whatever a crafted `.metadata` pickles.  This one reads by the manifest, and never opens that file.
+A record is one rank's shard of one tensor.  torch's own reader would load a flipped bit as a different weight, and run
+anything pickled in a crafted `.metadata`.  This reader uses the manifest and never opens that file.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from megatron_snip.checkpoint.manifest import (
 )
 from megatron_snip.errors import UserError
 
-try:  # the same numbers ten times as fast, with the instruction that processors have for them
+try:  # the same values ten times as fast, with hardware CRC
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
-#: Bytes that are read and checked in one piece: few enough to be in the processor's cache at the second look.
+#: Bytes read and checked at once, small enough to stay in the CPU's cache between the passes.
 _PIECE = 1 << 20
 
 
-#: What becomes of a checkpoint whose tensors are written; called in one process, with all tensors by name, and the
-#: names of those that are not finite.
+#: Finishes a checkpoint after its tensors are written.  Called on one rank with all tensors by name, and the names of
+#: those that are not finite.
 Publish = Callable[[Mapping[str, SavedTensor], Sequence[str]], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """What a process tells of a record that it wrote: where it lies, and what torch does not tell."""
+    """A rank's report of a record that it wrote: its position, and what torch does not report."""
 
     info: _StorageInfo
     crc: int
-    start: int  # the byte of it where the values begin
+    start: int  # the byte in the record where the values begin
     finite: bool
 
 
 class CheckedWriter(FileSystemWriter):
-    """torch's writer that also tells each record's CRC-32 and whether its values are finite.
+    """torch's writer, with each record's CRC-32 and whether its values are finite.
 
-    Every process gives it to `save` or `async_save`.  The first process's ``publish`` is then called, by the thread
-    that saves; what it raises is raised on every process, as a failed write on any of them is.
+    Every rank passes it to `save` or `async_save`.  Then the saving thread of the first rank calls its ``publish``.
+    An error there is raised on every rank, as is a failed write on any rank.
     """
 
     def __init__(self, folder: Path, publish: Publish) -> None:
@@ -76,7 +76,7 @@ class CheckedWriter(FileSystemWriter):
         self._publish = publish
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """torch's, which makes the folder; the first process may remove one of an earlier try at the same moment."""
+        """torch's, which creates the folder.  Retries if the first rank removes an older one at the same moment."""
         while True:
             try:
                 return super().prepare_local_plan(plan)
@@ -85,24 +85,24 @@ class CheckedWriter(FileSystemWriter):
                     raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write, then read back what is in the system's cache for the CRCs."""
+        """Write the records, then read them back from the page cache for their CRCs."""
         finite = {}
         for item in plan.items:
             values = cast(Tensor, planner.resolve_data(item))
             if not values.is_contiguous():
-                raise UserError(f"{item.index.fqn} is not contiguous, and checkpoints hold values row by row")
+                raise UserError(f"{item.index.fqn} is not contiguous, but checkpoints hold values row by row")
             if (dtype := _name(values.dtype)) not in DTYPES:
-                raise UserError(f"{item.index.fqn} is of type {dtype}, and checkpoints hold {' and '.join(DTYPES)}")
+                raise UserError(f"{item.index.fqn} is of type {dtype}, but checkpoints hold {' and '.join(DTYPES)}")
             finite[item.index] = bool(torch.isfinite(values.sum()))
         try:
             results = super().write_data(plan, planner).wait()
-        except RuntimeError as error:  # torch.save closes its archive, which fails with words that hide the reason
+        except RuntimeError as error:  # torch.save's error on closing its archive hides the cause
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
         out = []
         for result in results:
-            crc, start = _look_at(Path(self.path), result.storage_data)
+            crc, start = _crc_and_start(Path(self.path), result.storage_data)
             record = _Record(result.storage_data, crc, start, finite[result.index])
             out.append(dataclasses.replace(result, storage_data=record))
         future: Future[list[WriteResult]] = Future()
@@ -110,7 +110,7 @@ class CheckedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's metadata and publish; one process calls it, with what all have written."""
+        """Write torch's metadata and publish.  Called on one rank with the results of all."""
         plain = [[dataclasses.replace(r, storage_data=r.storage_data.info) for r in share] for share in results]
         super().finish(metadata, plain)
         shards: defaultdict[str, list[Shard]] = defaultdict(list)
@@ -135,19 +135,19 @@ class CheckedWriter(FileSystemWriter):
 
 
 def _name(dtype: torch.dtype) -> str:
-    """A type's name in a manifest."""
+    """Name of a dtype in a manifest."""
     return str(dtype).removeprefix("torch.")
 
 
 def _rank(info: _StorageInfo) -> int:
-    """The process whose file holds a record."""
+    """The rank whose file holds a record."""
     found = re.fullmatch(r"__(\d+)_0\.distcp", info.relative_path)
     assert found is not None, f"torch's writer names files otherwise: {info.relative_path}"
     return int(found[1])
 
 
-def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
-    """CRC-32 of one record as it lies in its file, and the byte of it where the values begin."""
+def _crc_and_start(folder: Path, info: _StorageInfo) -> tuple[int, int]:
+    """CRC-32 of one record in its file, and the byte in the record where the values begin."""
     crc, left = 0, info.length
     with open(folder / info.relative_path, "rb", buffering=0) as file:
         file.seek(info.offset)
@@ -158,12 +158,12 @@ def _look_at(folder: Path, info: _StorageInfo) -> tuple[int, int]:
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a folder that `manifest` describes; raises Damaged where a record is not what was written.
+    """torch's reader for a folder that `manifest` describes.  Raises Damaged if a record differs from what was written.
 
-    It takes types, shapes and the values' place from the manifest, and unpickles nothing.  So values are read to where
-    they belong, and checked there.
+    It takes dtypes, shapes and positions from the manifest and unpickles nothing.  So it reads values straight into
+    their tensors and checks them there.
 
-    tensors: the names that are wanted.
+    tensors: names of the tensors to read.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, tensors: Sequence[str]) -> None:
@@ -173,11 +173,11 @@ class CheckedReader(FileSystemReader):
             (name, shard.first): shard
             for name, tensor in self._tensors.items()
             for shard in tensor.shards
-            if 0 not in shard.sizes  # it may begin where another does
+            if 0 not in shard.sizes  # an empty shard may start where another does
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """What torch has to know of the tensors."""
+        """The metadata that torch needs for the tensors."""
         found: dict[str, dcp.STORAGE_TYPES] = {}
         for name, tensor in self._tensors.items():
             chunks = [
@@ -190,10 +190,10 @@ class CheckedReader(FileSystemReader):
         return dcp.Metadata(found)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the manifest is known."""
+        """Does nothing: the manifest is known."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, file by file from front to back."""
+        """Read the items of the plan, file by file, front to back."""
         by_rank: dict[int, list[tuple[Shard, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             shard = self._shards[item.storage_index.fqn, cast(torch.Size, item.storage_index.offset)]
@@ -209,7 +209,7 @@ class CheckedReader(FileSystemReader):
         return future
 
     def _read(self, file: io.FileIO, shard: Shard, item: ReadItem, target: Tensor) -> None:
-        """Read a shard into a tensor if it is the whole of it, else into memory of its own for a part of it."""
+        """Read a shard straight into a matching tensor, or else into a buffer, and copy the requested part."""
         name = item.storage_index.fqn
         dtype = getattr(torch, self._tensors[name].dtype)
         whole = item.lengths == shard.sizes and target.shape == shard.sizes
@@ -224,12 +224,12 @@ class CheckedReader(FileSystemReader):
 
 
 def _read_values(file: io.FileIO, shard: Shard, name: str, values: Tensor) -> None:
-    """Read a record's values into a contiguous tensor of their type, and check the whole record and the values."""
+    """Read a record's values into a contiguous tensor of the same dtype.  Checks the whole record and the values."""
     flat = values.view(-1)
     inside = flat.view(torch.uint8).numpy().data
     after = shard.length - shard.start - len(inside)
     crc, at, sums = crc32(_fill(file, memoryview(bytearray(shard.start)), shard.offset)), 0, []
-    for part in flat.split(_PIECE // flat.itemsize):  # each in the processor's cache for all three looks
+    for part in flat.split(_PIECE // flat.itemsize):  # stays in the CPU's cache for all three passes
         piece = inside[at : at + part.nbytes]
         crc, at = crc32(_fill(file, piece), crc), at + len(piece)
         sums.append(part.sum())
@@ -240,7 +240,7 @@ def _read_values(file: io.FileIO, shard: Shard, name: str, values: Tensor) -> No
 
 
 def _fill(file: io.FileIO, into: memoryview, offset: int | None = None) -> memoryview:
-    """Read until a buffer is full or the file ends; what the end leaves is caught by the CRC."""
+    """Read until the buffer is full or the file ends.  The CRC detects a short read."""
     if offset is not None:
         file.seek(offset)
     got = 0
@@ -250,11 +250,11 @@ def _fill(file: io.FileIO, into: memoryview, offset: int | None = None) -> memor
 
 
 def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> None:
-    """Read tensors in place, each by its name, from any layout; every process calls it.
+    """Read tensors by name, in place, from any layout.  Every rank must call it.
 
-    manifest: what `check` gave, for a caller that reads tensor by tensor.
-    UserError, before anything is read, if one is missing or has another shape.  Damaged, on every process, if the
-    checkpoint is not what was written; some tensors may have been read by then.
+    manifest: the result of `check`, for callers that read tensor by tensor.
+    Raises UserError, before it reads anything, if a tensor is missing or has another shape.  Raises Damaged, on every
+    rank, if the checkpoint differs from what was written; by then it may have read some tensors.
     """
     folder = folder_of(save, iteration)
     manifest = manifest or check(save, iteration)
@@ -266,15 +266,15 @@ def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], mani
             )
         if (shape := manifest.tensors[name].shape) != tuple(tensor.shape):
             raise UserError(
-                f"{folder}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}; "
+                f"{folder}: {name} has shape {list(shape)}, but the model's is {list(tensor.shape)}; "
                 "match the model options to its state.json"
             )
     reader = CheckedReader(folder, manifest, list(tensors))
     try:
-        with warnings.catch_warnings():  # torch says that a single process loads, as export means to
+        with warnings.catch_warnings():  # torch warns of loading in a single process, as export does
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(dict(tensors), storage_reader=reader)
-    except CheckpointException as error:  # a BaseException, the same on every process
+    except CheckpointException as error:  # a BaseException, the same on every rank
         rank, (first, _) = min(error.failures.items())
         if not isinstance(first, (Damaged, OSError)):
             raise RuntimeError(f"{folder}: rank {rank} could not read it") from error

@@ -1,1 +1,1 @@
-"""Data: tokenizers, Megatron's indexed datasets, the order of the samples, the loader."""
+"""Data: tokenizers, Megatron's indexed datasets, sample order and the loader."""

@@ -1,12 +1,12 @@
-"""Which dataset of a blend each sample comes from.
+"""Order of a blend: which dataset each sample comes from.
 
-Source of the order: Megatron-LM core 0.16.1, build_blending_indices of helpers.cpp.  Sample i is taken from the dataset
-whose count is furthest below weight * max(i, 1), in double precision, the first one in a tie.
-A long order is made in chunks side by side, one step of all of them at a time.  The counts at which a chunk begins are
-not known before the chunk in front of it is done, but the greedy choice forgets where it began within a few turns of
-the rarest dataset.  So each chunk begins a stretch before its place from counts in proportion to the weights.  Then
-each one's first counts are compared with the last ones of the chunk in front, and those that differ are made anew.
-Where all agree, the order is the one that a single walk gives, whatever the guess was.
+Source: Megatron-LM core 0.16.1, build_blending_indices of helpers.cpp.  Sample i comes from the dataset whose count is
+furthest below weight * max(i, 1), in double precision; the first dataset wins a tie.
+Long orders are built in chunks that advance together, one step of all chunks at a time.  The counts at the start of a
+chunk depend on the previous chunk, but the greedy choice forgets its start within a few turns of the rarest dataset.
+So each chunk starts a few turns early, with counts in proportion to the weights.  Afterwards, each chunk's first counts
+are compared with the previous chunk's last counts, and chunks that differ are built again.
+When all agree, the order equals that of a sequential walk, whatever the initial counts were.
 Convention: D datasets, K chunks of C samples.
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNKS = 8192  # at most
-SHORTEST_CHUNK = 2048  # below twice as many samples a plain loop is as fast
-WARM_UP_TURNS = 8  # of the rarest dataset
-AT_ONCE = 64  # steps that are kept before they are put in their places
+SHORTEST_CHUNK = 2048  # a plain loop is as fast below two chunks of this size
+WARM_UP_TURNS = 8  # turns of the rarest dataset
+AT_ONCE = 64  # steps buffered before they are written to the result
 
 Array = npt.NDArray[Any]
 
 
 def blending_index(weights: Sequence[float], size: int) -> dict[str, Array]:
-    """Which dataset each of ``size`` samples comes from, int16 [size], and its number there, int64 [size].
+    """Dataset of each of ``size`` samples, int16 [size], and the sample's number in it, int64 [size].
 
     ``weights`` must sum to 1.
     """
@@ -74,11 +74,11 @@ def _in_chunks(weights: Array, size: int, chunks: int, turns: int = WARM_UP_TURN
 
 
 def _guess(weights: Array, places: Array, warm_up: int) -> Array:
-    """Counts [D, K] at which the chunks are likely to begin; the first one's are certain."""
+    """Likely counts [D, K] at the start of each chunk.  Those of the first chunk are exact."""
     before = np.maximum(places - warm_up, 0)
     shares = weights[:, None] * before
     counts = np.floor(shares)
-    missing = before - counts.sum(axis=0)  # whole samples, which those get whose share is cut most, first ones in a tie
+    missing = before - counts.sum(axis=0)  # samples lost to rounding down: one each for the largest fractions, in order
     turn = np.argsort(np.argsort(counts - shares, axis=0, kind="stable"), axis=0, kind="stable")
     counts += turn < missing
     _walk(weights, counts, before, warm_up)
@@ -89,7 +89,7 @@ def _guess(weights: Array, places: Array, warm_up: int) -> Array:
 def _walk(
     weights: Array, counts: Array, places: Array, steps: int, into: tuple[Array, Array, Array] | None = None
 ) -> None:
-    """Walk from samples ``places`` [K] on, changing ``counts`` [D, K] in place; counts are whole numbers in float64.
+    """Walk ``steps`` samples on from ``places`` [K].  Updates ``counts`` [D, K], whole numbers in float64, in place.
 
     into: dataset and number of each sample, [all chunks, C], and the rows [K] of these chunks.
     """

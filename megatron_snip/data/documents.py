@@ -1,13 +1,13 @@
-"""Documents of text to tokenise, from many kinds of files, cut into pieces for worker processes.
+"""Text documents to tokenise, from several kinds of files, cut into pieces for worker processes.
 
-    *.gz, *.zst   JSON lines, compressed      read by one process, sent to the workers in whole lines
-    *.parquet, *.arrow   a document a row     the same, in rows
-    *.txt         one document, its text under every key
-    any other     a JSON object a line        cut into byte ranges, which the workers read themselves
-    a folder      files of these kinds, in the order of their names, without hidden ones, or what Hugging Face's
-                  `save_to_disk` wrote
+    *.gz, *.zst          compressed JSON lines     one process reads them and sends whole lines to the workers
+    *.parquet, *.arrow   one document per row      the same, with rows
+    *.txt                one document              its text is the value of every key
+    other files          one JSON object per line  cut into byte ranges that the workers read
+    folders              files of these kinds in order of name, without hidden ones, or a dataset saved by Hugging
+                         Face's `save_to_disk`
 
-Order is kept: pieces, and documents in them, come as they lie.
+Pieces, and documents within a piece, keep the order of the input.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import JsonFileError, checked, read_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
-PIECE_BYTES = 1 << 19  # input per piece: some tenths of a second of work
+PIECE_BYTES = 1 << 19  # input per piece: a few tenths of a second of work
 LONGEST_LINE = 1 << 30
 _ROWS = 1000
-#: What of a folder is taken, where it does not tell itself.
+#: Files read from a folder that has no list of its own.
 _KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet", ".arrow", ".txt")
 
-#: Where a document lies, told when it is asked for, and a JSON object or the bytes of one.
+#: A function that returns a document's location, and its JSON object or the bytes of one.
 Record = tuple[Callable[[], str], "bytes | dict[str, Any]"]
 
 
 class Piece(Protocol):
-    """A stretch of input, small enough to be sent to another process."""
+    """A part of the input, small enough to send to another process."""
 
     @property
     def size(self) -> int:
-        """Bytes of input, as they lie on disk."""
+        """Bytes of input, as stored on disk."""
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         """The documents, without blank lines."""
@@ -53,7 +53,7 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class Range:
-    """The lines of a file that start between two bytes."""
+    """The lines of a file that start in a byte range."""
 
     path: str
     start: int
@@ -65,10 +65,10 @@ class Range:
         return self.stop - self.start
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """One a line."""
+        """One document per line."""
         with open(self.path, "rb") as stream:
             if self.start:
-                # the line that began before is the piece before's
+                # a line that starts before the range belongs to the previous piece
                 stream.seek(self.start - 1)
                 stream.readline()
             position = stream.tell()
@@ -87,7 +87,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Lines:
-    """Whole lines, from a line on that is counted from 1."""
+    """Whole lines.  ``first`` counts from 1."""
 
     path: str
     first: int
@@ -95,7 +95,7 @@ class Lines:
     size: int
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """One a line."""
+        """One document per line."""
         for number, line in enumerate(self.data.split(b"\n"), self.first):
             if line.strip():
                 yield partial(f"{self.path}:{{}}".format, number), line
@@ -103,7 +103,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table, from a row on that is counted from 0."""
+    """Rows of a table.  ``first`` counts from 0."""
 
     path: str
     first: int
@@ -111,7 +111,7 @@ class Rows:
     size: int
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """One a row."""
+        """One document per row."""
         for number, row in enumerate(self.rows, self.first):
             yield partial("{} row {}".format, self.path, number), row
 
@@ -124,16 +124,16 @@ class Text:
     size: int
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """The one."""
+        """The file's only document."""
         try:
-            text = Path(self.path).read_bytes().decode("utf-8-sig")  # bytes: every line end stays as it is
+            text = Path(self.path).read_bytes().decode("utf-8-sig")  # bytes, to keep every line ending
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path} is not UTF-8 text ({error})") from None
         yield partial(str, self.path), dict.fromkeys(keys, text)
 
 
 def files_of(name: str) -> list[str]:
-    """The files of an input, itself or those of a folder.  UserError for a folder that has none, and for a pipe."""
+    """A file itself, or the files of a folder.  Raises UserError for a folder without any, and for a pipe."""
     folder = Path(name)
     if folder.is_file():
         return [name]
@@ -149,13 +149,13 @@ def files_of(name: str) -> list[str]:
         raise UserError(f"{folder} holds none of {', '.join(_KINDS)}; give files")
     if others := [path for path in files if not path.endswith(_KINDS)]:
         LOGGER.warning(
-            f"{folder}: reads {len(found)} files and leaves out {len(others)} of other kinds, such as {others[0]}"
+            f"{folder}: reads {len(found)} files and skips {len(others)} of other kinds, such as {others[0]}"
         )
     return found
 
 
 class _DataFile(msgspec.Struct, frozen=True):
-    """One of a saved dataset's files, which lies in its own folder."""
+    """One file of a saved dataset, in the dataset's own folder."""
 
     filename: Annotated[str, Meta(pattern=r"\A[^/\x00]{1,255}\Z")]
 
@@ -167,21 +167,21 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 def _saved(state: Path) -> list[_DataFile]:
-    """The files that a saved dataset names."""
+    """The files that a saved dataset lists."""
     way_out = "save the dataset again"
     try:
         return checked(read_json(state, "dataset's list of files", way_out), _Saved).files
     except JsonFileError as error:
-        raise UserError(f"{state} does not tell the dataset's files ({error}); {way_out}") from None
+        raise UserError(f"{state} does not list the dataset's files ({error}); {way_out}") from None
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
-    """Whether it is another program's copy or cache, such as .ipynb_checkpoints."""
+    """Whether a path is another program's copy or cache, such as .ipynb_checkpoints."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def pieces(paths: Sequence[str], keys: Sequence[str]) -> Iterator[Piece]:
-    """The inputs in pieces, in order.  UserError for a file that cannot be read as what it is."""
+    """The inputs as pieces, in order.  Raises UserError for a file that does not match its kind."""
     for path in paths:
         size = Path(path).stat().st_size
         if path.endswith((".gz", ".zst")):
@@ -229,23 +229,23 @@ def _decompressed(path: str, raw: IO[bytes]) -> Any:
 
 
 class _Zstd:
-    """Reads all frames of a file; EOFError if the last one is cut, which zstandard's own reader takes for the end."""
+    """Reads all frames of a file.  Raises EOFError for a cut last frame, where zstandard's own reader just ends."""
 
     def __init__(self, zstandard: Any, raw: IO[bytes]) -> None:
-        # datasets are compressed with windows of up to 2 GiB, which the library refuses unless it is told
+        # datasets use windows of up to 2 GiB; the library refuses them by default
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._raw, self._frame = raw, self._decompressor.decompressobj()
         self._begun, self._left, self._out = False, b"", memoryview(b"")
 
     def read(self, size: int) -> bytes:
-        """Up to ``size`` bytes; none at the end."""
+        """Up to ``size`` bytes; empty at the end."""
         if not self._out:
             self._out = memoryview(self._more(size))
         part, self._out = self._out[:size], self._out[size:]
         return bytes(part)
 
     def _more(self, size: int) -> bytes:
-        """What the next compressed bytes, ``size`` of them or more, decompress to; nothing at the end."""
+        """Decompress the next ``size`` compressed bytes or more; empty at the end."""
         while True:
             data = self._left or self._raw.read(size)
             self._left = b""
@@ -281,7 +281,7 @@ def _needed(module: str, path: str) -> Any:
 
 
 def _tables(path: str, keys: Sequence[str], size: int) -> Iterator[Piece]:
-    """Rows of about ``PIECE_BYTES`` of text; those of a table count alike, since nobody knows where they lie."""
+    """Rows of about ``PIECE_BYTES`` of text.  All rows count the same size, since their bytes on disk are unknown."""
     arrow = _needed("pyarrow", path)
     try:
         batches, total = _batches(path, keys)
@@ -297,7 +297,7 @@ def _tables(path: str, keys: Sequence[str], size: int) -> Iterator[Piece]:
 
 
 def _batches(path: str, keys: Sequence[str]) -> tuple[Iterator[Any], int]:
-    """Record batches with the columns of these keys, and how many rows there are."""
+    """Record batches with the columns of these keys, and the number of rows."""
     if path.endswith(".parquet"):
         file = _needed("pyarrow.parquet", path).ParquetFile(path)
         there = [key for key in keys if key in file.schema_arrow.names]
@@ -317,7 +317,7 @@ def _batches(path: str, keys: Sequence[str]) -> tuple[Iterator[Any], int]:
 
 
 def _by_bytes(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows in order, as many together as make a piece."""
+    """Group rows, in order, into pieces."""
     part: list[dict[str, Any]] = []
     held = 0
     for row in rows:

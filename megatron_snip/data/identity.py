@@ -1,9 +1,9 @@
-"""What identifies the data of a pair of files, and the record of its token ids that lies beside it.
+"""The fingerprint of a dataset's files, and the record of its token ids.
 
-A fingerprint is ``{"lengths": ..., "size": ..., "content": ...}``: a hash of how the tokens are cut into sequences and
-documents, the bytes of the .bin, and a hash of samples of them.  It does not depend on the files' names.
-A record is ``<prefix>.ids.json``, the least and the largest id with the fingerprint of the pair that has them, so that
-the record of another pair, left under the same name, is not taken for this one's.
+A fingerprint is ``{"lengths": ..., "size": ..., "content": ...}``: a hash of the sequence and document boundaries, the
+size of the .bin, and a hash of samples of its bytes.  It does not depend on file names.
+A record is ``<prefix>.ids.json``: the smallest and largest id, with the fingerprint of their dataset.  So the record
+of another dataset under the same name is not mistaken for this one's.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_snip.files import atomic_output, parse_json, read_file
 from megatron_snip.jsonfile import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
-BLOCKS = 64  # samples of a .bin
+BLOCKS = 64  # samples per .bin
 BLOCK_BYTES = 1 << 14
-AT_ONCE = 1 << 22  # array elements that are hashed in one go
+AT_ONCE = 1 << 22  # array elements per hash update
 Array = npt.NDArray[Any]
 Id = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A record of token ids: the pair's fingerprint and the ends of its ids."""
+    """A record of token ids: the dataset's fingerprint and the range of its ids."""
 
     version: Literal[1]
     least_id: Id
@@ -47,11 +47,10 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def fingerprint(descriptor: int, dtype: np.dtype[Any], lengths: Array, documents: Array) -> dict[str, Any]:
     """The fingerprint of an open .bin with sequence lengths [S] and document indices [D].
 
-    All of a .bin up to 1 MiB is read, of a larger one 64 blocks of 16 KiB: the first, the last, and one at a place
-    drawn from each of 62 equal parts between them.  So the cost is 12 bytes a sequence and 1 MiB, whatever the size.
-    It catches other lengths, another size, and other tokens all over the file, as another text or tokenizer gives
-    them.  A changed stretch of a share p of a large file is missed with a chance of about (1 - p)^64: 4% for a
-    twentieth, but a few changed bytes in a large file are missed almost always.
+    A .bin of up to 1 MiB is read in full.  Of a larger one, 64 blocks of 16 KiB are read: the first, the last, and one
+    at a random position in each of 62 equal parts in between.  The cost is 12 bytes per sequence and 1 MiB, for any
+    size.  Different lengths, sizes, texts or tokenizers are detected.  A changed stretch that covers a share p of a
+    large file is missed with probability (1 - p)^64: 4% for a twentieth.  A few changed bytes are almost always missed.
     """
     cut = hashlib.blake2b(dtype.str.encode(), digest_size=16)
     for array in (lengths, documents):
@@ -65,37 +64,37 @@ def fingerprint(descriptor: int, dtype: np.dtype[Any], lengths: Array, documents
 
 
 def _samples(size: int) -> list[tuple[int, int]]:
-    """The byte ranges [start, stop) that are hashed: a function of the size alone."""
+    """The byte ranges [start, stop) to hash, a function of the size alone."""
     if size <= BLOCKS * BLOCK_BYTES:
         return [(0, size)]
-    words = np.random.Philox(key=size).random_raw(BLOCKS)  # raw words are the same in every numpy
+    words = np.random.Philox(key=size).random_raw(BLOCKS)  # raw words are the same in every numpy version
     part = (size - 2 * BLOCK_BYTES) // (BLOCKS - 2)
     inner = [BLOCK_BYTES + i * part + int(words[i]) % (part - BLOCK_BYTES + 1) for i in range(BLOCKS - 2)]
     return [(start, start + BLOCK_BYTES) for start in (0, *inner, size - BLOCK_BYTES)]
 
 
 def record_path(prefix: str) -> Path:
-    """Where the record of a pair lies."""
+    """Path of a dataset's record."""
     return Path(f"{prefix}.ids.json")
 
 
 def write_record(prefix: str, of: Mapping[str, Any], least: int, largest: int) -> None:
-    """Write the record of the pair whose fingerprint is ``of``, with ids in [least, largest]."""
+    """Write the record of the dataset with fingerprint ``of`` and ids in [least, largest]."""
     record = {"version": 1, "least_id": least, "largest_id": largest, **of}
     with atomic_output(record_path(prefix)) as path:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def recorded_ids(prefix: str, of: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The least and the largest id of the pair whose fingerprint is ``of``; None without a record of that pair."""
+    """The smallest and largest id of the dataset with fingerprint ``of``; None without a record of it."""
     path = record_path(prefix)
     try:
         if not path.exists():
             return None
         record = checked(parse_json(read_file(path, "record of token ids", "remove it", most=1 << 16)), _Record)
         if any(getattr(record, key) != value for key, value in of.items()):
-            raise UserError("it is of another pair of files")
+            raise UserError("it belongs to another dataset")
         return record.least_id, record.largest_id
     except (OSError, ValueError) as error:
-        LOGGER.warning(f"{path} is not used, token ids are checked as they are read: {error}")
+        LOGGER.warning(f"{path} is ignored, so token ids are checked as they are read: {error}")
         return None

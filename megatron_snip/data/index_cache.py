@@ -1,8 +1,8 @@
 """A folder that keeps sample indices between runs.
 
-Convention: an index is a pure function of its description, so a file's name is the description's hash.  An
-entry is ``<hash>.<array>.npy`` files and ``<hash>.json`` with the description, shapes, dtypes and CRC-32s.
-The JSON is written last, and every file by rename, so ranks may write one entry at the same time.
+Convention: an index is a pure function of its description, so the file name is the description's hash.  An entry is
+``<hash>.<array>.npy`` files and ``<hash>.json`` with the description, shapes, dtypes and CRC-32s.
+The JSON is written last, and every file is renamed into place, so several ranks may write one entry at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of an array."""
+    """Metadata of an array."""
 
     shape: list[Count]
     dtype: Text
@@ -38,7 +38,7 @@ class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry; the arrays' names are parts of file names."""
+    """An entry.  Array names are part of file names."""
 
     description: Any
     arrays: dict[Annotated[str, Meta(pattern=r"\A[a-z0-9_]{1,40}\Z")], _Array]
@@ -61,10 +61,10 @@ def cached(
     description: Mapping[str, Any],
     build: Callable[[], dict[str, Array]],
 ) -> dict[str, Array]:
-    """``build()``'s arrays, from ``folder`` if it has them whole, else built and written there.
+    """The arrays of ``build()``, read from ``folder`` if it has an intact entry, else built and written there.
 
-    ``description`` is JSON and must say all that the arrays depend on.  Arrays read back are memory maps.  A
-    damaged entry is built anew with a warning.  Raises UserError if the folder cannot be written.
+    ``description`` is JSON with everything that the arrays depend on.  Arrays read from the folder are memory maps.  A
+    damaged entry is rebuilt with a warning.  Raises UserError if the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -74,7 +74,7 @@ def cached(
     if entry.exists():
         try:
             return _read(stem, parse_json(text))
-        except Exception as error:  # a reader of damaged bytes may raise anything
+        except Exception as error:  # damaged bytes may raise anything
             LOGGER.warning("index cache entry %s is damaged (%s); rebuilding it", entry, error)
     arrays = build()
     try:

@@ -1,9 +1,9 @@
-"""Indexed datasets: token ids in ``<prefix>.bin``, where each sequence lies in ``<prefix>.idx``.
+"""Indexed datasets: token ids in ``<prefix>.bin``, and the position of each sequence in ``<prefix>.idx``.
 
 Source: Megatron-LM core 0.16.1, megatron/core/datasets/indexed_dataset.py; the files are interchangeable.
 Convention: little endian, no padding.  .idx: magic (9 bytes), uint64 version 1, uint8 dtype code, uint64 S,
 uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in .bin, int64[D] first sequence of each document
-and, last, S.  A document without tokens adds no sequence but repeats a document index.
+and finally S.  A document without tokens adds no sequence but repeats a document index.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ DTYPES = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
 }
-CHECKED_AT_ONCE = 1 << 22  # Sequences whose offsets are verified in one go; bounds the memory of the check.
+CHECKED_AT_ONCE = 1 << 22  # Sequences whose offsets are verified at once; bounds the memory of the check.
 COPIED_AT_ONCE = 1 << 24  # Bytes.
 
 Array = npt.NDArray[Any]
 
 
 class IndexedDatasetError(UserError):
-    """A .bin/.idx pair that cannot be used; the message names the file and what is wrong."""
+    """An unusable .bin/.idx pair.  The message names the file and the problem."""
 
 
 class MissingDatasetFileError(IndexedDatasetError, FileNotFoundError):
-    """One file of a .bin/.idx pair is not there."""
+    """One file of a .bin/.idx pair does not exist."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron's tools choose for ids below ``vocab_size``: uint16 below 65500, else int32."""
+    """The dtype that Megatron's tools choose for ids below ``vocab_size``: uint16 below 65500, else int32."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -61,12 +61,12 @@ def _require_file(path: Path, prefix: str) -> None:
 
 
 class IndexedDataset:
-    """The sequences of one .bin/.idx pair: the index is a memory map, tokens are read when they are asked for.
+    """The sequences of one .bin/.idx pair.  The index is a memory map; tokens are read on demand.
 
     ``sequence_lengths`` int32 [S] in tokens, ``document_indices`` int64 [D]: read-only views of the file.
-    Tokens are read, not mapped: of a .bin that was cut short in the meantime a map would give zeros or SIGBUS.
-    Raises IndexedDatasetError (a UserError) if a file is missing or the two do not fit each other.
-    checked: the index was read through before, which takes 20 bytes a sequence; sizes are looked at all the same.
+    Tokens are read, not mapped: if the .bin is cut short while open, a map would give zeros or SIGBUS.
+    checked: skip reading the whole index, which takes 20 bytes per sequence.  File sizes are always checked.
+    Raises IndexedDatasetError (a UserError) if a file is missing or the two do not match.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, checked: bool = False) -> None:
@@ -94,7 +94,7 @@ class IndexedDataset:
             relation = "shorter" if size < expected else "longer"
             raise IndexedDatasetError(
                 f"{bin_path} has {size} bytes, {relation} than the {expected} its .idx says; "
-                "the two are not from one run, or a copy was cut: make them again"
+                "they are not from one run, or a copy was cut: make them again"
             )
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
@@ -137,13 +137,13 @@ class IndexedDataset:
             raise IndexedDatasetError(f"{self._idx_path} has inconsistent document indices: {problem}")
 
     def _last_token(self) -> int:
-        """The number of tokens of an index whose offsets are right."""
+        """The number of tokens, for an index whose offsets are known to be right."""
         if not len(self):
             return 0
         return int(self._pointers[-1]) // self.dtype.itemsize + int(self.sequence_lengths[-1])
 
     def _check_pointers(self) -> int:
-        """The number of tokens; raises unless each sequence starts where the one before it ends."""
+        """The number of tokens.  Raises unless each sequence starts at the end of the previous one."""
         total, itemsize = 0, self.dtype.itemsize
         for start in range(0, len(self), CHECKED_AT_ONCE):
             lengths = self.sequence_lengths[start : start + CHECKED_AT_ONCE].astype(np.int64)
@@ -165,13 +165,13 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data, whatever the files are called; see data/identity.py."""
+        """Identifies the data, whatever the file names; see data/identity.py."""
         return fingerprint(self._bin, self.dtype, self.sequence_lengths, self.document_indices)
 
     def check_recorded_ids(self, vocab_size: int) -> None:
-        """Raise IndexedDatasetError if the record beside the pair has an id outside ``vocab_size``.
+        """Raise IndexedDatasetError if the dataset's record has an id outside ``vocab_size``.
 
-        Without a record nothing is known: samples are checked as they are read.
+        Without a record, ids are checked only as samples are read.
         """
         ids = recorded_ids(self.prefix, self.fingerprint)
         if ids is not None and not 0 <= ids[0] <= ids[1] < vocab_size:
@@ -179,9 +179,9 @@ class IndexedDataset:
             raise IndexedDatasetError(f"dataset {self.prefix} holds token id {bad}, {outside(vocab_size)}")
 
     def check_sizes(self) -> None:
-        """Raise IndexedDatasetError if a file is shorter than when it was opened; two fstat calls.
+        """Raise IndexedDatasetError if a file is shorter than when it was opened.  Costs two fstat calls.
 
-        An index that is cut between this and its use is still SIGBUS; a cut .bin never is.
+        An index that is cut between this check and its use still causes SIGBUS; a cut .bin never does.
         """
         sizes = {".bin": os.fstat(self._bin).st_size, ".idx": self._index_map.size()}
         expected = {".bin": self.num_tokens * self.dtype.itemsize, ".idx": len(self._index_map)}
@@ -193,9 +193,9 @@ class IndexedDataset:
                 )
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
-        """Tokens [offset, offset + length) of one sequence, by default to its end.
+        """Tokens [offset, offset + length) of one sequence, by default up to its end.
 
-        Raises IndexError for a sequence or a range that is not there, IndexedDatasetError if the .bin was cut.
+        Raises IndexError for a sequence or range that does not exist, IndexedDatasetError if the .bin was cut.
         """
         if not 0 <= sequence < len(self):
             raise IndexError(f"dataset {self.prefix} has {len(self)} sequences, none is number {sequence}")
@@ -209,7 +209,7 @@ class IndexedDataset:
         return np.frombuffer(self._read(first, (stop - offset) * size), self.dtype)
 
     def _read(self, first: int, size: int) -> bytes:
-        """Bytes of the .bin; the system may give fewer than it is asked for at once."""
+        """Bytes of the .bin.  One pread may return fewer than requested."""
         with about(self.prefix + ".bin"):
             data = os.pread(self._bin, size, first)
             while len(data) < size:
@@ -222,22 +222,23 @@ class IndexedDataset:
 
 
 def outside(vocab_size: int) -> str:
-    """What is wrong with a token id, and the way out."""
+    """The problem with a token id, and the way out."""
     return f"outside the vocabulary of {vocab_size}; give the data's own tokenizer, or a --vocab-size above its ids"
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair.  Both appear when `finalize` is called, or neither; then the record of its ids.
+    """Writes a .bin/.idx pair.  `finalize` creates both files or neither, and then the record of token ids.
 
-    As a context manager it finalises at the end of the block, and removes what it wrote if the block raises.
-    ``tokens`` names the file in which they gather, by default a temporary one; what it holds is kept until it is cut.
-    Raises UserError for a dtype that Megatron's format cannot name.
+    As a context manager it finalises at the end of the block, or removes its output if the block raises.
+    ``tokens`` is the file that collects the tokens, by default a temporary one; existing content is kept until
+    truncated.
+    Raises UserError for a dtype that Megatron's format has no code for.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, tokens: Path | None = None) -> None:
         self.prefix = os.fspath(prefix)
         if self.prefix.endswith(os.sep):
-            raise UserError(f"prefix {self.prefix} is a folder's; add a name to it")
+            raise UserError(f"prefix {self.prefix} is a folder; add a name to it")
         wanted = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == wanted]
         if not codes:
@@ -276,7 +277,7 @@ class IndexedDatasetBuilder:
         return self._num_tokens
 
     def _write(self, values: Array) -> None:
-        """Append tokens, and note the least and the largest."""
+        """Append tokens, and update the smallest and largest id."""
         if values.size:
             least, largest = values.min(), values.max()
             self._least = int(least) if self._least is None else min(self._least, int(least))
@@ -286,7 +287,7 @@ class IndexedDatasetBuilder:
         self._num_tokens += values.size
 
     def add_document(self, tokens: Sequence[int] | Array) -> None:
-        """Append one document as one sequence; without tokens it adds a document and no sequence.
+        """Append one document as one sequence.  An empty document adds no sequence.
 
         Raises UserError for an id that the dtype cannot hold.
         """
@@ -305,7 +306,7 @@ class IndexedDatasetBuilder:
         self._documents.append(len(self._lengths))
 
     def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
-        """Append many documents; ``data`` holds their ids in the dtype, ``lengths`` their sizes."""
+        """Append many documents.  ``data`` holds their ids in the dtype, ``lengths`` their sizes in tokens."""
         assert self._open and len(data) == sum(lengths) * self.dtype.itemsize, "bytes do not fit the lengths"
         self._write(np.frombuffer(data, self.dtype))
         for length in lengths:
@@ -314,7 +315,7 @@ class IndexedDatasetBuilder:
             self._documents.append(len(self._lengths))
 
     def merge(self, prefix: str | os.PathLike[str]) -> None:
-        """Append all documents of another pair.  Raises UserError if its dtype is another one."""
+        """Append all documents of another pair.  Raises UserError if its dtype differs."""
         assert self._open, "the builder is already finalised"
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
@@ -333,7 +334,7 @@ class IndexedDatasetBuilder:
             raise IndexedDatasetError(f"{other.prefix}.bin changed while it was read; merge again")
 
     def finalize(self) -> None:
-        """Write the index and give both files their names; an older pair of that name is replaced."""
+        """Write the index and rename both files into place, replacing an older pair of that name."""
         assert self._open, "the builder is already finalised"
         lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, np.intc)
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -348,7 +349,7 @@ class IndexedDatasetBuilder:
                 stream.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
                 stream.flush()
                 os.fsync(stream.fileno())
-            # An old index must not meet the new tokens, so it goes first; a record of its ids goes with it.
+            # Remove the old index first, so that it never meets the new tokens; its record of ids goes with it.
             idx_path.unlink(missing_ok=True)
             record_path(self.prefix).unlink(missing_ok=True)
             with about(self.prefix + ".bin"):
@@ -368,8 +369,8 @@ class IndexedDatasetBuilder:
             self._stream.close()
 
     def abort(self) -> None:
-        """Remove what was written so far; after `finalize` it does nothing."""
+        """Remove the output so far.  Does nothing after `finalize`."""
         self._open = False
-        with contextlib.suppress(OSError):  # a full disk has been told of already
+        with contextlib.suppress(OSError):  # a full disk has already been reported
             self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""From samples to one data-parallel rank's microbatches.
+"""From samples to the microbatches of one data-parallel rank.
 
-Source of the dealing: Megatron-LM core 0.16.1, legacy/data/data_samplers.py (MegatronPretrainingSampler).
+Source of the assignment: Megatron-LM core 0.16.1, legacy/data/data_samplers.py (MegatronPretrainingSampler).
 Convention: L = seq_length; microbatch m of rank r holds the global samples
 consumed + m * (micro_batch_size * dp_size) + r * micro_batch_size + [0, micro_batch_size).
 """
@@ -24,10 +24,10 @@ from megatron_snip.files import one_line
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a global batch; M microbatches of B samples.
+    """One rank's share of a global batch: M microbatches of B samples.
 
-    ``tokens`` and ``labels`` int64 [M, B, L], labels[..., t] being the token after tokens[..., t]; whole sequences, of
-    which the pipeline takes this process's part under context parallelism.
+    ``tokens`` and ``labels`` int64 [M, B, L]; labels[..., t] is the token after tokens[..., t].  Sequences are whole:
+    under context parallelism the pipeline takes this rank's shard of them.
     ``sample_index`` int64 [M, B], the global number of each sample.
     """
 
@@ -37,7 +37,7 @@ class Batch:
 
 
 class _Prefetch(threading.Thread):
-    """Makes one batch in the background.  A daemon, so a blocked read never keeps the process alive."""
+    """Makes one batch in the background.  A daemon thread, so a blocked read never keeps the process alive."""
 
     def __init__(self, loader: Loader, consumed_samples: int) -> None:
         super().__init__(name=f"prefetch of sample {consumed_samples}", daemon=True)
@@ -45,19 +45,19 @@ class _Prefetch(threading.Thread):
         self._result: Batch | BaseException | None = None
 
     def run(self) -> None:
-        """Make the batch; what goes wrong is kept for the one who asks for it."""
+        """Make the batch.  Errors are kept for the caller of `result`."""
         try:
             self._result = self._loader.make(self.consumed_samples)
         except BaseException as error:  # re-raised in the caller by result()
             self._result = error
 
     def error(self) -> BaseException | None:
-        """Wait for the batch; what making it raised."""
+        """Wait for the batch.  Returns the error raised while making it, or None."""
         self.join()
         return self._result if isinstance(self._result, BaseException) else None
 
     def result(self) -> Batch:
-        """Wait for the batch; raises what making it raised."""
+        """Wait for the batch.  Re-raises any error raised while making it."""
         self.join()
         assert self._result is not None
         if isinstance(self._result, BaseException):
@@ -68,12 +68,12 @@ class _Prefetch(threading.Thread):
 class Loader:
     """Batches of a dataset for data-parallel rank ``dp_rank`` of ``dp_size``.
 
-    global_batch_size: samples of a batch, or of the one that begins after so many samples.
+    global_batch_size: samples per batch, or a function of the samples consumed before the batch.
 
-    It has no state but batches read ahead: the cursor is ``consumed_samples``, so a run resumes exactly, on any
-    number of ranks.  Two, so that the next one is there before this one's update, and processes can agree that they
-    cannot use it; more only where there are more ``workers``, each of which reads a batch.  Threads of this process
-    read if there are none.  Raises UserError if the first batch does not divide into microbatches.
+    The only state is prefetched batches.  The cursor is ``consumed_samples``, so a run resumes exactly on any number of
+    ranks.  Two batches are prefetched: the next one must be there before the current update, so that ranks can agree if
+    one of them cannot read it.  With more than two ``workers``, each prefetches one batch; without workers, threads of
+    this process read.  Raises UserError if the first batch does not divide into microbatches.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Loader:
         self._ahead: dict[int, _Prefetch] = {}
 
     def cursor(self, consumed_samples: int, ahead: int = 1) -> int:
-        """Where a batch begins that comes ``ahead`` batches after the one at ``consumed_samples``."""
+        """First sample of the batch that is ``ahead`` batches after the one at ``consumed_samples``."""
         for _ in range(ahead):
             consumed_samples += self.size(consumed_samples)
         return consumed_samples
 
     def sample_index(self, consumed_samples: int, size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """The global numbers of this rank's samples of a batch, int64 [M, B]."""
+        """Global numbers of this rank's samples in a batch, int64 [M, B]."""
         microbatch = np.arange(size // (self.micro_batch_size * self.dp_size), dtype=np.int64)[:, None]
         within = np.arange(self.micro_batch_size, dtype=np.int64)[None, :]
         return consumed_samples + (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size + within
@@ -116,8 +116,8 @@ class Loader:
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's share of the global batch that starts at sample ``consumed_samples``.
 
-        The next batches are then read in the background.  Raises UserError if the dataset ends before the
-        batch does, and whatever reading a sample raises.
+        Starts to prefetch the next batches.  Raises UserError if the dataset ends before the batch does, and any error
+        of reading a sample.
         """
         pending = self._ahead.pop(consumed_samples, None)
         batch = pending.result() if pending is not None else self.make(consumed_samples)
@@ -134,9 +134,9 @@ class Loader:
             self._ahead[consumed_samples].start()
 
     def problem(self, consumed_samples: int) -> str:
-        """What is wrong with the files that a coming batch is read from, "" if nothing is; waits until it is read.
+        """The problem with the files of a coming batch, or "".  Waits until the batch is read.
 
-        The batch, or any other error, is kept for `batch`.
+        `batch` later returns the batch, or raises any other error.
         """
         self._read_ahead(consumed_samples)
         pending = self._ahead.get(consumed_samples)
@@ -144,9 +144,9 @@ class Loader:
         return one_line(error) if isinstance(error, (IndexedDatasetError, OSError)) else ""
 
     def make(self, consumed_samples: int, size: int | None = None) -> Batch:
-        """The batch itself, in this thread: a pure function of the dataset and the cursor.
+        """Make the batch in this thread: a pure function of the dataset and the cursor.
 
-        size: by default that of the batch that begins there.
+        size: by default, that of the batch at this cursor.
         """
         size = self.size(consumed_samples) if size is None else size
         last = consumed_samples + size
@@ -165,7 +165,7 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Drop the batches being read ahead, and end the workers; a read that hangs is left to its daemon thread."""
+        """Drop prefetched batches and end the workers.  A read that hangs is left to its daemon thread."""
         if self._workers is not None:
             self._workers.close()
         pending, self._ahead = self._ahead, {}

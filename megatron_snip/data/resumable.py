@@ -1,9 +1,9 @@
-"""Indexed datasets that are built in several goes: what a killed process wrote is where the next one goes on.
+"""Indexed datasets whose construction can be killed and resumed.
 
-While it is built, ``<prefix>.partial/`` holds for the n-th dataset ``n.bin``, its tokens, and ``n.lengths``, int32
-tokens of each document, empty ones included; ``progress.json`` says how much of them counts and what the caller has to
-know to go on; ``lock`` is held by the process that writes.  What lies behind a mark is written over by the next go, so
-that the datasets are the same bytes however often the work was killed.
+During construction, ``<prefix>.partial/`` holds these files: ``n.bin``, the tokens of the n-th dataset; ``n.lengths``,
+int32 tokens of each document, including empty ones; ``progress.json``, the valid part of both and the caller's
+position; ``lock``, held by the writing process.  A resumed process overwrites everything behind the last mark, so
+the datasets have the same bytes however often the work was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION = 1
 
 
 class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of a dataset counts, and the least and largest of its ids."""
+    """The valid part of a dataset, and its smallest and largest id."""
 
     tokens: Count
     documents: Count
@@ -43,7 +43,7 @@ class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """progress.json; at: by what the caller goes on."""
+    """progress.json; ``at`` is the caller's position."""
 
     identity: dict[Text, Any]
     at: dict[Text, Count]
@@ -51,11 +51,11 @@ class _Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Builder(IndexedDatasetBuilder):
-    """A builder whose tokens and lengths lie in files of ours until `finalize`."""
+    """A builder that keeps tokens and lengths in resumable files until `finalize`."""
 
     def __init__(self, prefix: str, dtype: npt.DTypeLike, path: Path, mark: _Mark | None) -> None:
         self._tokens = path
-        if not mark:  # what lies there may be, by another name, a dataset that is finished
+        if not mark:  # the file may be a hard link to a finished dataset
             path.unlink(missing_ok=True)
         elif path.stat().st_size < mark.tokens * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} is shorter than it was")
@@ -64,10 +64,10 @@ class _Builder(IndexedDatasetBuilder):
         with about(self._kept):
             self._kept_stream = open(self._kept, "r+b" if mark else "w+b")  # noqa: SIM115 - lives until closed
         if mark:
-            self._go_on(mark)
-        self._stream.truncate(self._stream.tell())  # of longer work that was killed without a mark
+            self._resume(mark)
+        self._stream.truncate(self._stream.tell())  # drop what was written after the last mark
 
-    def _go_on(self, mark: _Mark) -> None:
+    def _resume(self, mark: _Mark) -> None:
         lengths = np.fromfile(
             self._kept_stream, "<i4", min(mark.documents, os.fstat(self._kept_stream.fileno()).st_size)
         )
@@ -79,13 +79,13 @@ class _Builder(IndexedDatasetBuilder):
         self._stream.seek(mark.tokens * self.dtype.itemsize)
 
     def add_encoded(self, data: bytes, lengths: Sequence[int]) -> None:
-        """Append many documents, as the base class does, and keep their lengths."""
+        """Append many documents, as in the base class, and keep their lengths."""
         super().add_encoded(data, lengths)
         with about(self._kept):
             self._kept_stream.write(np.asarray(lengths, "<i4").tobytes())
 
     def mark(self) -> dict[str, Any]:
-        """What has been added so far, which lies on the disk when this returns."""
+        """Description of everything added so far, which is on disk when this returns."""
         for stream, path in ((self._stream, self._bin_temporary), (self._kept_stream, self._kept)):
             with about(path):
                 stream.flush()
@@ -96,9 +96,9 @@ class _Builder(IndexedDatasetBuilder):
         }  # fmt: skip
 
     def finalize(self) -> None:
-        """Give the files their names, as the base class does; the tokens keep the one they had here, too.
+        """Give the files their final names, as in the base class, but keep the tokens under their name here too.
 
-        So the work can be gone on from until all datasets are there, wherever a kill falls.
+        So the work can be resumed until all datasets are complete, wherever it is killed.
         """
         self._bin_temporary = temporary_beside(self.prefix + ".bin")
         try:
@@ -108,22 +108,22 @@ class _Builder(IndexedDatasetBuilder):
         super().finalize()
 
     def abort(self) -> None:
-        """Let go of the files, and leave them."""
+        """Close the files but keep them."""
         if self._bin_temporary != self._tokens:
             self._bin_temporary.unlink(missing_ok=True)
         self._open = False
         for stream in (self._stream, self._kept_stream):
-            with contextlib.suppress(OSError):  # a full disk has been told of already
+            with contextlib.suppress(OSError):  # a full disk has already been reported
                 stream.close()
 
 
 class ResumableBuilders:
-    """One builder for each of ``prefixes``, all of ``dtype``, in a folder that outlives the process.
+    """One builder for each of ``prefixes``, all with ``dtype``, in a folder that outlives the process.
 
-    ``identity`` is what the results depend on: a folder of another one is refused.  ``found`` is what `mark` was given
-    last in it, None where there is nothing to go on from.  As a context manager it lets go of the folder: it removes it
-    after `finalize` and where no mark was made, and leaves it to the next go otherwise.
-    UserError for a folder of another identity, and for one that another process writes to.
+    ``identity`` is everything that the results depend on.  ``found`` is the argument of the last `mark` in the folder,
+    or None if there is nothing to resume.  On exit, the context manager removes the folder after `finalize` or if there
+    is no mark, and otherwise keeps it for the next process.
+    Raises UserError for a folder with another identity, or one that another process is writing.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class ResumableBuilders:
         try:
             self.found: dict[str, int] | None = self._open_all(prefixes, dtype)
         except BaseException:
-            self._let_go(remove=not self.marked)
+            self._release(remove=not self.marked)
             raise
 
     def _open_all(self, prefixes: Sequence[str], dtype: npt.DTypeLike) -> dict[str, int] | None:
-        """Open the builders; returns where to go on."""
+        """Open the builders and return the position to resume from."""
         state = self._read()
         paths = [self.folder / f"{number}.bin" for number in range(len(prefixes))]
         if state:
@@ -186,7 +186,7 @@ class ResumableBuilders:
         return state
 
     def mark(self, at: Mapping[str, int]) -> None:
-        """Put on the disk all that has been added, and ``at``, counts that tell where to go on."""
+        """Write everything added so far to disk, with ``at``, counts that give the position to resume from."""
         state = {"identity": self._identity, "at": at, "datasets": [builder.mark() for builder in self.builders]}
         with atomic_output(self._progress) as path, path.open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(state, indent=1) + "\n")
@@ -195,11 +195,11 @@ class ResumableBuilders:
 
     @property
     def marked(self) -> bool:
-        """Whether there is anything that a next go would go on from."""
+        """Whether there is anything to resume from."""
         return self._progress.exists()
 
     def finalize(self, at: Mapping[str, int]) -> None:
-        """Give all datasets their names.  ``at`` is where the work has ended, for a kill on the way."""
+        """Give all datasets their final names.  ``at`` is the final position, in case the process is killed here."""
         if self.marked:
             self.mark(at)
         for builder in self.builders:
@@ -212,9 +212,9 @@ class ResumableBuilders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._let_go(remove=not self.marked)
+        self._release(remove=not self.marked)
 
-    def _let_go(self, *, remove: bool) -> None:
+    def _release(self, *, remove: bool) -> None:
         for builder in self.builders:
             builder.abort()
         if remove:

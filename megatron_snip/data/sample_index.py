@@ -1,9 +1,9 @@
-"""Which tokens make which sample: pure functions of lengths, counts and a seed.
+"""Which tokens form which sample: pure functions of lengths, counts and a seed.
 
-Source: Megatron-LM core 0.16.1, gpt_dataset.py, blended_megatron_dataset_config.py and helpers.cpp; the arrays are
-equal to Megatron's, so the same seed gives the same samples in the same order.
-Convention: a sample is seq_length + 1 tokens of the documents in shuffled order, back to back, and the next
-one starts at the last token of the one before.
+Source: Megatron-LM core 0.16.1, gpt_dataset.py, blended_megatron_dataset_config.py and helpers.cpp.  The arrays equal
+Megatron's, so the same seed gives the same samples in the same order.
+Convention: documents are concatenated in shuffled order.  A sample is seq_length + 1 tokens, and the next sample starts
+at its last token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from megatron_snip.errors import UserError
 
-# A last epoch of which less than this share is needed is shuffled apart, so that the samples left out are
-# only ever the last epoch's.
+# If less than this share of the last epoch is needed, it is shuffled separately, so that only samples of the last
+# epoch are left out.
 LAST_EPOCH_SHARE = 0.80
 SPLITS = ("training", "validation", "test")
 
@@ -27,7 +27,7 @@ Range = tuple[int, int]
 def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
     """The ranges [first, last) of sequences for training, validation and test; None for a share of zero.
 
-    ``split`` is up to three shares with commas between, "99,1,0", perhaps in quotes.  Raises UserError if it is not.
+    ``split`` is up to three comma-separated shares, such as "99,1,0", possibly quoted.  Raises UserError otherwise.
     """
     try:
         shares = [float(share) for share in split.strip(" '\"").split(",")]
@@ -37,7 +37,7 @@ def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
     if not 1 <= len(shares) <= len(SPLITS) or not finite or not sum(shares) > 0:
         raise UserError(f"--split is {split!r}; give up to three shares, not all 0, such as 99,1,0")
     shares += [0.0] * (len(SPLITS) - len(shares))
-    # The additions run in Megatron's order, so a bound on the edge of two integers rounds alike.
+    # Added in Megatron's order, so that a bound near the midpoint of two integers rounds the same way.
     weights = (np.array(shares) / np.sum(np.array(shares))).tolist()
     bounds = [0.0]
     for weight in weights:
@@ -47,12 +47,12 @@ def split_ranges(split: str, num_sequences: int) -> tuple[Range | None, ...]:
 
 
 def epochs_needed(tokens_per_epoch: int, num_samples: int, seq_length: int) -> int:
-    """Epochs whose tokens hold ``num_samples`` samples."""
+    """Number of epochs with enough tokens for ``num_samples`` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
 def shuffled_together(per_epoch: int, num_samples: int, seq_length: int) -> list[int]:
-    """Numbers of epochs whose documents and samples are shuffled as one; they and the seed decide the order."""
+    """How many epochs are shuffled together, for each group.  With the seed, this determines the order."""
     epochs = epochs_needed(per_epoch, num_samples, seq_length)
     without_last = ((epochs - 1) * per_epoch - 1) // seq_length
     in_one_epoch = (per_epoch - 1) // seq_length
@@ -65,10 +65,10 @@ def gpt_index(
 ) -> dict[str, Array]:
     """The order of the samples, as three arrays.
 
-    document_index int32 [epochs * documents]: sequences in the order in which their tokens are laid out;
-    sample_index int32 or int64 [samples + 1, 2]: where each sample starts, as (position in document_index,
-    offset in tokens); shuffle_index uint32 or int64 [samples]: the sample to read at each step.
-    ``sequence_lengths`` [S] are the dataset's, ``sequences`` the range [first, last) of them to use.
+    document_index int32 [epochs * documents]: sequences in the order of their tokens;
+    sample_index int32 or int64 [samples + 1, 2]: start of each sample, as (position in document_index, offset in
+    tokens); shuffle_index uint32 or int64 [samples]: the sample to read at each step.
+    ``sequence_lengths`` [S] are the dataset's; ``sequences`` is the range [first, last) to use.
     """
     lengths = np.asarray(sequence_lengths[sequences[0] : sequences[1]])
     per_epoch = int(lengths.sum(dtype=np.int64))
@@ -87,10 +87,10 @@ def gpt_index(
 
 
 def _sample_starts(lengths: Array, document_order: Array, seq_length: int) -> Array:
-    """(document, offset) of each sample's first token and, last, of the token after the last whole sample.
+    """(document, offset) of each sample's first token, and of the token after the last whole sample.
 
-    Megatron walks over the documents; here the k-th start is looked up, as it is token k * seq_length of the
-    stream.  Empty documents hold no token and are passed over, but for the very first start, which is (0, 0).
+    Megatron walks over the documents.  Here the k-th start is looked up as token k * seq_length of the stream.  Empty
+    documents are skipped, except that the very first start is always (0, 0).
     """
     ends = np.cumsum(lengths[document_order], dtype=np.int64)
     num_samples = (int(ends[-1]) - 1) // seq_length

@@ -1,8 +1,7 @@
-"""Datasets of samples: one corpus, a blend of several, or made-up tokens.
+"""Datasets of samples: one corpus, a blend of several, or mock tokens.
 
-Source: Megatron-LM core 0.16.1 (GPTDataset, BlendedDataset, BlendedMegatronDatasetBuilder); sample_index.py
-holds the order.  Convention: sample i is int64 [seq_length + 1]; inputs are all but the last token, labels
-all but the first.
+Source: Megatron-LM core 0.16.1 (GPTDataset, BlendedDataset, BlendedMegatronDatasetBuilder); sample_index.py has the
+order.  Convention: sample i is int64 [seq_length + 1]; inputs are all but the last token, labels all but the first.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from megatron_snip.data.sample_index import SPLITS, gpt_index, shuffled_together
 from megatron_snip.errors import UserError
 
 TRAINING, VALIDATION = 0, 1
-# Megatron builds this share more samples of each dataset of a blend than its weight asks for, and the number
-# of samples decides the number of epochs and with it the order, so it is kept.
+# Megatron requests this share more samples of each dataset of a blend than its weight requires.  The number of
+# samples decides the number of epochs and thus the order, so we do the same.
 BLEND_SURPLUS = 0.005
-MOCK_JUMP_ODDS = 8  # A mock token continues the count before it but for one in so many.
+MOCK_JUMP_ODDS = 8  # One in this many mock tokens starts a new run; the others continue the count.
 
 Tokens = npt.NDArray[np.int64]
 PathLike = Union[str, "os.PathLike[str]"]
 
 
 class Dataset(Protocol):
-    """Samples by number; reading one changes nothing, so several threads may."""
+    """Samples by number.  Reading has no side effects, so several threads may read."""
 
     @property
     def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
-        """The files that samples come from, each with its weight; none where tokens are made up."""
+        """The files of the samples, each with its weight; empty for mock data."""
 
     @property
     def rounds(self) -> Sequence[list[int]]:
-        """Of each of the corpora, numbers of epochs that are shuffled together: another number is another order."""
+        """For each corpus, how many epochs are shuffled together.  Other numbers mean another order."""
 
     @property
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """Of each of the corpora, the sequences [first, last) that samples are made of."""
+        """For each corpus, the sequences [first, last) that samples are made of."""
 
     def __len__(self) -> int: ...
 
@@ -60,11 +59,10 @@ def _check_index(index: int, size: int, what: str) -> None:
 class GPTDataset:
     """Samples of one corpus in Megatron's order.  Only the index is in memory, never the tokens.
 
-    ``split_range`` is the range [first, last) of sequences to use, ``num_samples`` how many samples are asked
-    for: the corpus is repeated, in a new order, until it has that many.  With ``vocab_size`` the ids of each
-    sample are checked as it is read.  Raises UserError if the range holds less than one sample, or if the
-    file holds no integers.  Reading a sample raises IndexedDatasetError for an id outside the vocabulary and for a file
-    that was cut short.
+    ``split_range`` is the range [first, last) of sequences to use.  The corpus is repeated, in a new order, until it
+    has ``num_samples`` samples.  ``vocab_size`` enables a check of each sample's ids as it is read.
+    Raises UserError if the range has less than one sample, or if the file does not hold integers.  Reading a sample
+    raises IndexedDatasetError for an id outside the vocabulary and for a file that was cut short.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class GPTDataset:
 class BlendedDataset:
     """``size`` samples of several datasets in proportion to ``weights``, in Megatron's greedy order.
 
-    Raises UserError if a dataset holds fewer samples than the blend takes from it.
+    Raises UserError if a dataset has fewer samples than the blend takes from it.
     """
 
     def __init__(
@@ -187,11 +185,11 @@ class BlendedDataset:
 
 
 class MockDataset:
-    """Made-up tokens that a model can learn: counting runs that start at random ids, low ids more often.
+    """Synthetic tokens that a model can learn: counting runs that start at random ids, more often at low ids.
 
-    A token is its predecessor plus one, modulo ``vocab_size``, but for one in eight, which starts a new run
-    at vocab_size * u1 * u2 * u3 with u uniform.  Sample i depends on (seed, stream, i) alone and is equal on
-    every machine and numpy version (raw Philox words and integer arithmetic).
+    A token is its predecessor plus one, modulo ``vocab_size``.  One in eight starts a new run at vocab_size * u1 * u2 *
+    u3 with uniform u.  Sample i depends only on (seed, stream, i), and is the same on every machine and numpy version
+    (raw Philox words and integer arithmetic).
     """
 
     def __init__(
@@ -230,10 +228,10 @@ class MockDataset:
 
 
 class Repeated:
-    """A dataset that begins again at its end, as often as it takes.
+    """A dataset that starts over at its end, without limit.
 
-    The order is the dataset's own, whatever is asked of it: more samples than a run was to read, which it reads after
-    a rewind that skipped some, do not change those before.  The samples that come twice are the first ones.
+    The order is that of the dataset, however many samples are read.  After a rewind that skips samples, a run reads
+    more than planned, without a change to earlier samples.  The first samples are the ones that repeat.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -241,17 +239,17 @@ class Repeated:
 
     @property
     def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
-        """Those of the dataset."""
+        """As in the dataset."""
         return self.dataset.corpora
 
     @property
     def rounds(self) -> Sequence[list[int]]:
-        """Those of the dataset."""
+        """As in the dataset."""
         return self.dataset.rounds
 
     @property
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """Those of the dataset."""
+        """As in the dataset."""
         return self.dataset.ranges
 
     def __len__(self) -> int:
@@ -292,7 +290,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 class _Builder:
-    """What is common to all datasets of one `build_datasets` call."""
+    """Settings shared by all datasets of one `build_datasets` call."""
 
     def __init__(self, seq_length: int, seed: int, vocab_size: int | None, cache_path: PathLike | None) -> None:
         self.seq_length, self.seed = seq_length, seed
@@ -300,7 +298,7 @@ class _Builder:
         self.opened: dict[str, IndexedDataset] = {}
 
     def corpus(self, prefix: str, split: str | None, part: int, num_samples: int) -> GPTDataset | None:
-        """One corpus' samples; None if the split gives this part a share of zero."""
+        """The samples of one corpus; None if the split gives this part a share of zero."""
         if prefix not in self.opened:
             self.opened[prefix] = IndexedDataset(prefix, checked=True)
         indexed = self.opened[prefix]
@@ -323,10 +321,10 @@ class _Builder:
         )
 
     def blend(self, paths: Sequence[str], split: str | None, part: int, num_samples: int) -> Dataset | None:
-        """One corpus, or the weighted blend of several, with Megatron's sizes; all of it without a split.
+        """One corpus, or a weighted blend of several, with Megatron's sizes.  Without a split, all sequences are used.
 
-        A lone prefix with a weight is a blend of one, with a blend's surplus, under --data-path, but a plain
-        corpus where a part has paths of its own: so does Megatron, and the order depends on it.
+        A single prefix with a weight is a blend of one, with a blend's surplus, under --data-path, but a plain corpus
+        where each part has its own paths.  Megatron does the same, and the order depends on it.
         """
         prefixes, raw_weights = parse_blend(paths)
         if raw_weights is None or (split is None and len(prefixes) == 1):
@@ -343,9 +341,9 @@ class _Builder:
 
 
 def check_data(*path_lists: Sequence[str], whole: bool = True) -> None:
-    """Open every corpus of the path lists and close it again.  UserError for the first that cannot be read.
+    """Open and close every corpus of the path lists.  Raises UserError for the first that cannot be read.
 
-    whole: also read the indices through, which one process of a node does.
+    whole: also read the whole indices, which one process per node does.
     """
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():
@@ -365,12 +363,12 @@ def build_datasets(
     vocab_size: int | None,
     cache_path: PathLike | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """The training and the validation dataset, each with at least as many samples as asked for.
+    """The training and the validation dataset, each with at least the requested number of samples.
 
-    Either ``mock``, or ``data_path`` cut by ``split``, or ``train_paths`` and perhaps ``valid_paths``; a path
-    list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``, whose indices `check_data` has read through.  Validation is None
-    if no sample of it is asked for, if the split gives it 0 or if there are only ``train_paths``.  Raises UserError
-    for anything that cannot be read or is too small.
+    Sources are ``mock``, ``data_path`` cut by ``split``, or ``train_paths`` with optional ``valid_paths``.  A path
+    list is ``[prefix]`` or ``[w1, p1, w2, p2, ...]``; `check_data` must have read its indices.  Validation is None if
+    no validation sample is requested, if its share is 0, or if there are only ``train_paths``.
+    Raises UserError for data that cannot be read or is too small.
     """
     if mock:
         if vocab_size is None:

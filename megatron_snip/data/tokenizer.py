@@ -1,8 +1,8 @@
 """Tokenizers behind one small interface.
 
-Source: Megatron-LM core 0.16.1, megatron/core/tokenizers: sentencepiece and Hugging Face text is encoded
-without BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference: NullTokenizer's EOD
-is the last of its ``vocab_size`` ids, where Megatron adds one more, so that --vocab-size stays the model's.
+Source: Megatron-LM core 0.16.1, megatron/core/tokenizers: sentencepiece and Hugging Face tokenizers encode text without
+BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference: NullTokenizer's EOD is the last of its
+``vocab_size`` ids, so that --vocab-size stays the model's; Megatron adds one more.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron_snip.errors import UserError
 from megatron_snip.files import open_file, parse_json, read_file, shown
 
 MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest have 40 MB
-#: Ids beyond a vocabulary's number of tokens, as models have some that are left free.
+#: Unused ids that a vocabulary may have beyond its number of tokens.
 _MOST_FREE = 1 << 16
-# What a lone tokenizer.json, which names no EOS, may call it.
+# Possible names of EOS in a tokenizer.json without a config.
 KNOWN_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<EOD>")
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.  ``eod`` is the id put after each document; all ids are below ``vocab_size``.
+    """Text to ids and back.  ``eod`` is the id after each document; all ids are below ``vocab_size``.
 
-    ``bos`` is the id that the tokenizer itself, were it asked for special tokens, would put before a text, or None.
+    ``bos`` is the id that the tokenizer puts before a text when special tokens are on, or None.
     """
 
     vocab_size: int
@@ -32,10 +32,10 @@ class Tokenizer(Protocol):
     bos: int | None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without any special token."""
+        """The ids of a text, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """The text of ids, without special tokens."""
 
 
 def _existing(tokenizer_type: str, model: str | None) -> Path:
@@ -48,7 +48,7 @@ def _existing(tokenizer_type: str, model: str | None) -> Path:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model file, such as Llama-2's or one of tools/train_tokenizer.py."""
+    """A sentencepiece .model file, such as Llama-2's or an output of tools/train_tokenizer.py."""
 
     def __init__(self, model: Path) -> None:
         try:
@@ -59,7 +59,7 @@ class SentencePieceTokenizer:
             raise UserError(f"--tokenizer-model {model} is not a file; give the sentencepiece .model file")
         self.processor = sentencepiece.SentencePieceProcessor()
         data = read_file(model, "sentencepiece model", "give another --tokenizer-model", most=MOST_BYTES)
-        with _told(f"--tokenizer-model {model} is not a sentencepiece model", "give another"):
+        with _one_line_errors(f"--tokenizer-model {model} is not a sentencepiece model", "give another"):
             self.processor.LoadFromSerializedProto(data)
         self.vocab_size: int = self.processor.vocab_size()
         self.eod: int = self.processor.eos_id()
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; control pieces are left out."""
+        """The text of ids, without control pieces."""
         text: str = self.processor.decode([int(token) for token in ids])
         return text
 
@@ -82,8 +82,8 @@ class SentencePieceTokenizer:
 class TokenizerJson:
     """A Hugging Face tokenizer.json, through the light `tokenizers` library.
 
-    The EOS is taken from the tokenizer_config.json or special_tokens_map.json beside it, else by its usual
-    names.  Raises UserError if there is none.
+    EOS comes from the tokenizer_config.json or special_tokens_map.json in the same folder, else from its usual names.
+    Raises UserError if there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,10 +92,10 @@ class TokenizerJson:
         except ImportError as error:
             raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
         data = read_file(path, "tokenizer", "give another --tokenizer-model", most=MOST_BYTES)
-        with _told(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
+        with _one_line_errors(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         self._path = path
-        self._tokenizer.no_truncation()  # a file may ask for them, and documents would be cut or filled up
+        self._tokenizer.no_truncation()  # the file may enable both, which would cut or pad documents
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _size_of(vocabulary, path)
@@ -110,23 +110,23 @@ class TokenizerJson:
         self.bos = _first(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens.  UserError where the tokenizer's own rules fail at it."""
+        """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
         return self._ids(False, text)
 
     def _ids(self, special: bool, text: str = "a") -> list[int]:
-        with _told(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
-            # the same ids as encode's, without the places in the text, which take a fifth of the time
+        with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
+            # same ids as encode(), without the offsets, which take a fifth of the time
             ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """The text of ids, without special tokens."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
 
 
-class _told:
-    """What a tokenizer's library raises as a UserError of one line: many kinds, and Rust's panics are no Exception."""
+class _one_line_errors:
+    """Turns any error of a tokenizer library into a one-line UserError.  Rust panics are not Exceptions."""
 
     def __init__(self, what: str, way_out: str) -> None:
         self._what, self._way_out = what, way_out
@@ -142,18 +142,18 @@ class _told:
 
 
 def _size_of(vocabulary: Mapping[str, int], path: Path) -> int:
-    """One more than the largest id; UserError where it would make a model of tokens that do not exist."""
+    """One more than the largest id.  Raises UserError if most ids below it would not exist."""
     token, largest = max(vocabulary.items(), key=lambda each: each[1], default=("", -1))
     if largest >= 2 * len(vocabulary) + _MOST_FREE:
         raise UserError(
-            f"--tokenizer-model {path} gives {token[:40]!r} the id {largest}, and has {len(vocabulary)} tokens; "
+            f"--tokenizer-model {path} gives {token[:40]!r} the id {largest}, but has {len(vocabulary)} tokens; "
             "give another"
         )
     return largest + 1
 
 
 def _first(encode: Callable[[bool], list[int]]) -> int | None:
-    """What stands before a text with special tokens and not without them."""
+    """The id that special tokens put before a text, or None."""
     plain, special = encode(False), encode(True)
     return special[0] if len(special) > len(plain) and special[1 : 1 + len(plain)] == plain else None
 
@@ -180,7 +180,7 @@ def _configured_eos(folder: Path) -> str | None:
 class TransformersTokenizer:
     """Any other tokenizer in a local folder, through transformers (optional).
 
-    Nothing is downloaded, no code of the folder is run, and nobody is asked whether to.
+    It downloads nothing, runs no code of the folder, and never prompts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +197,7 @@ class TransformersTokenizer:
         for file in path.iterdir() if path.is_dir() else [path]:
             _check_file(file)
         way_out = "give a tokenizer.json, or a folder whose tokenizer needs no code of its own"
-        with _told(f"--tokenizer-model {path}: transformers cannot read it", way_out):
+        with _one_line_errors(f"--tokenizer-model {path}: transformers cannot read it", way_out):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
@@ -209,22 +209,22 @@ class TransformersTokenizer:
         self.bos = _first(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens.  UserError where the tokenizer's own rules fail at it."""
+        """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
         return self._ids(False, text)
 
     def _ids(self, special: bool, text: str = "a") -> list[int]:
-        with _told(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
+        with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """The text of ids, without special tokens."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
 
 
 def _check_file(path: Path) -> None:
-    """UserError for what transformers would wait for or read for long."""
+    """Raise UserError for files that would block transformers or take it long to read."""
     if path.is_dir() or path.suffix not in (".json", ".model", ".txt", ".jinja"):
         return
     with open_file(path, "tokenizer", "give another --tokenizer-model") as file:
@@ -233,7 +233,7 @@ def _check_file(path: Path) -> None:
 
 
 class NullTokenizer:
-    """Text that is ids already, "3 14 15"; the last id of the vocabulary is EOD."""
+    """Text that consists of ids, such as "3 14 15".  The last id of the vocabulary is EOD."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
@@ -242,7 +242,7 @@ class NullTokenizer:
         self.bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """The ids that the text spells.  Raises UserError for anything else than ids of the vocabulary."""
+        """The ids that the text spells out.  Raises UserError for anything that is not an id of the vocabulary."""
         words = text.split()
         for word in words:
             if not word.isdecimal() or int(word) >= self.vocab_size:
@@ -250,7 +250,7 @@ class NullTokenizer:
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids, spelled out."""
+        """The ids as text."""
         return " ".join(str(int(token)) for token in ids)
 
 
@@ -264,7 +264,7 @@ def _hugging_face(tokenizer_type: str, model: str | None, vocab_size: int | None
     if file.is_file():
         return TokenizerJson(file)
     if (path / "tokenizer.model").is_file() and not (path / "tokenizer_config.json").is_file():
-        return SentencePieceTokenizer(path / "tokenizer.model")  # transformers would make other tokens
+        return SentencePieceTokenizer(path / "tokenizer.model")  # transformers would give other tokens
     return TransformersTokenizer(path)
 
 
@@ -287,10 +287,10 @@ TOKENIZER_TYPES = tuple(_BUILDERS)
 def build_tokenizer(
     tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None
 ) -> Tokenizer:
-    """The tokenizer that --tokenizer-type and --tokenizer-model (a local file or folder) name.
+    """The tokenizer given by --tokenizer-type and --tokenizer-model (a local file or folder).
 
-    ``vocab_size`` is NullTokenizer's alone.  Raises UserError for an unknown type or a file that is missing
-    or cannot be read.
+    ``vocab_size`` is used only by NullTokenizer.  Raises UserError for an unknown type, or a file that is missing or
+    cannot be read.
     """
     if tokenizer_type not in _BUILDERS:
         raise UserError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")

@@ -1,14 +1,14 @@
-"""Processes that read samples for this one (--num-workers).
+"""Processes that read samples for a rank (--num-workers).
 
-``Workers(datasets, count)`` starts this module as so many processes.  A worker imports numpy and the datasets but not
-torch, so it starts in a fraction of a second and never touches a GPU.  It is a new process and no
-fork: this one has CUDA and threads of gloo, NCCL and its own by then.  A fork would copy their locks as they are, and
-would hold the sockets open by which other processes see that this one has gone.
+``Workers(datasets, count)`` starts this module ``count`` times.  A worker imports numpy and the datasets but not torch,
+so it starts in a fraction of a second and never touches a GPU.  It is a new process, not a fork: by then the rank has
+CUDA and the threads of gloo and NCCL.  A fork would copy their locks in whatever state they are, and keep open the
+sockets that show other ranks whether this one is alive.
 
-Each worker has a socket of its own.  A worker that dies closes it, even in the middle of an answer, and so does this
-process: the other side finds out at once, and no lock or queue is left that anybody could wait for.
-Source of the sharing: pickle protocol 5 (PEP 574).  The datasets are pickled once into a file in memory that all
-workers map: arrays lie beside the pickle and no worker copies them; memory maps and token files are opened by name.
+Each worker has its own socket.  When the worker or the rank dies, even in the middle of an answer, the socket closes
+and the other side notices at once.  No lock or queue is left for anyone to wait on.
+Source of the sharing: pickle protocol 5 (PEP 574).  The datasets are pickled once into an in-memory file that all
+workers map.  Arrays lie beside the pickle, so workers do not copy them; memory maps and token files are opened by name.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ import megatron_snip
 from megatron_snip.data.sampling import Dataset, Tokens
 from megatron_snip.errors import UserError
 
-_ALIGNED = 64  # bytes; where arrays begin in the shared file
+_ALIGNED = 64  # bytes; alignment of arrays in the shared file
 _PARENT_CHECK_MS = 500
 _CLOSING_SECONDS = 10.0
-_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they go to all processes; the run still reads its last batches
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # sent to all processes, but the rank still needs its last batches
 
-Places = list[tuple[int, int]]  # first byte and size of the pickle and of each of its arrays
+Places = list[tuple[int, int]]  # first byte and size of the pickle and of each array
 
 
 def end_with_parent() -> None:
-    """Let a process of a multiprocessing pool end when the one that made the pool is gone, however it ended.
+    """Let a process of a multiprocessing pool end with the process that made the pool, however that ends.
 
-    Else it waits for work that nobody gives.
+    Otherwise it waits for work forever.
     """
 
     def watch() -> None:
@@ -64,7 +64,7 @@ def end_with_parent() -> None:
 
 
 def most_workers() -> int:
-    """Processes beyond which more read no faster on this machine, but fill its memory: 4 for each core, or 64."""
+    """Limit of worker processes: 4 per core, or 64.  More do not read faster, but fill the memory."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 
@@ -75,12 +75,12 @@ def check_workers(option: str, count: int) -> None:
 
 
 def read(dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:
-    """Samples ``numbers`` of a dataset, int64 [samples, tokens], in this process."""
+    """Samples ``numbers`` of a dataset, int64 [samples, tokens], read in this process."""
     return np.stack([dataset[int(number)] for number in numbers])
 
 
 class DataWorkerError(UserError, ChildProcessError):
-    """A worker has ended; the message names it and the way out."""
+    """A worker has died.  The message names it and the way out."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ class _Worker:
     socket: Connection
 
     def ended(self) -> str:
-        """How it ended, once its socket is closed."""
+        """How the worker ended.  Call this once its socket is closed."""
         code = self.process.wait()
         how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with status {code}"
         return f"{self.name} (process {self.process.pid}) {how}; give fewer --num-workers, or 0 to read in threads"
 
 
 class Workers:
-    """``count`` processes that read samples of ``datasets``; any thread may ask, and waits until one is free.
+    """``count`` processes that read samples of ``datasets``.  Any thread may call `read`; it waits for a free worker.
 
-    They are killed by `close`, and end by themselves when this process is gone, however it ended.
+    `close` kills the workers.  They also end by themselves when this process ends, however it ends.
     """
 
     def __init__(self, datasets: Sequence[Dataset], count: int) -> None:
@@ -113,13 +113,13 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
+        """Process ids of the workers."""
         return [worker.process.pid for worker in self._all]
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:
         """Samples ``numbers`` of one of the datasets, int64 [samples, tokens].
 
-        Raises what reading them raises, and DataWorkerError if the worker ends.
+        Raises any error of reading them, and DataWorkerError if the worker ends.
         """
         place = next(place for place, each in enumerate(self._datasets) if each is dataset)
         worker, answer = self._free.get(), None
@@ -129,7 +129,7 @@ class Workers:
         except (EOFError, OSError):
             raise DataWorkerError(worker.ended()) from None
         finally:
-            if answer is None:  # nobody may take an answer that comes later for his own
+            if answer is None:  # a late answer must not reach the next caller
                 worker.process.kill()
             self._free.put(worker)
         if isinstance(answer, Exception):
@@ -137,43 +137,43 @@ class Workers:
         return answer
 
     def close(self) -> None:
-        """End the workers, whatever they are reading; who waits for one gets DataWorkerError."""
+        """Kill the workers, even while they read.  Callers that wait for one get DataWorkerError."""
         for worker in self._all:
             worker.process.kill()
         end = time.monotonic() + _CLOSING_SECONDS
         for worker in self._all:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk keeps it, and it ends with the read
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a read from a dead disk; it ends with that read
                 worker.process.wait(max(0.0, end - time.monotonic()))
 
 
 def _start(name: str, file: int, places: Places) -> _Worker:
     ours, theirs = Pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # a new process inherits what is blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # new processes inherit blocked signals
     try:
         process = subprocess.Popen(
             [*megatron_snip.child_command(__name__), str(theirs.fileno()), str(file)],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), file),
-            cwd=megatron_snip.PLACE,  # so that relative places in PYTHONPATH lead to no data either
+            cwd=megatron_snip.PLACE,  # so that relative paths in PYTHONPATH cannot point into data
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    with contextlib.suppress(OSError):  # whoever asks a dead worker is told
+    with contextlib.suppress(OSError):  # a dead worker is reported when it is used
         ours.send((sys.path, os.getcwd(), places))
     return _Worker(name, process, ours)
 
 
 def _shared_file() -> IO[bytes]:
-    """A file without a name, in memory where the system can do that."""
+    """An unnamed file, in memory where the system supports it."""
     return open(os.memfd_create("datasets"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an array that is a memory map of a whole file by the file's name."""
+    """Pickles an array that maps a whole file by the file's name."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How such an array is made again; NotImplemented leaves all else as it is."""
+        """How to rebuild such an array; NotImplemented for everything else."""
         base = value.base if type(value) is np.ndarray else None
         if not isinstance(base, np.memmap) or (base.shape, base.dtype) != (value.shape, value.dtype):
             return NotImplemented
@@ -203,43 +203,43 @@ def _load(file: int, places: Places) -> list[Dataset]:
 
 
 def _end_with_parent(socket: int) -> None:
-    """End this process when the other side of its socket is closed or its parent is gone, also while it reads.
+    """End this process, even during a read, when its socket is closed or its parent is gone.
 
-    The second check is for a socket that a process forked from the parent holds open.  It is also for macOS, whose poll
-    does not report a closed one to those who ask for no other event (rdar://37537852).
+    The second check covers a socket that a fork of the parent keeps open.  It is also for macOS, whose poll does not
+    report a closed socket if no other event is requested (rdar://37537852).
     """
     closed = select.poll()
-    closed.register(socket, 0)  # which leaves POLLHUP and POLLERR
+    closed.register(socket, 0)  # only POLLHUP and POLLERR
     while not closed.poll(_PARENT_CHECK_MS) and os.getppid() == megatron_snip.PARENT:
         pass
     os._exit(0)
 
 
 def _serve(socket: Connection, file: int, places: Places) -> None:
-    """Answer until the other side closes the socket: samples, or the error of reading them."""
+    """Answer requests with samples, or with the error of reading them, until the other side closes the socket."""
     datasets: list[Dataset] | Exception
     try:
         datasets = _load(file, places)
     except Exception as error:
-        datasets = _told(error)
+        datasets = _with_traceback(error)
     while True:
         place, numbers = socket.recv()
         answer: Tokens | Exception
         try:
             answer = datasets if isinstance(datasets, Exception) else read(datasets[place], numbers)
         except Exception as error:
-            answer = _told(error)
+            answer = _with_traceback(error)
         socket.send(answer)
 
 
-def _told(error: Exception) -> Exception:
-    """The error with its traceback as a note, since tracebacks do not travel."""
+def _with_traceback(error: Exception) -> Exception:
+    """The error with its traceback as a note, since tracebacks cannot be pickled."""
     error.add_note(f"In a data worker:\n{traceback.format_exc()}")
     return error
 
 
 def main() -> None:
-    """Serve the process that started this one; a worker's whole life."""
+    """Entry point of a worker: serve the process that started it."""
     number, file = (int(word) for word in sys.argv[1:])
     threading.Thread(target=_end_with_parent, args=(number,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):

@@ -1,1 +1,1 @@
-"""What a run does when something goes wrong: how starts, hangs, ends and failed writes are told apart and told."""
+"""Failures of a run: restarts, hangs, the error line and failed writes."""

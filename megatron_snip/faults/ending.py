@@ -1,4 +1,4 @@
-"""How a process leaves a run that has failed: one line from one process, tracebacks and stacks into files."""
+"""How a rank leaves a failed run: one rank prints one line; tracebacks and stacks go to files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.distributed import DistError
 
 from megatron_snip.faults.watch import Watch
 
-#: What gloo, NCCL and the store say where another process has gone, and where one does not come.
+#: Errors of gloo, NCCL and the store when another rank has died or does not arrive.
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile(r"gloo/transport|connectFullMesh|ncclRemoteError|NCCL.*(abort|timeout)", re.IGNORECASE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """How an error tells that another process has gone: "lost" or "timed out"; None if it tells something else."""
+    """Whether an error means that another rank is gone: "lost" or "timed out", or None for other errors."""
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen)
@@ -38,7 +38,7 @@ def lost_connection(error: BaseException) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """`Type: message (file:line)`, the line being the innermost of this package."""
+    """`Type: message (file:line)` with the innermost line of this package."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_PACKAGE)]
     place = f" ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
     text = " ".join(str(error).split())
@@ -46,36 +46,36 @@ def one_line(error: BaseException) -> str:
 
 
 class Ending:
-    """What a process needs to leave a failed run.  One a process; `train` fills it in as the run comes to life.
+    """State that a rank needs to leave a failed run.  One per process; `train` fills it in during startup.
 
-    error_file: where torchrun looks for the line that its own summary is to show.
+    error_file: where torchrun reads the message for its own summary.
     """
 
     def __init__(self, rank: int, error_file: str | None = None) -> None:
         self.rank, self.error_file = rank, error_file
-        self.folder: Path | None = None  # of stacks and tracebacks, made when there is one to write
-        self.advice: Callable[[], str] = str  # what to do now, as the end of a line
+        self.folder: Path | None = None  # for stacks and tracebacks; created on the first write
+        self.advice: Callable[[], str] = str  # how to continue; ends the error line
         self.watch: Watch | None = None
         self._file: IO[str] | None = None
         self._leaving = threading.Lock()
         self._unanswered = False  # the store did not answer in time
 
     def open(self) -> None:
-        """Open the file of stacks, so that a crash of the interpreter itself leaves one."""
+        """Open the file of stacks, so that even a crash of the interpreter writes one."""
         assert self.folder is not None
-        with contextlib.suppress(OSError):  # then there are no stacks, but there is a run
+        with contextlib.suppress(OSError):  # without stacks the run still works
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
             faulthandler.enable(self._file, all_threads=True)
 
     @property
     def path(self) -> Path:
-        """This process's file of stacks."""
+        """This rank's file of stacks."""
         assert self.folder is not None
         return self.folder / f"rank_{self.rank:04d}.txt"
 
     def close(self) -> None:
-        """The run went well: end the thread, and leave no empty file."""
+        """Clean up after a successful run: stop the thread and remove empty files."""
         if self.watch is not None:
             self.watch.close()
         if self._file is not None:
@@ -84,12 +84,12 @@ class Ending:
             with contextlib.suppress(OSError):
                 if self.path.stat().st_size == 0:
                     self.path.unlink()
-                self.path.parent.rmdir()  # fails where others have theirs
+                self.path.parent.rmdir()  # fails if other ranks have files there
 
     def after(self, error: BaseException) -> NoReturn:
-        """Leave after an error that ended the main thread: tell it if nobody has, its traceback into the file."""
+        """Leave after an error in the main thread: write its traceback, and report it if no other rank has."""
         with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, who has seen another process end
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process ends
         with self._leaving:
             self._write("".join(traceback.format_exception(error)), error)
             if self._first():
@@ -99,9 +99,9 @@ class Ending:
             self.leave(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def from_watch(self, line: str | None) -> None:
-        """Leave from the watching thread: it has seen a process fail (line), or that the run is over (None)."""
+        """Leave from the watch thread: it saw a rank fail (line), or another rank ended the run (None)."""
         if not self._leaving.acquire(blocking=False):
-            return  # the main thread leaves
+            return  # the main thread is already leaving
         self._write_stacks()
         if line is not None and self._first():
             self._tell(f"{line}; {self.advice()}", 1)
@@ -110,13 +110,13 @@ class Ending:
         self.leave(1)
 
     def tell_user(self, line: str, status: int = 2) -> NoReturn:
-        """Leave with a user's mistake, or what else is one line and an exit status of its own."""
+        """Leave with a user's mistake, or any other one-line message with its own exit status."""
         if self._first():
             self._tell(line, status)
         self.leave(status)
 
     def leave(self, status: int) -> NoReturn:
-        """End this process at once: others may be inside a collective, so there is no leave-taking."""
+        """End this process at once, without cleanup: other ranks may be inside a collective."""
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -132,7 +132,7 @@ class Ending:
         who = "; ".join((missing or [])[:4])
         what = "waited too long for" if kind == "timed out" else "lost its connection to"
         if self._unanswered:
-            who = "the run's store does not answer either, its node or the network may be gone"
+            who = "the run's store does not answer either; its node or the network may be down"
         return f"rank {self.rank} {what} {'another rank' if not who else f'another rank: {who}'}"
 
     def _tell(self, line: str, status: int) -> None:
@@ -147,7 +147,7 @@ class Ending:
             self._ask(self.watch.wake_stopped, 2.0)
 
     def _first(self) -> bool:
-        """Whether this process is to tell; where the store does not answer, each one tells."""
+        """Whether this rank reports the failure.  Every rank does if the store does not answer."""
         if self.watch is None:
             return True
         return self._ask(self.watch.take_the_word, 5.0) is not False
@@ -157,7 +157,7 @@ class Ending:
             time.sleep(0.1)
 
     def _write(self, text: str, error: BaseException) -> None:
-        """A traceback into the file of stacks, or to stderr where there is none."""
+        """Append a traceback to the file of stacks, or print it to stderr if there is no such file."""
         try:
             if self.folder is None:
                 raise OSError("no run folder yet")
@@ -177,9 +177,9 @@ class Ending:
                 faulthandler.dump_traceback(file, all_threads=True)
 
     def _ask(self, function: Callable[[], Any], seconds: float) -> Any:
-        """The function's value; None if it fails or takes too long, as where the store's process is stopped or away.
+        """Call the function; None if it fails or takes too long (the store's process may be stopped or dead).
 
-        Once it took too long nothing is asked any more, so that a process whose cable was cut ends soon.
+        After one time-out, later calls return None at once, so that a rank whose network is down ends soon.
         """
         if self._unanswered:
             return None

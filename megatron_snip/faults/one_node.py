@@ -1,7 +1,7 @@
-"""`torchrun --rdzv-backend one_node`: a run on one node, whose agent opens no port.
+"""`torchrun --rdzv-backend one_node`: a run on one node whose agent opens no port.
 
-torchrun's own rendezvous, --standalone too, serve a store on every interface, and c10d's agent unpickles what lies in
-it: whoever can reach the port controls the run.  An agent that is alone needs nobody else to see its store.
+torchrun's own rendezvous, including --standalone, serve a store on every interface, and c10d's agent unpickles its
+content: anyone who can reach the port controls the run.  A single agent does not need to share its store.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-NAME = "one_node"  # in pyproject.toml, too, where torchrun finds it
+NAME = "one_node"  # also the name of the entry point in pyproject.toml
 _LOOPBACK = "127.0.0.1"
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of one agent with itself, in its own memory."""
+    """The rendezvous of a single agent, in its own memory."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         if parameters.max_nodes != 1:
-            raise ValueError(f"--nnodes is {parameters.max_nodes}, and --rdzv-backend {NAME} is for one; leave it out")
+            raise ValueError(f"--nnodes is {parameters.max_nodes}, but --rdzv-backend {NAME} needs 1; leave it out")
         self._run_id, self._closed = parameters.run_id, False
 
     def get_backend(self) -> str:
-        """torchrun's name for it."""
+        """torchrun's name for this backend."""
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This agent alone, and a port for programs that ask for one."""
+        """This agent alone, with a free port for programs that ask for one."""
         with socket.create_server((_LOOPBACK, 0)) as server:
             port = server.getsockname()[1]
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
 
     @property
     def use_agent_store(self) -> bool:
-        """Its processes cannot see the agent's memory."""
+        """False: ranks cannot see the agent's memory."""
         return False
 
     def is_closed(self) -> bool:
@@ -49,22 +49,22 @@ class OneNode(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
-        """The run is over."""
+        """Mark the run as over."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Nobody can join."""
+        """Always 0: no other node can join."""
         return 0
 
     def get_run_id(self) -> str:
-        """--rdzv-id."""
+        """The value of --rdzv-id."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing is left to close."""
+        """Nothing to close."""
         return True
 
 
 def rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun asks an installed package for."""
+    """The entry point for torchrun."""
     return OneNode

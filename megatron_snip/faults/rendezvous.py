@@ -1,8 +1,8 @@
-"""A key that all processes of one start share and no other start has.
+"""A key that all ranks of one start share, and no other start has.
 
-torchrun restarts a failed run beside the same store, where the last start's keys still stand, and no number that it
-gives is new on every node: TORCHELASTIC_RESTART_COUNT counts one node's own failures.  So every process draws a
-name for itself, rank 0 lists all names, and the list holds once each process has found its own name in it.
+torchrun restarts a failed run on the same store, which still has the last start's keys.  None of torchrun's numbers
+is new on every node: TORCHELASTIC_RESTART_COUNT counts the failures of one node only.  So every rank draws a random
+name, rank 0 publishes the list of names, and the list is valid once each rank has found its own name in it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import time
 
 from torch._C._distributed_c10d import Store
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between polls
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, seconds: float) -> str:
-    """The key of this start; every process calls it, at a time of its own.
+    """The key of this start.  Every rank must call it, but not at the same time.
 
-    store: one that all processes see, whatever earlier starts left in it.
-    Raises TimeoutError, naming those who are missing, if not all have come within ``seconds``.
+    store: shared by all ranks; it may still have keys of earlier starts.
+    Raises TimeoutError with the missing ranks if they have not all called within ``seconds``.
     """
     mine, names = secrets.token_hex(8), [f"start/{r}" for r in range(world_size)]
     store.set(names[rank], mine)
     deadline, pause, said = time.monotonic() + seconds, _FIRST_PAUSE, ""
     while time.monotonic() < deadline:
         if rank == 0 and store.check(names):
-            # a name may still be that of an earlier start, so the list is made anew until everyone agrees
+            # a name may be left from an earlier start, so publish a new list until all ranks agree
             listed = json.dumps([name.decode() for name in store.multi_get(names)])
             if listed != said:
                 store.set("start/list", listed)
@@ -47,5 +47,5 @@ def agree_on_start(store: Store, rank: int, world_size: int, seconds: float) -> 
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     missing = [str(r) for r, name in enumerate(names) if not store.check([name])]
-    who = f"rank {', '.join(missing[:8])} did not come" if missing else "not all were started anew"
+    who = f"rank {', '.join(missing[:8])} did not come" if missing else "some ranks belong to an earlier start"
     raise TimeoutError(f"the processes did not meet within {seconds:.0f} s: {who}")

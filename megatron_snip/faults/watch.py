@@ -1,8 +1,8 @@
-"""A thread in every process that sends heartbeats, and notices missing ones and that the run has failed.
+"""A thread in every rank that sends heartbeats, and notices missing heartbeats and the end of the run.
 
-Each process leaves a heartbeat in a store every period: a count, its process id and host, and where its main
-thread stands.  Each looks after the next rank's sign.  The first process that fails takes the word, so that one
-alone tells why the run ends; all others find that in the store, write their stacks and end, whatever they wait for.
+Every period, each rank writes a heartbeat to a store: a count, its pid and host, and the position of its main thread.
+Each rank watches the next rank's heartbeat.  The first rank to fail claims the right to report, so that only one
+reports.  All others see the report in the store, write their stacks and end, even if they are blocked.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from typing import Protocol
 
 LOGGER = logging.getLogger("megatron_snip")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_LONGEST_PERIOD, _PERIODS = 2.0, 30  # seconds; a time-out has at least so many periods
-_READINGS_APART = 2.5  # periods: who lives gives a sign in between
-#: Files in which the innermost frames of a process stand that waits for others.
+_LONGEST_PERIOD, _PERIODS = 2.0, 30  # seconds; periods per time-out, at least
+_READINGS_APART = 2.5  # periods between two readings: every live rank sends a heartbeat in between
+#: Files of the innermost frames of a process that waits for other ranks.
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "/pipelining/", "/fsdp/")
 
 
 class Store(Protocol):
-    """What a watch needs of a store; torch's has it."""
+    """The part of torch's Store that a watch needs."""
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, over an older one."""
+        """Write a value; overwrites."""
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
+        """The value of an existing key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
+        """Whether all keys exist."""
 
     def add(self, key: str, amount: int) -> int:
-        """A counter's new value."""
+        """Add to a counter and return its new value."""
 
 
 class Folder:
-    """A store in a folder of this host, a file a key: no port serves it, and it takes no more room as time goes by."""
+    """A store in a folder of this host, one file per key.  It opens no port and does not grow over time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,21 +57,21 @@ class Folder:
         return self.folder / key.replace("/", "_")
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, over an older one."""
+        """Write a value; overwrites."""
         part = self.folder / f"part_{os.getpid()}_{threading.get_ident()}"
         part.write_text(value)
         part.replace(self._path(key))
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
+        """The value of an existing key."""
         return self._path(key).read_bytes()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
+        """Whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """A counter's new value: a byte each."""
+        """Add to a counter and return its new value.  The file has one byte per count."""
         with self._path(key).open("ab") as file:
             file.write(amount * b"1")
             file.flush()
@@ -80,21 +80,21 @@ class Folder:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a process last told of itself."""
+    """The last heartbeat of a rank."""
 
     count: int
     pid: int
     host: str
-    state: str  # waiting (for other processes), busy, leaving
-    place: str  # innermost line of this package that its main thread is in
+    state: str  # waiting (for other ranks), busy, leaving
+    place: str  # innermost line of this package in its main thread's stack
 
     def describe(self, rank: int, what: str) -> str:
-        """One process and what is wrong with it."""
+        """A line that names the rank and its problem."""
         return f"rank {rank} (process {self.pid} on {self.host}) {what}"
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """(waiting or busy, `file:line in function`) of a stack, by its innermost frames."""
+    """(waiting or busy, `file:line in function`) from the innermost frames of a stack."""
     state, place, depth = "busy", "", 0
     while frame is not None and not place:
         path = frame.f_code.co_filename
@@ -107,7 +107,7 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def process_state(pid: int) -> str | None:
-    """What is wrong with a process of this host, "has ended" or "is stopped"; None if nothing is that shows."""
+    """The problem of a process on this host, "has ended" or "is stopped"; None if there is no sign of one."""
     if not Path("/proc/self/stat").exists():
         return None
     try:
@@ -118,12 +118,12 @@ def process_state(pid: int) -> str | None:
 
 
 class Watch:
-    """The thread and what it knows.  `close` ends it; it never ends a process by itself but through `leave`.
+    """The watch thread and its state.  `close` ends it; it ends the process only by calling `leave`.
 
-    connect: gives a store with keys that no other start has, over a connection that nothing else uses; called again
-        where that one fails, since a call that was cut short may leave it out of step.
-    seconds: a process that sends no heartbeat for so long has failed.
-    leave: called in this thread, with the line to tell or, where another process has told it, None.
+    connect: returns a store whose keys no other start has, over a connection of its own; called again after a
+        failure, because an interrupted call may leave the connection out of step.
+    seconds: a rank without a heartbeat for this long has failed.
+    leave: called in this thread with the line to report, or with None if another rank has reported.
     """
 
     def __init__(
@@ -134,46 +134,46 @@ class Watch:
         self.period = min(_LONGEST_PERIOD, seconds / _PERIODS)
         self.leaving = False
         self._connect, self._leave, self._count = connect, leave, 0
-        self._blind_since: float | None = None  # the store failed then, and has not answered since
-        self._said_blind = False
+        self._unreachable_since: float | None = None  # when the store failed, until it answers again
+        self._logged_unreachable = False
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
         self._next = (rank + 1) % world_size
         self._next_sign: Sign | None = None
-        self._next_came = self._last_turn = time.monotonic()
+        self._next_seen = self._last_turn = time.monotonic()
         self._warned = False
-        self._give_sign()
+        self._send_heartbeat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and let the others know that no more signs of life will come."""
+        """End the thread, and tell the other ranks not to expect more heartbeats."""
         self._closed.set()
         self.leaving = True
-        if self._blind_since is None:
+        if self._unreachable_since is None:
             with contextlib.suppress(Exception):
-                self._give_sign()
-        self._thread.join(self.period + 5.0)  # it may be stuck where the store is: then it ends with the process
+                self._send_heartbeat()
+        self._thread.join(self.period + 5.0)  # a thread stuck in the store ends with the process
 
     def take_the_word(self) -> bool:
-        """Whether this process is the first that failed, and so tells why; others find it in `told`."""
+        """Whether this rank is the first to fail, and so reports.  The others see the report with `told`."""
         self.leaving = True
-        self._give_sign()
+        self._send_heartbeat()
         return self.store.add("word", 1) == 1
 
     def tell(self, line: str) -> None:
-        """Let all processes know that the run has failed."""
+        """Tell all ranks that the run has failed."""
         self.store.set("over", line)
 
     def told(self) -> bool:
-        """Whether some process has told why the run ends."""
+        """Whether a rank has reported why the run ends."""
         return self.store.check(["over"])
 
     def missing(self) -> list[str]:
-        """Who is to blame for a lost connection or a time-out, best guess first kind alone; may be empty.
+        """Ranks that explain a lost connection or a time-out: only the most specific kind found; may be empty.
 
-        Processes of this host that have ended or are stopped; else those that send no heartbeat; else those
-        that do not wait while others do.  Takes up to 2.5 periods.
+        Ranks of this host that have ended or are stopped; else ranks without a heartbeat; else ranks that compute
+        while others wait.  Takes up to 2.5 periods.
         """
         first = self._signs()
         here = socket.gethostname()
@@ -186,7 +186,7 @@ class Watch:
         if found := ended():
             return found
         time.sleep(_READINGS_APART * self.period)
-        if found := ended():  # connections close while the kernel still clears a killed process away
+        if found := ended():  # the kernel closes connections before it has reaped a killed process
             return found
         later = {r: sign for r, sign in self._signs().items() if r in others and sign.state != "leaving"}
         if silent := [r for r, sign in later.items() if sign.count == others[r].count]:
@@ -195,7 +195,7 @@ class Watch:
         return [later[r].describe(r, f"does not wait for the others: it is in {later[r].place}") for r in busy]
 
     def wake_stopped(self) -> None:
-        """Let stopped processes of this host go on, so that they find out and write their stacks."""
+        """Continue stopped processes of this host, so that they see the report and write their stacks."""
         for rank, sign in self._signs().items():
             if rank != self.rank and sign.host == socket.gethostname() and process_state(sign.pid) == "is stopped":
                 with contextlib.suppress(OSError):
@@ -204,46 +204,46 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(self.period):
             try:
-                if self._blind_since is not None:
+                if self._unreachable_since is not None:
                     self.store = self._connect()
                 self._turn()
-                self._blind_since = None
-            except Exception as error:  # if the store has gone with its process, lost connections tell the rest
-                self._stay_blind(error)
+                self._unreachable_since = None
+            except Exception as error:  # if the store's process is dead, lost connections end the run
+                self._note_unreachable(error)
 
-    def _stay_blind(self, error: Exception) -> None:
-        """Try again a period later; say so once, where others may soon miss this process's heartbeat."""
+    def _note_unreachable(self, error: Exception) -> None:
+        """Retry in the next period.  Log once, before other ranks miss this rank's heartbeat."""
         now = time.monotonic()
-        if self._blind_since is None:
-            self._blind_since, self._said_blind = now, False
-        blind = now - self._blind_since
-        if blind > self.seconds / 2 and not self._said_blind:
-            self._said_blind = True
+        if self._unreachable_since is None:
+            self._unreachable_since, self._logged_unreachable = now, False
+        seconds = now - self._unreachable_since
+        if seconds > self.seconds / 2 and not self._logged_unreachable:
+            self._logged_unreachable = True
             LOGGER.error(
-                f"rank {self.rank} has not reached the run's store for {blind:.0f} s, and sends no heartbeat: "
-                f"{' '.join(str(error).split())[:200]}; it tries again every {self.period:.1f} s"
+                f"rank {self.rank} has not reached the run's store for {seconds:.0f} s, and sends no heartbeat: "
+                f"{' '.join(str(error).split())[:200]}; retrying every {self.period:.1f} s"
             )
 
     def _turn(self) -> None:
         now = time.monotonic()
-        self._give_sign()
+        self._send_heartbeat()
         if self.told():
-            self._closed.wait(2.0)  # the main thread may be about to leave by itself
+            self._closed.wait(2.0)  # the main thread may be about to leave on its own
             if not self._closed.is_set():
                 self._leave(None)
             return
-        # this process stood still or saw nothing, perhaps all did
-        if self._blind_since is not None or now - self._last_turn > 5 * self.period:
-            self._next_came = now
+        # this process was suspended or could not reach the store, and perhaps all were
+        if self._unreachable_since is not None or now - self._last_turn > 5 * self.period:
+            self._next_seen = now
         self._last_turn = now
-        self._look_after_next(now)
+        self._check_next(now)
 
-    def _look_after_next(self, now: float) -> None:
+    def _check_next(self, now: float) -> None:
         sign = self._signs([self._next]).get(self._next)
         if sign is not None and (self._next_sign is None or sign.count != self._next_sign.count):
-            self._next_sign, self._next_came, self._warned = sign, now, False
+            self._next_sign, self._next_seen, self._warned = sign, now, False
         elif self._next_sign is not None and self._next_sign.state != "leaving":
-            silent = now - self._next_came
+            silent = now - self._next_seen
             if silent > self.seconds:
                 line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 self._leave(line)
@@ -252,14 +252,14 @@ class Watch:
                 line = self._next_sign.describe(self._next, f"has sent no heartbeat for {silent:.0f} s")
                 LOGGER.error(f"{line}; the run ends after {self.seconds:.0f} s")
 
-    def _give_sign(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._count += 1
         state, place = where(sys._current_frames().get(self._main or 0))
         sign = Sign(self._count, os.getpid(), socket.gethostname(), "leaving" if self.leaving else state, place)
         self.store.set(f"sign/{self.rank}", json.dumps(asdict(sign)))
 
     def _signs(self, ranks: list[int] | None = None) -> dict[int, Sign]:
-        """The last signs of some ranks, of all by default; those that never gave one are left out."""
+        """The last heartbeats of the given ranks (default: all), without ranks that never sent one."""
         found = {}
         for rank in range(self.world_size) if ranks is None else ranks:
             if self.store.check([f"sign/{rank}"]):

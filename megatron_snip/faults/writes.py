@@ -1,4 +1,4 @@
-"""One policy for writes that fail while a run goes on: warn, count, go on, try again, and end at last."""
+"""One policy for failed writes: warn, count, continue, retry, and finally end the run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 class FailedWrites:
-    """Counts the writes to one place that failed in a row.
+    """Counts consecutive failed writes to one place.
 
-    what: the place, as a warning names it.  limit: failures in a row after which `reason` says why the run must end.
+    what: the place, as named in warnings.  limit: consecutive failures after which `reason` ends the run.
     """
 
     def __init__(self, what: str, limit: int) -> None:
@@ -20,13 +20,13 @@ class FailedWrites:
         self._last = ""
 
     def attempt(self, write: Callable[[], object]) -> bool:
-        """Call `write` and say whether it went well.  An exception of its is warned of and counted, never raised.
+        """Call `write` and return whether it succeeded.  Its exceptions are counted, never raised.
 
-        The 1st, 2nd, 4th, 8th, ... failure in a row is warned of, and the first success after it is told.
+        Logs the 1st, 2nd, 4th, 8th, ... consecutive failure, and the first success after one.
         """
         try:
             write()
-        except Exception as error:  # a full disk, or whatever a logging service raises
+        except Exception as error:  # a full disk, or any error of a logging service
             self.in_a_row += 1
             self._last = " ".join(str(error).split()) or type(error).__name__
             if self.in_a_row & (self.in_a_row - 1) == 0:
@@ -40,7 +40,7 @@ class FailedWrites:
 
     @property
     def reason(self) -> str | None:
-        """Why the run must end, one line with the way out; None while it may go on."""
+        """Why the run must end, and the way out; None while it may continue."""
         if self.in_a_row < self.limit:
             return None
         return (

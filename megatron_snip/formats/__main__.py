@@ -1,4 +1,4 @@
-"""``python -m megatron_snip.formats [name ...]``: print the table of formats."""
+"""``python -m megatron_snip.formats [name ...]``: print a table of formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADER = (
 
 
 def _row(fmt: Format) -> tuple[str, ...]:
-    """One line of the table; the tile of an input is shown for reduction dim 1."""
+    """One row of the table.  The input tile is for reduction dim 1."""
     if fmt.element is None:
         return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 3))
     element = fmt.element
@@ -34,7 +34,7 @@ def _row(fmt: Format) -> tuple[str, ...]:
 
 
 def table(names: list[str]) -> str:
-    """The formats of those names as aligned text.  Raises UserError for an unknown name."""
+    """An aligned text table of the named formats.  Raises UserError for an unknown name."""
     rows = [_HEADER, *(_row(get_format(name)) for name in names)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -42,7 +42,7 @@ def table(names: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the formats named on the command line, by default all registered ones."""
+    """Print the formats named on the command line, or all registered ones."""
     try:
         print(table(sys.argv[1:] or format_names()))
     except ValueError as error:

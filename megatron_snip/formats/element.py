@@ -1,9 +1,9 @@
-"""Element types: the grid of values that one low-precision number can take.
+"""Element types: the grid of values of one low-precision number.
 
-An element has a sign, ``exponent_bits`` and ``mantissa_bits``; everything else is derived from
-these counts and from what the top codes mean, so a constant cannot disagree with its type.
-Sources: OCP 8-bit Floating Point Specification (OFP8) rev. 1.0 for E4M3 and E5M2; OCP
-Microscaling Formats (MX) v1.0, sec. 5.3, for E2M1, E2M3 and E3M2.
+An element has a sign, ``exponent_bits`` and ``mantissa_bits``.  Everything else is derived from these counts and
+from the meaning of the top codes, so a constant cannot disagree with its type.
+Sources: OCP 8-bit Floating Point Specification (OFP8) rev. 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX)
+v1.0, sec. 5.3, for E2M1, E2M3 and E3M2.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_snip.errors import UserError
 
 Specials = Literal["ieee", "fn", "finite"]
 
-#: A code byte that no finite value of any element uses; NaN is stored as this one.
+#: Stored code of NaN.  No finite value of any element uses this byte.
 NAN_CODE = 0xFF
 
 
 @dataclass(frozen=True)
 class Element:
-    """A sign, exponent and mantissa layout of at most 8 bits.
+    """A layout of sign, exponent and mantissa in at most 8 bits.
 
-    ``specials`` says what the largest codes mean: "ieee" gives the top exponent to infinity and
-    NaN (E5M2), "fn" gives only the all-ones code to NaN (E4M3), "finite" has neither (E2M1).
-    Raises UserError for a layout outside 2 to 6 exponent bits, at least 1 mantissa bit and 8 bits
-    in all, and for an 8-bit "finite" element, which would leave no code for NaN.
+    ``specials`` gives the meaning of the top codes: with "ieee" the top exponent is infinity and NaN (E5M2), with
+    "fn" only the all-ones code is NaN (E4M3), and "finite" has neither (E2M1).
+    Raises UserError unless the layout has 2 to 6 exponent bits, at least 1 mantissa bit and at most 8 bits, and for
+    an 8-bit "finite" element, which leaves no code for NaN.
     """
 
     exponent_bits: int
@@ -49,12 +49,12 @@ class Element:
 
     @property
     def name(self) -> str:
-        """The layout as it is usually written, such as "E4M3"."""
+        """The usual name of the layout, such as "E4M3"."""
         return f"E{self.exponent_bits}M{self.mantissa_bits}"
 
     @property
     def bits(self) -> int:
-        """Bits of one element with its sign."""
+        """Bits of one element, including the sign."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -64,7 +64,7 @@ class Element:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal value, shared by the subnormal ones."""
+        """Exponent of the smallest normal value and of all subnormal values."""
         return 1 - self.bias
 
     @property
@@ -81,31 +81,31 @@ class Element:
 
     @property
     def min_normal(self) -> float:
-        """Smallest positive value with a full mantissa."""
+        """Smallest positive normal value."""
         return float(2.0**self.emin)
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest positive value, and the step of the subnormal range."""
+        """Smallest positive value, which is the spacing of subnormal values."""
         return float(2.0 ** (self.emin - self.mantissa_bits))
 
     @property
     def saturation(self) -> float:
-        """Largest float32 magnitude that still rounds, to nearest even, to no more than ``max``.
+        """Largest float32 magnitude that rounds to ``max`` or less, to nearest even.
 
-        What lies beyond is overflow in the sense of OFP8 sec. 5.2: it saturates and is counted.
+        Larger magnitudes overflow in the sense of OFP8 sec. 5.2: they saturate and are counted.
         """
         midpoint = self.max + 2.0 ** (self.emax - self.mantissa_bits) / 2
-        if self.max_code % 2 == 0:  # the tie goes to the even code, which is max's own
+        if self.max_code % 2 == 0:  # ties go to the even code, which is max
             return midpoint
         (bits,) = struct.unpack("<I", struct.pack("<f", midpoint))
         return float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
 
     @cached_property
     def carrier(self) -> Element | None:
-        """The 8-bit element of FP8 tensor cores that holds every value of this one exactly.
+        """The FP8 tensor-core element that holds every value of this element exactly.
 
-        E4M3 where it can, else E5M2; None where neither does.  E2M1 rides E4M3.
+        E4M3 if possible, else E5M2, else None.  E2M1 is carried in E4M3.
         """
         values = set(self.values())
         return next((element for element in (E4M3, E5M2) if values <= set(element.values())), None)
@@ -123,16 +123,16 @@ class Element:
         return int(2 ** (self.bits - 1))
 
     def value(self, code: int) -> float:
-        """The value of a code with its sign bit; NaN for ``NAN_CODE``.
+        """The value of a code that includes the sign bit; NaN for ``NAN_CODE``.
 
-        Raises UserError for a code that is no finite value.
+        Raises UserError if the code is not a finite value.
         """
         if code == NAN_CODE:
             return float("nan")
         sign, magnitude = divmod(code, self.sign_code)
         if sign not in (0, 1) or magnitude > self.max_code:
             raise UserError(
-                f"element {self.name}: code {code:#x} is no finite value; codes end at {self.max_code:#x}, "
+                f"element {self.name}: code {code:#x} is not a finite value; codes end at {self.max_code:#x}, "
                 f"plus {self.sign_code:#x} for the sign"
             )
         exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
@@ -141,7 +141,7 @@ class Element:
         return float(-size if sign else size)
 
     def values(self) -> list[float]:
-        """Every finite value that is not negative, ascending; the index is the code."""
+        """All non-negative finite values in ascending order, indexed by code."""
         return [self.value(code) for code in range(self.max_code + 1)]
 
 
@@ -151,10 +151,10 @@ E2M1 = Element(exponent_bits=2, mantissa_bits=1, specials="finite")
 
 
 def element_named(exponent_bits: int, mantissa_bits: int) -> Element:
-    """The element usually meant by eXmY.
+    """The element that eXmY usually means.
 
-    The three above; otherwise "finite" below 8 bits, as in OCP MX, and "ieee" at 8 bits.
-    Raises UserError for a layout that ``Element`` does not take.
+    E5M2, E4M3 or E2M1 as above.  Other layouts are "finite" below 8 bits, as in OCP MX, and "ieee" at 8 bits.
+    Raises UserError for a layout that ``Element`` rejects.
     """
     for known in (E5M2, E4M3, E2M1):
         if (known.exponent_bits, known.mantissa_bits) == (exponent_bits, mantissa_bits):

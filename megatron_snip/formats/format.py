@@ -1,9 +1,9 @@
-"""Formats: an element, the block that shares a scale, and the kind of scale, as data.
+"""Formats as data: an element, the block that shares a scale, and the kind of scale.
 
 Convention: ``x ~= scale * q`` with q on the element's grid, so a scale always decodes.
-A new format is one literal: ``register(Format(name=..., element=..., ...))`` in known.py.
-Source of the block shapes: SNIP (arXiv 2602.01410) and DeepSeek-V3 (arXiv 2412.19437, sec. 3.3),
-1x128 tiles for activations and gradients and 128x128 blocks for weights.
+To add a format, write one literal in known.py: ``register(Format(name=..., element=..., ...))``.
+Source of the block shapes (1x128 tiles for activations and gradients, 128x128 blocks for weights): SNIP
+(arXiv 2602.01410) and DeepSeek-V3 (arXiv 2412.19437, sec. 3.3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
 
-#: Kinds of scale and their stored bits.  Kernels know a kind by its place (cpu.h's enum Scale).
+#: Kinds of scale and their stored bits.  Kernels identify a kind by its index (cpu.h's enum Scale).
 _SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8}
 SCALES = tuple(_SCALE_BITS)
 
@@ -29,16 +29,15 @@ _FORMATS: dict[str, Format] = {}
 class Format:
     """How one GEMM operand is stored.
 
-    element: the grid, or None when the operand stays in the compute dtype (bf16).
+    element: the grid, or None if the operand stays in the compute dtype (bf16).
     tile: elements along the reduction dim that share a scale.
-    weight_block: side of the square block of a weight; None gives weights tiles too.
-    scale: kind of scale.  "fp32" is 1 / (element max / amax); "fp32_pow2" the same with the divisor rounded
-    down to a power of two; "e8m0" 2**(floor(log2 amax) - element emax); "e8m0_ceil" amax / element max rounded up to a
-    power of two; "e4m3" an E4M3 scale of the block under one float32 scale of the tensor.  quant/scales.py has the
-    formulas.
-    stochastic_roles: roles that round stochastically unless the caller says otherwise.
-    hadamard: tokens in a group of the random Hadamard transform on wgrad's operands (quant/hadamard.py); 0 for none.
-    Raises UserError for an unknown role or scale kind, for sizes below 1 and for a transform other than 0 and 16.
+    weight_block: side of a weight's square block, or None to use tiles for weights too.
+    scale: kind of scale (formulas in quant/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds that
+    divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element max
+    rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor.
+    stochastic_roles: roles that round stochastically by default.
+    hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/hadamard.py), or 0.
+    Raises UserError for an unknown role or kind of scale, sizes below 1, and a hadamard other than 0 and 16.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Format:
     hadamard: int = 0
 
     def __hash__(self) -> int:
-        return hash(self.name)  # every cast of a linear looks forms up
+        return hash(self.name)  # cheap: every cast of a linear looks up a form
 
     def __post_init__(self) -> None:
         if self.scale not in _SCALE_BITS:
@@ -64,28 +63,28 @@ class Format:
 
     @property
     def quantised(self) -> bool:
-        """Whether operands change at all; False for bf16."""
+        """False for formats that leave operands unchanged (bf16)."""
         return self.element is not None
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """Whether the scales of a block depend on the largest magnitude of the whole tensor."""
+        """Whether block scales depend on the amax of the whole tensor."""
         return self.scale == "e4m3"
 
     @property
     def element_bits(self) -> int:
-        """Bits of one element without its scale: 16, 8 or 4 decide a GEMM's speed."""
+        """Bits of one element without its scale (16, 8 or 4); decides the speed of a GEMM."""
         return 16 if self.element is None else self.element.bits
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits an element with its share of a tile's scale."""
+        """Stored bits per element, including its share of a tile's scale."""
         if self.element is None:
             return 16.0
         return self.element.bits + _SCALE_BITS[self.scale] / self.tile
 
     def block_shape(self, role: str, dim: int) -> tuple[int, int]:
-        """Rows and columns that share a scale in a 2-D operand reduced along ``dim``.
+        """(rows, columns) that share a scale in a 2-D operand reduced along ``dim``.
 
         Raises UserError for an unknown role or a dim other than 0 and 1.
         """
@@ -107,14 +106,14 @@ def register(fmt: Format) -> Format:
 
 
 def format_names() -> list[str]:
-    """Names of the registered formats in order of registration; eXmY names are valid besides."""
+    """Names of the registered formats in order of registration.  eXmY names are also valid."""
     return list(_FORMATS)
 
 
 def get_format(name: str) -> Format:
     """The format of that name: a registered one, or any eXmY with the default tiles.
 
-    Raises UserError for an unknown name, listing the known ones.
+    Raises UserError, with the known names, for an unknown one.
     """
     fmt = _FORMATS.get(name)
     return fmt if fmt is not None else _exmy(name)

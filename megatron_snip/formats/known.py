@@ -1,4 +1,4 @@
-"""The formats that this package ships.  One literal each; format.py says what the fields mean."""
+"""The formats of this package, one literal each.  format.py explains the fields."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from megatron_snip.formats.format import Format, register
 
 BF16 = register(Format(name="bf16", element=None))
 FP8 = register(Format(name="fp8", element=E4M3))
-# Gradients are rounded stochastically in FP4: their small values would all fall to zero otherwise.
+# FP4 rounds gradients stochastically: otherwise their small values would all become zero.
 FP4 = register(Format(name="fp4", element=E2M1, stochastic_roles=frozenset({"grad_output"})))
 FP8_E5M2 = register(Format(name="fp8_e5m2", element=E5M2))
-# Power-of-two scales: DeepSeek-V3 (arXiv 2412.19437, sec. 3.3.2), and Transformer Engine's Float8BlockScaling.
+# Power-of-two scales: DeepSeek-V3 (arXiv 2412.19437, sec. 3.3.2) and Transformer Engine's Float8BlockScaling.
 FP8_POW2 = register(Format(name="fp8_pow2", element=E4M3, scale="fp32_pow2"))
 FP4_POW2 = register(
     Format(name="fp4_pow2", element=E2M1, scale="fp32_pow2", stochastic_roles=frozenset({"grad_output"}))
 )
-# OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, weights too.  The scales of FP8 are
+# OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, for weights too.  The scales of FP8 are
 # rounded up, so that nothing saturates: arXiv 2506.08027, Transformer Engine's MXFP8BlockScaling and torchao's RCEIL.
 MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, scale="e8m0_ceil"))
 MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0_ceil"))
@@ -44,8 +44,8 @@ NVFP4 = register(
         stochastic_roles=frozenset({"grad_output"}),
     )
 )
-# The same paper's recipe for training: 16x16 blocks for weights, so that fprop and dgrad see the same values, and
-# a random Hadamard transform of 16 tokens on both operands of wgrad.
+# The same paper's training recipe: 16x16 blocks for weights, so that fprop and dgrad see the same values, and
+# a random Hadamard transform over 16 tokens on both operands of wgrad.
 NVFP4_RHT = register(
     Format(
         name="nvfp4_rht",

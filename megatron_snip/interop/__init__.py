@@ -1,1 +1,1 @@
-"""Moving weights and plans to and from other frameworks."""
+"""Weights and plans to and from other frameworks."""

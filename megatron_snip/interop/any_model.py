@@ -1,4 +1,4 @@
-"""A model that is not ours: what it is within its wrappers, and its linears as data."""
+"""A model that is not ours: the module inside its wrappers, and its linears as data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.block_probe import Attend
 
-#: What torch's wrappers (compile, recomputation, the first FSDP) add to the names of what they wrap.
+#: Names that torch's wrappers (compile, activation checkpointing, FSDP1) insert into module names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DDP and torch.compile, however they are nested."""
+    """The model inside DDP and torch.compile, in any nesting."""
     ddp = nn.parallel.DistributedDataParallel
     while (within := model.module if isinstance(model, ddp) else model._modules.get("_orig_mod")) is not None:
         model = within
@@ -25,16 +25,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """A module's name, whatever wraps the modules that it stands in."""
+    """A module's name without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def shapes_of(
     linears: Mapping[str, nn.Linear], attends: Mapping[int, Attend]
 ) -> tuple[list[LinearShape], dict[int, Attend]]:
-    """Linears as data, and the attentions of the blocks whose q, k and v can be judged behind them.
+    """Linears as data, and the attention of blocks whose q, k and v can be judged at the attention's output.
 
-    attends: of our kinds of model, by block.
+    attends: attention by block, for the kinds of model that we know.
     """
     shapes = [_shape(name, linear, attends) for name, linear in linears.items()]
     whole = {block: attends[block] for block in _whole_blocks(shapes) if block in attends}
@@ -42,7 +42,7 @@ def shapes_of(
 
 
 def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> LinearShape:
-    """A linear as data; its block is the first number of its name."""
+    """A linear as data.  Its block is the first number in its name."""
     if attends and (place := linear_place(name.removeprefix("model."))) is not None:
         block, kind, reads = place
         return LinearShape(name, linear.out_features, linear.in_features, block=block, kind=kind, reads=reads)
@@ -51,7 +51,7 @@ def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> Linea
 
 
 def _whole_blocks(shapes: Sequence[LinearShape]) -> list[int]:
-    """Blocks of which q, k, v and o are all there, so that they can be judged behind the attention."""
+    """Blocks with all of q, k, v and o, which can be judged at the attention's output."""
     kinds: dict[int, set[str]] = {}
     for shape in shapes:
         kinds.setdefault(shape.block, set()).add(shape.kind)
@@ -59,5 +59,5 @@ def _whole_blocks(shapes: Sequence[LinearShape]) -> list[int]:
 
 
 def _alone(shape: LinearShape) -> LinearShape:
-    """The linear as one that is judged at its own output."""
+    """The linear, to be judged at its own output."""
     return dataclasses.replace(shape, kind="")

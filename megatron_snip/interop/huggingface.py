@@ -1,6 +1,6 @@
-"""Weights and configuration of Hugging Face's classes of our models, which a `ModelSpec` names.
+"""Weights and configurations of Hugging Face's counterparts of our models, which a `ModelSpec` names.
 
-Our rotary channels stand in Hugging Face's half-split order, so conversion renames and nothing else.
+Our rotary channels are in Hugging Face's half-split order, so conversion only renames.
 Source: transformers, models/llama and models/qwen3.
 """
 
@@ -28,39 +28,39 @@ from megatron_snip.model.rotary import rotate
 from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend
 
-#: Ours -> theirs, for what every config.json has.
+#: Ours -> theirs, for fields of every config.json.
 _SAME = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads", "vocab_size": "vocab_size",
 }  # fmt: skip
-#: Ours -> theirs, for Llama 3's scaling of the rotary embedding.
+#: Ours -> theirs, for Llama 3's rotary scaling.
 _LLAMA3 = {
     "rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
 }  # fmt: skip
-#: Bytes of a config.json, and of all headers of a folder's safetensors: those of the largest models have 0.2 MB.
+#: Limits in bytes for a config.json, and for all safetensors headers of a folder; the largest models have 0.2 MB.
 _MOST_CONFIG, _MOST_HEADERS = 1 << 20, 1 << 24
-#: What weights may be stored in.
+#: Dtypes of stored weights.
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: Kinds of model whose attention in transformers is as `attention_of` computes it; of others nothing is assumed.
+#: Kinds of model whose attention in transformers equals `attention_of`; nothing is assumed about others.
 _SAME_ATTENTION = ("llama", "qwen3")
-#: A tied model has the first alone; bytes of each that are compared at a time where both are there.
+#: A tied model has only the first.  If both are there, they are compared this many bytes at a time.
 _EMBEDDING, _OUTPUT, _COMPARED = "model.embed_tokens.weight", "lm_head.weight", 1 << 26
-#: A size; a number above 0.
+#: A size; a positive number.
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
 _T = TypeVar("_T")
 
 
 class _Kind(msgspec.Struct):
-    """The field of a config.json that says whether the others can be read."""
+    """The field of a config.json that identifies the kind of model."""
 
     architectures: list[str] | None = None
 
 
 class _Rope(msgspec.Struct):
-    """The rotary embedding in a config.json; what only rope_type llama3 has may be missing."""
+    """The rotary embedding in a config.json.  Fields of rope_type llama3 are optional."""
 
     rope_theta: _Positive | None = None
     rope_type: str | None = None
@@ -72,7 +72,7 @@ class _Rope(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a config.json that are read; it has many more."""
+    """The fields of a config.json that we read."""
 
     num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=9999)]
     hidden_size: _Size
@@ -91,7 +91,7 @@ class _Fields(msgspec.Struct):
 
 
 def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
-    """Keyword arguments of transformers' configuration for the same model."""
+    """Keyword arguments for the transformers configuration of the same model."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rotary_base}
     if m.use_rope_scaling:
         rope |= {"rope_type": "llama3", **{theirs: getattr(m, ours) for ours, theirs in _LLAMA3.items()}}
@@ -114,14 +114,14 @@ def hf_config(m: ModelConfig, *, tied: bool) -> dict[str, Any]:
 def is_hf_folder(folder: Path) -> bool:
     """Whether a folder holds a Hugging Face model: config.json with safetensors.
 
-    UserError for a model in another form, which is no folder of checkpoints either.
+    Raises UserError for a model in another form, which is not a folder of checkpoints either.
     """
     config = folder / "config.json"
     if not config.is_file():
         return False
     if any(folder.glob("*.safetensors")):
         return True
-    if b'"architectures"' in read_file(config, "configuration", "move it aside"):  # a run folder has a config.json, too
+    if b'"architectures"' in read_file(config, "configuration", "move it aside"):  # run folders have a config.json too
         raise UserError(
             f"{folder} holds the config.json of a model, but no .safetensors files; download them, or write the model "
             "with save_pretrained of transformers"
@@ -130,9 +130,9 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def model_options(folder: Path) -> dict[str, Any]:
-    """Our model options, by their flat names, of a Hugging Face folder's config.json.
+    """Our model options, by their flat names, from the config.json of a Hugging Face folder.
 
-    The vocabulary is not padded.  UserError for anything else than a model that this package trains.
+    The vocabulary is not padded.  Raises UserError for any model that this package does not train.
     """
     path = folder / "config.json"
     known = {spec.architecture: spec for spec in MODELS.values()}
@@ -141,12 +141,12 @@ def model_options(folder: Path) -> dict[str, Any]:
     given = _checked(path, found, _Kind).architectures
     spec = next((known[name] for name in given or () if name in known), None)
     if spec is None:
-        raise UserError(f"{path}: architectures is {shown(given)}, and only {', '.join(known)} can be read; {way_out}")
+        raise UserError(f"{path}: architectures is {shown(given)}, but only {', '.join(known)} can be read; {way_out}")
     found = {**spec.defaults, **found}
     for key, wanted in spec.fixed.items():
         if found.get(key, wanted) != wanted:
             value = shown(found[key])
-            raise UserError(f"{path}: {key} is {value}, and this package supports only {wanted!r}; {way_out}")
+            raise UserError(f"{path}: {key} is {value}, but this package supports only {wanted!r}; {way_out}")
     fields = _checked(path, found, _Fields)
     if quantised := fields.quantization_config:
         kind = shown(quantised.get("quant_method") if isinstance(quantised, dict) else quantised).strip("'")
@@ -184,7 +184,7 @@ def _checked(path: Path, found: dict[str, Any], schema: type[_T]) -> _T:
 
 
 def _rope_options(path: Path, fields: _Fields) -> dict[str, Any]:
-    """Options of the rotary embedding, which newer files have in one table and older ones in two places."""
+    """Options of the rotary embedding.  Newer files have them in one table, older ones in two places."""
     rope = fields.rope_parameters or fields.rope_scaling or _Rope()
     base = float(rope.rope_theta or fields.rope_theta or 10000.0)
     kind = rope.rope_type or rope.type or "default"
@@ -201,7 +201,7 @@ def _rope_options(path: Path, fields: _Fields) -> dict[str, Any]:
 
 
 def check_model(folder: Path, m: ModelConfig) -> None:
-    """UserError unless a Hugging Face folder holds the weights of this model; its positions may be others."""
+    """Raise UserError unless a Hugging Face folder fits this model, except in max_position_embeddings."""
     theirs = ModelConfig(**model_options(folder))
     same = (
         "model_name", *(name for name in _SAME if name != "vocab_size"), "query_groups", "head_dim",
@@ -215,13 +215,14 @@ def check_model(folder: Path, m: ModelConfig) -> None:
             option = options.get(name, name).replace("_", "-")
             own = f"give --vocab-size {old} --make-vocab-size-divisible-by {theirs.make_vocab_size_divisible_by}"
             way_out = own if name == "padded_vocab_size" else "give its own"
-            raise UserError(f"--{option} comes to {new}, the model in {folder} has {old}; {way_out}")
+            raise UserError(f"--{option} comes to {new}, but the model in {folder} has {old}; {way_out}")
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> list[str]:
-    """UserError unless a Hugging Face folder has every weight once, each by our name, in this shape and in floats.
+    """Raise UserError unless a Hugging Face folder has every weight, by our name, once, in this shape, in a float
+    dtype.
 
-    Returns what else is there, but for what a model of this kind can do without.
+    Returns the names of other tensors, except those that this kind of model does not need.
     """
     saved = _tensors(folder)
     for name, tensor in weights.items():
@@ -231,7 +232,7 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
             raise UserError(f"{folder}: its .safetensors have no {theirs}; {_way_to(theirs, saved)}")
         if tuple(size) != tuple(tensor.shape):
             raise UserError(
-                f"{folder}: {theirs} has shape {list(size)}, the model's is {list(tensor.shape)}; match the model "
+                f"{folder}: {theirs} has shape {list(size)}, but the model's is {list(tensor.shape)}; match the model "
                 "options to its config.json"
             )
         if (dtype := saved[theirs].properties.dtype) not in _DTYPES:
@@ -239,12 +240,12 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) 
                 f"{folder}: {theirs} is stored in {str(dtype).removeprefix('torch.')}; give the model's folder in "
                 "BF16, FP16 or float32"
             )
-    known = {*map(spec.hf_name, weights), _OUTPUT}  # of a tied model a copy
+    known = {*map(spec.hf_name, weights), _OUTPUT}  # a tied model may have a copy of it
     return sorted(name for name in saved if name not in known and not name.endswith("rotary_emb.inv_freq"))
 
 
 def _way_to(missing: str, saved: Mapping[str, Any]) -> str:
-    """What to do about a tensor that is not there."""
+    """What to do about a missing tensor."""
     if (bare := missing.removeprefix("model.")) != missing and bare in saved:
         return f"they have {bare}, as of a model without its output layer; save the whole model with transformers"
     more = ", or set tie_word_embeddings to true in its config.json if the output layer is the embedding"
@@ -252,16 +253,16 @@ def _way_to(missing: str, saved: Mapping[str, Any]) -> str:
 
 
 def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """Read weights in place, each by our name, sharded or whole; every process calls it and reads its own part alone.
+    """Read weights, by our names, sharded or whole, in place.  Every rank must call it, and reads only its own shard.
 
-    UserError, before anything is read, for a missing tensor or one of another shape or type; on every process for one
-    that is not finite.
+    Raises UserError, before it reads anything, for a missing tensor or another shape or dtype; on every rank for a
+    tensor that is not finite.
     """
     check_weights(folder, weights, spec)
     theirs = {spec.hf_name(name): tensor for name, tensor in weights.items()}
     try:
         dcp_load(theirs, storage_reader=_reader(folder))
-    except CheckpointException as error:  # a BaseException, the same on every process
+    except CheckpointException as error:  # a BaseException, the same on every rank
         rank, (first, _) = min(error.failures.items())
         if isinstance(first, UserError):
             raise first from error
@@ -269,25 +270,25 @@ def load_hf(folder: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> Non
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """torch's description of every tensor; UserError if two files have the same, or one holds a part of a tensor."""
+    """torch's metadata of every tensor.  Raises UserError for a duplicate tensor or a shard of one."""
     try:
         _file_of_each(folder)
         found = dict(_reader(folder).read_metadata().state_dict_metadata)
     except UserError:
         raise
-    except Exception as error:  # safetensors has an error of its own for a damaged file
+    except Exception as error:  # safetensors has its own error class for damaged files
         raise UserError(f"{folder}: its .safetensors cannot be read ({error}); copy them again") from error
     for name, tensor in found.items():
         if len(tensor.chunks) != 1 or any(tensor.chunks[0].offsets):
             raise UserError(
-                f"{folder}: {name} is a part of a tensor, as a process of a larger run saves it; write whole tensors "
+                f"{folder}: {name} is a shard of a tensor, as saved by one rank of a larger run; write whole tensors "
                 "with save_pretrained of transformers"
             )
     return found
 
 
 def _file_of_each(folder: Path) -> dict[str, Path]:
-    """File of each tensor; UserError if two have the same, as torch would take any."""
+    """The file of each tensor.  Raises UserError for a duplicate, since torch would pick either."""
     from safetensors import safe_open
 
     file_of: dict[str, Path] = {}
@@ -299,14 +300,14 @@ def _file_of_each(folder: Path) -> dict[str, Path]:
                 if name in file_of:
                     raise UserError(
                         f"{folder}: {name} is in {file_of[name].name} and in {path.name}; "
-                        "leave the model's own files there"
+                        "keep only the model's own files"
                     )
                 file_of[name] = path
     return file_of
 
 
 def _check_headers(folder: Path, paths: Sequence[Path]) -> None:
-    """UserError for a file that would make safetensors wait, and for headers that take long to read."""
+    """Raise UserError for a file that would block safetensors, and for headers that take long to read."""
     total = 0
     for path in paths:
         with open_file(path, "weights", "copy them again") as file:
@@ -320,7 +321,7 @@ def _check_headers(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _refuse_other_output(folder: Path) -> None:
-    """UserError if the files of a tied model have an output layer that is not its embedding.
+    """Raise UserError if a tied model's files have an output layer that differs from its embedding.
 
     transformers 5 would not tie them.
     """
@@ -340,25 +341,25 @@ def _refuse_other_output(folder: Path) -> None:
         )
     if not same:
         raise UserError(
-            f"{folder}: tie_word_embeddings is true in config.json, and {_OUTPUT} is not {_EMBEDDING}; set "
+            f"{folder}: tie_word_embeddings is true in config.json, but {_OUTPUT} differs from {_EMBEDDING}; set "
             "tie_word_embeddings to false there"
         )
 
 
 def _reader(folder: Path) -> Any:
     try:
-        import safetensors  # noqa: F401  # torch's reader needs it and says so less clearly
+        import safetensors  # noqa: F401  # torch's reader needs it; its own error is less clear
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     except ImportError as error:
         raise UserError(f"{folder}: reading it needs {error.name}; pip install 'megatron_snip[hf]'") from None
 
     class Reader(HuggingFaceStorageReader):
-        """torch's, which also refuses what is not finite: what one process raises here, all processes raise."""
+        """torch's reader, which also refuses tensors that are not finite.  An error of one rank is raised on all."""
 
         def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
             super()._process_read_request(f, req, planner)
             read = planner.resolve_tensor(req).detach()
-            # of the tensor itself no copy is made, however large it is; NaN shows in both
+            # aminmax makes no copy, however large the tensor; both ends show NaN
             if read.numel() and not all(end.isfinite() for end in read.aminmax()):
                 raise UserError(f"{folder}: {req.storage_index.fqn} is not finite; give another model")
 
@@ -366,11 +367,11 @@ def _reader(folder: Path) -> Any:
 
 
 def attention_of(model: nn.Module, length: Callable[[int], int]) -> dict[int, Attend] | None:
-    """What each block's attention makes of q, k and v, for transformers' classes whose attention is known; else None.
+    """Each block's attention as a function of q, k and v, for transformers classes that we know; else None.
 
-    None where it has biases, dropout or a sliding window, too.
+    None also if the attention has biases, dropout or a sliding window.
 
-    length: tokens of a sequence of the microbatch that begins at a row.  Causal, without padding, positions from 0 on.
+    length: tokens per sequence of the microbatch that starts at a row.  Causal, no padding, positions from 0.
     """
     config = getattr(model, "config", None)
     decoder = getattr(model, "model", None)

@@ -1,8 +1,8 @@
-"""Our Llama as a model of EleutherAI's lm-evaluation-harness: it scores text and does not write any.
+"""Our Llama as a model of EleutherAI's lm-evaluation-harness.  It scores text but does not generate any.
 
-A request is a context and a continuation; its answer is the continuation's log-likelihood in nats, and whether greedy
-decoding would have written it.  Source: lm-eval 0.4, lm_eval/api/model.py and lm_eval/utils.py.
-Convention: what is longer than max_length loses its beginning.  Requests that read the same tokens share a forward.
+A request is a context and a continuation.  Its answer is the continuation's log-likelihood in nats, and whether greedy
+decoding would produce it.  Source: lm-eval 0.4, lm_eval/api/model.py and lm_eval/utils.py.
+Convention: input beyond max_length loses its beginning.  Requests with the same tokens share a forward.
 Shapes: B requests, S tokens padded on the right, H hidden, P scored positions, V vocabulary.
 """
 
@@ -25,15 +25,15 @@ from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 
-#: Positions whose logits are held at a time.
+#: Positions whose logits are in memory at once.
 _POSITIONS = 1024
 
 
 class SnipLM(TemplateLM):
-    """The whole model in one pipeline stage, under tensor parallelism or not, at the precision that its linears have.
+    """The whole model in one pipeline stage, with or without tensor parallelism, at its linears' precision.
 
-    bos: what goes before every text, or None.  max_length: tokens that are read at once, at most those of the rotary
-    tables.  Every tensor parallel process scores every request.
+    bos: the id before every text, or None.  max_length: tokens per forward, at most those of the rotary tables.
+    Every tensor-parallel rank scores every request.
     """
 
     def __init__(
@@ -46,32 +46,32 @@ class SnipLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a document."""
+        """The id that ends a document."""
         return self.text.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The id before a text without context."""
         return self.eot_token_id if self.bos is None else self.bos
 
     @property
     def tokenizer_name(self) -> str:
-        """By which lm-eval tells caches of requests apart."""
+        """The key by which lm-eval separates its caches of requests."""
         return type(self.text).__name__
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, behind ``bos`` unless add_special_tokens is False."""
+        """The ids of a text, after ``bos`` unless add_special_tokens is False."""
         ids = self.text.encode(string)
         if self.bos is None or add_special_tokens is False or ids[:1] == [self.bos]:
             return ids
         return [self.bos, *ids]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """UserError: there is no cache of keys and values here."""
+        """Raises UserError: there is no KV cache here."""
         raise UserError("evaluate only scores text; export the model and use lm_eval's own command")
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, each token seeing up to max_length tokens before it."""
+        """Log-likelihood of each whole text.  Each token sees up to max_length tokens before it."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -83,7 +83,7 @@ class SnipLM(TemplateLM):
             totals[owner] += value
         return totals
 
-    def _loglikelihood_tokens(  # an empty continuation is certain
+    def _loglikelihood_tokens(  # an empty continuation has probability 1
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -92,7 +92,7 @@ class SnipLM(TemplateLM):
             tokens = (*context, *continuation)[-(self.max_length + 1) :]
             if continuation:
                 by_input.setdefault(tokens[:-1], []).append((place, list(tokens[1:][-len(continuation) :])))
-        ordered = sorted(by_input, key=len, reverse=True)  # what does not fit memory fails first
+        ordered = sorted(by_input, key=len, reverse=True)  # running out of memory happens first
         quiet = disable_tqdm or (dist.is_initialized() and dist.get_rank() > 0)
         with tqdm(total=len(requests), desc="requests", disable=quiet) as bar:
             for start in range(0, len(ordered), self.batch_size):
@@ -107,10 +107,10 @@ class SnipLM(TemplateLM):
     def _score(
         self, inputs: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, int, int, list[int]]]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Answers by their place; wanted: (row, its length, place, what its last tokens should be)."""
+        """Answers with their index.  wanted: (row, its length, index, the last tokens to score)."""
         stage, device = self.stage, self.stage.build.device
         length = -(-max(map(len, inputs)) // TILE) * TILE
-        tokens = torch.zeros(len(inputs), length, dtype=torch.long)  # the model is causal: padding shows nowhere
+        tokens = torch.zeros(len(inputs), length, dtype=torch.long)  # the model is causal, so padding has no effect
         for row, ids in enumerate(inputs):
             tokens[row, : len(ids)] = torch.tensor(ids)
         stage.cos, stage.sin = self._cos[:length], self._sin[:length]
@@ -125,7 +125,7 @@ class SnipLM(TemplateLM):
             yield place, (-float(losses[span].double().sum()), bool(greedy[span].all()))
 
     def _judge(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [P, H], labels [P] -> their losses in nats [P], and whether they are the likeliest [P]."""
+        """hidden [P, H], labels [P] -> losses in nats [P], and whether each label is the likeliest token [P]."""
         axis, losses, greedy = self.stage.build.region.axis, [], []
         for x, label in zip(hidden.split(_POSITIONS), labels.split(_POSITIONS), strict=True):
             logits = self.stage.logits(x[None])[0]
@@ -135,7 +135,7 @@ class SnipLM(TemplateLM):
 
 
 def likeliest(logits: Tensor, axis: Axis) -> Tensor:
-    """Token of the largest logit, the first of equals: logits [P, V/tp] -> [P], the same on every process."""
+    """Token of the largest logit, the first in a tie: logits [P, V/tp] -> [P], the same on every tp rank."""
     value, token = logits.float().max(dim=-1)
     if axis.size == 1:
         return token

@@ -1,8 +1,8 @@
-"""A sentencepiece model as Hugging Face's tokenizer.json: the same ids, without transformers having to guess.
+"""A sentencepiece model as Hugging Face's tokenizer.json, with the same ids.
 
-From a lone tokenizer.model transformers 5 makes tokens without the space that sentencepiece puts before a text.
-Source: Llama 2's tokenizer.json, and generate_merges of transformers' convert_slow_tokenizer.py: a piece is merged from
-every two pieces that spell it, the pieces of higher score first.
+For a lone tokenizer.model, transformers 5 guesses, and omits the space that sentencepiece puts before a text.
+Source: Llama 2's tokenizer.json, and generate_merges of transformers' convert_slow_tokenizer.py: every two pieces that
+spell a piece merge into it, pieces of higher score first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_snip.data.tokenizer import SentencePieceTokenizer
 from megatron_snip.errors import UserError
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _TRIED = (
     "hello  world",
     " a",
@@ -29,22 +29,22 @@ _TRIED = (
 
 
 def tokenizer_files(model: Path) -> dict[str, Any]:
-    """tokenizer.json and tokenizer_config.json of a sentencepiece model, as JSON values; no text begins with BOS.
+    """tokenizer.json and tokenizer_config.json of a sentencepiece model, as JSON values.  Texts do not start with BOS.
 
-    UserError where tokenizer.json cannot say what the model does, as for a unigram model, or tokenizers is missing.
+    Raises UserError if tokenizer.json cannot express the model, such as a unigram model, or if tokenizers is missing.
     """
     try:
         import tokenizers
         from tokenizers import decoders, models, normalizers
     except ImportError as error:
-        raise UserError(f"{model} becomes a tokenizer.json only with tokenizers: pip install tokenizers") from error
+        raise UserError(f"{model} needs tokenizers to become a tokenizer.json: pip install tokenizers") from error
     ours = SentencePieceTokenizer(model)
     of = ours.processor
     pieces = [of.id_to_piece(i) for i in range(ours.vocab_size)]
     special = [piece for i, piece in enumerate(pieces) if of.is_unknown(i) or of.is_control(i)]
     normal = {p: of.get_score(i) for i, p in enumerate(pieces) if p not in special and not of.is_byte(i)}
     if not all(score.is_integer() for score in normal.values()):  # BPE's are ranks, unigram's logarithms
-        raise UserError(f"{model} is a unigram model, of which no tokenizer.json is made")
+        raise UserError(f"{model} is a unigram model, which cannot become a tokenizer.json")
     vocabulary, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[of.unk_id()]
     merges = _merges(normal, vocabulary)
     made: Any = tokenizers.Tokenizer(
@@ -57,7 +57,7 @@ def tokenizer_files(model: Path) -> dict[str, Any]:
     made.add_special_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in special])
     for text in _texts(list(normal)):
         if made.encode(text, add_special_tokens=False).ids != ours.encode(text):
-            raise UserError(f"a tokenizer.json of {model} would make other tokens of {text[:40]!r}")
+            raise UserError(f"a tokenizer.json of {model} would give other tokens for {text[:40]!r}")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": pieces[ours.eod], "unk_token": unknown,
         "clean_up_tokenization_spaces": False,
@@ -78,7 +78,7 @@ def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[
 
 
 def _texts(pieces: list[str]) -> list[str]:
-    """Every piece as a text, then many at once in another order, and what models normalise differently."""
+    """Every piece as a text, then many pieces joined in random order, and texts that models normalise differently."""
     words = [piece.replace(_SPACE, " ") for piece in pieces]
     mixed = random.Random(0).sample(words, len(words))
     return [*_TRIED, *words, *("".join(mixed[i : i + 50]) for i in range(0, len(mixed), 50))]

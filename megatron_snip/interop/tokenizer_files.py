@@ -1,7 +1,7 @@
-"""A tokenizer's files from one folder into another.
+"""Copies a tokenizer's files from one folder to another.
 
-Folder or path may be a stranger's, and the copy may be published: no link is followed out of the folder, and what an
-export copies has been read as a tokenizer.
+The source may be untrusted and the copy published.  So no link out of the folder is followed, and an export copies only
+files that load as a tokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_snip.data.tokenizer import MOST_BYTES, Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files import parse_json, read_file
 
-#: Files of a Hugging Face folder that travel with the weights.
+#: Files of a Hugging Face folder that are copied with the weights.
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "vocab.json", "merges.txt",
@@ -23,10 +23,10 @@ GENERATION = "generation_config.json"
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """The files of a Hugging Face folder beside its weights, by name.
+    """The files beside the weights of a Hugging Face folder, by name.
 
-    UserError for a link out of the folder, but for those of Hugging Face's cache, for what is no regular file, and for
-    JSON that is none.
+    Raises UserError for a link out of the folder (except Hugging Face's cache), anything but a regular file, and
+    invalid JSON.
     """
     found = {}
     for name in (*TOKENIZER, GENERATION):
@@ -46,11 +46,11 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _check_link(path: Path) -> None:
-    """UserError for a link out of its folder; snapshots/REVISION of Hugging Face's cache links to blobs beside it."""
+    """Raise UserError for a link out of its folder.  In Hugging Face's cache, snapshots/REVISION links to blobs."""
     try:
         target, folder = path.resolve(strict=True), path.parent.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
-        raise UserError(f"{path} is a link that leads nowhere ({error}); remove it") from None
+        raise UserError(f"{path} is a broken link ({error}); remove it") from None
     cached = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
     if not (target.is_relative_to(folder) or cached):
         raise UserError(
@@ -59,15 +59,15 @@ def _check_link(path: Path) -> None:
 
 
 def write_files(found: dict[str, bytes], folder: Path) -> None:
-    """What `read_files` found, as plain files."""
+    """Write the files from `read_files`."""
     for name, data in found.items():
         (folder / name).write_bytes(data)
 
 
 def copy_tokenizer(kind: str, source: Path, target: Path) -> Tokenizer:
-    """Copy a tokenizer's file or folder into ``target``, once the copy has been read as a tokenizer; returns that.
+    """Copy a tokenizer's file or folder into ``target`` and return the tokenizer read from the copy.
 
-    UserError, with nothing copied, if it cannot be read as one.
+    Raises UserError, and copies nothing, if it cannot be read as a tokenizer.
     """
     if source.is_dir():
         found = read_files(source)

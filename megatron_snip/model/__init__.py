@@ -1,4 +1,4 @@
-"""The models in pipeline stages, and their FLOPs; each file here that registers a model is imported."""
+"""The models in pipeline stages, and their FLOPs.  Imports every file that registers a model."""
 
 from __future__ import annotations
 

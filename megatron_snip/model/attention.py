@@ -1,8 +1,8 @@
 """Causal grouped-query attention with rotary positions.  Source: arXiv 2305.13245, 2104.09864.
 
-Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head; under tp the local A
-and G are a tp-th of the whole.  Under context parallelism S is what a process has of a sequence, a cp-th of it, but
-for what attention reads.
+Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels per head.  Under tp, the local A
+and G are a tp-th of the whole.  Under context parallelism, S is this rank's cp-th of a sequence, but keys and values
+are gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.region, self.head_dim, self.recompute = build.region, m.head_dim, build.recompute.of_part("core_attn")
         self.cp, self.pieces = build.mesh.cp, pieces(m.seq_length, build.mesh.cp)
         self.triangles = triangles(self.pieces, build.device)
-        # asked here, because compilers cannot trace how
+        # computed here, because torch.compile cannot trace it
         self.in_float32 = float32_is_faster(torch.empty(0, dtype=build.dtype, device=build.device))
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             build.linear(f"{prefix}.{name}") for name in ATTENTION_LINEARS
@@ -44,11 +44,11 @@ class Attention(nn.Module):
         """x [B, S/tp or S, H] -> the same shape."""
         wide = isinstance(context, StepContext) and context.wide
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, context)
-        if self.cp.size > 1:  # in one collective
+        if self.cp.size > 1:  # k and v in one all-gather
             both = torch.cat([k, v], dim=-1)
             k, v = gather_sequences(both.double() if wide else both, self.cp).chunk(2, dim=-1)
         attend = partial(self.attend, wide=True) if wide else self.attend
-        if self.recompute or wide:  # what is wide is not kept
+        if self.recompute or wide:  # wide activations are not kept
             y = run_again(attend, q, k, v, cos, sin, mask, region=self.region)
         else:
             y = attend(q, k, v, cos, sin, mask)
@@ -58,11 +58,11 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, wide: bool = False
     ) -> Tensor:
-        """q [B, S, A D] -> [B, S, A D]; k and v [B, cp S, G D], cos and sin [cp S, D] of whole sequences.
+        """q [B, S, A D] -> [B, S, A D], with whole sequences of k and v [B, cp S, G D], cos and sin [cp S, D].
 
-        mask [B, 1, S, S]: which key a query sees; None: all that are not later.  wide: as in a pass that is.
+        mask [B, 1, S, S]: the keys that each query sees; None: all up to the query.  wide: as in a wide pass.
         """
-        if wide:  # so that the order of sums, which the pieces change, does not show
+        if wide:  # so that the order of sums, which depends on the pieces, does not matter
             q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
@@ -81,5 +81,5 @@ class Attention(nn.Module):
         return y.float() if wide else y.to(dtype)
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, A, S, D] and k [B, G, S, D] as they are rotated; a place for what other models do to them."""
+        """q [B, A, S, D] and k [B, G, S, D] before rotation; subclasses may transform them."""
         return q, k

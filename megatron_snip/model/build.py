@@ -1,6 +1,6 @@
-"""What the parts of a decoder are built with, and the norm that all of them share.
+"""Settings for building the parts of a decoder, and their common norm.
 
-Shapes: H hidden, D channels of a head.
+Shapes: H hidden, D channels per head.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, RowParal
 
 @dataclass(frozen=True)
 class Build:
-    """What every part of the model is built with."""
+    """Settings that every part of the model is built with."""
 
     model: ModelConfig
     mesh: Mesh
     region: Region
     seed: int
-    dtype: torch.dtype  # of the compute, not of the parameters
+    dtype: torch.dtype  # of computation, not of parameters
     device: torch.device
     recompute: Recompute = NOTHING
-    documents: Documents | None = None  # None where their ends mean nothing
+    documents: Documents | None = None  # None if document boundaries are ignored
 
     @property
     def spec(self) -> ModelSpec:
@@ -39,7 +39,7 @@ class Build:
         return spec_of(self.model)
 
     def empty(self, *shape: int) -> Tensor:
-        """A weight [...] without memory, which `LlamaStage.allocate` gives to what is left of it after sharding."""
+        """A weight [...] without memory; `LlamaStage.allocate` allocates its shard."""
         return torch.empty(shape, device="meta")
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
     weight: nn.Parameter
 
     def __init__(self, build: Build, *, of_heads: bool = False) -> None:
-        """of_heads: over the channels of each head of this process, not over the residual stream's."""
+        """of_heads: norm over the channels of each local head instead of the residual stream."""
         super().__init__()
         self.epsilon = build.model.norm_epsilon
         channels = build.model.head_dim if of_heads else build.model.hidden_size

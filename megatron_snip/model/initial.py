@@ -1,8 +1,8 @@
-"""Initial weights, drawn for this process's own shard alone.
+"""Initial weights.  Each rank draws only its own shard.
 
-An element is a function of (seed, parameter's name, position in the whole parameter), so that weights are the same on
-every layout.  Normal deviates come in blocks of 128 x 128 from numpy's Philox, whose counter is the block's position;
-blocks that a shard cuts are drawn whole and cut.  Source of Philox: Salmon et al., SC 2011.
+An element is a function of (seed, parameter name, position in the whole parameter), so weights are the same on every
+layout.  numpy's Philox draws normal deviates in blocks of 128 x 128, with the block's position as counter.  Blocks that
+cross the edge of a shard are drawn whole and cut.  Source of Philox: Salmon et al., SC 2011.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_snip.parallel.data import first_element, local_of
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.runtime import seed_of
 
-#: Initial values of parameters that are not drawn, by their kind.
+#: Constant initial values, by kind of parameter.
 _CONSTANTS = {"norm": 1.0, "bias": 0.0}
 
 
 @torch.no_grad()
 def draw_weights(stages: Iterable[LlamaStage]) -> None:
-    """Set every parameter of the stages to its initial value, wherever its parts lie."""
+    """Set every parameter of the stages to its initial value, in this rank's shards."""
     for stage in stages:
         tags = tags_of(stage)
         for name, parameter in stage.named_parameters():
@@ -43,15 +43,18 @@ def draw_weights(stages: Iterable[LlamaStage]) -> None:
 
 
 def standard_deviation(tags: Tags, m: ModelConfig) -> float:
-    """Of a matrix; Megatron's scaled initialisation keeps the variance of the residual stream with depth."""
-    leaves = tags.kind == "linear" and tags.split_dim == 1  # what is row-parallel writes to the residual stream
+    """Standard deviation of a weight matrix at the start.
+
+    Megatron's scaled initialisation keeps the variance of the residual stream with depth.
+    """
+    leaves = tags.kind == "linear" and tags.split_dim == 1  # row-parallel linears write to the residual stream
     return m.init_method_std / math.sqrt(2 * m.num_layers) if leaves else m.init_method_std
 
 
 def fill_normal(values: Tensor, seed: int, row0: int, col0: int) -> None:
-    """N(0, 1) into float32 values [R, C] on the CPU, whose first element is (row0, col0) of the whole matrix."""
+    """Fill float32 values [R, C] on the CPU with N(0, 1).  Their first element is (row0, col0) of the whole matrix."""
     blocks = range(row0 // TILE, -(-(row0 + len(values)) // TILE))
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws without Python's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL while it draws
         list(pool.map(partial(_fill_blocks, values.numpy(), seed, row0, col0), blocks))
 
 
@@ -59,10 +62,10 @@ def _fill_blocks(out: np.ndarray[Any, np.dtype[np.float32]], seed: int, row0: in
     """``fill_normal`` for the i-th row of blocks."""
     whole = np.empty((TILE, TILE), np.float32)
     for j in range(col0 // TILE, -(-(col0 + out.shape[1]) // TILE)):
-        # the counter's lowest word is left to the block's own draws
+        # the counter's lowest word counts draws within the block
         philox = np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array([0, j, i, 0], np.uint64))
         np.random.Generator(philox).standard_normal(dtype=np.float32, out=whole)
-        top, left = i * TILE - row0, j * TILE - col0  # of the block in values
+        top, left = i * TILE - row0, j * TILE - col0  # position of the block in values
         to_rows, to_cols = slice(max(top, 0), top + TILE), slice(max(left, 0), left + TILE)
         kept = out[to_rows, to_cols]
         kept[...] = whole[max(-top, 0) :, max(-left, 0) :][: kept.shape[0], : kept.shape[1]]

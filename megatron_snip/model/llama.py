@@ -1,11 +1,11 @@
-"""Llama's blocks, and the pipeline stages that all decoders are cut into.  Source: arXiv 2302.13971, 2307.09288.
+"""Llama's blocks, and the pipeline stages of all decoders.  Source: arXiv 2302.13971, 2307.09288.
 
-Parameters are named as Hugging Face names them, with the global layer index whatever the cut, so that a
-plan and a checkpoint mean the same on every layout.  Weights are made on the meta device; `LlamaStage.allocate` gives
-them memory once they are sharded, and `model.initial` or a checkpoint their values.
-Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels of a head, F width of
-the SwiGLU, V padded vocabulary; under tp the local A, G, F and V are a tp-th of the whole, and under context
-parallelism S is a cp-th of a sequence.
+Parameters have Hugging Face's names with the global layer index, so plans and checkpoints mean the same on every
+layout.  Weights are created on the meta device.  After sharding, `LlamaStage.allocate` gives them memory, and
+`model.initial` or a checkpoint gives them values.
+Shapes: B sequences, S tokens, H hidden, A query heads, G key/value heads, D channels per head, F SwiGLU width, V padded
+vocabulary.  Under tp, the local A, G, F and V are a tp-th of the whole.  Under context parallelism, S is a cp-th of a
+sequence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer block: attention and MLP, each behind a norm and around a residual."""
+    """One Transformer block: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(
         self, build: Build, index: int, attention: type[Attention] = Attention, mlp: type[nn.Module] = MLP
@@ -67,10 +67,10 @@ class Block(nn.Module):
         self._recompute_mlp, self.region = build.recompute.of_part("mlp"), build.region
 
     def compile_run(self, backend: str = "inductor") -> None:
-        """Compile the block by torch.compile; linears that read the same tensor stay one operator each."""
-        # a graph for each: with and without gradients, and which linears have wgrad in bf16
+        """Compile the block with torch.compile.  Linears with a common input stay one custom operator."""
+        # one graph each with and without gradients, and for each set of linears with wgrad in bf16
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        # not ``forward``: FSDP's hooks, and a probe's way past, stay outside
+        # not ``forward``: FSDP's hooks and the probe's eager path stay outside the graph
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext, mask: Tensor | None = None) -> Tensor:
@@ -101,7 +101,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class LlamaStage(nn.Module):
-    """The blocks of one pipeline stage, with the embedding before the first and the loss after the last."""
+    """The blocks of one pipeline stage, with the embedding on the first stage and the loss on the last."""
 
     cos: Tensor
     sin: Tensor
@@ -111,7 +111,7 @@ class LlamaStage(nn.Module):
         m = build.model
         self.build = build
         vocab = (m.padded_vocab_size, m.hidden_size)
-        # of the last of several stages the tied output layer: a copy, by whose name it is the first stage's weight
+        # the last of several stages holds a copy of a tied embedding as output layer, under the first stage's name
         self.embed_tokens: VocabParallelEmbedding | OutputLayer | None = None
         self.norm: RMSNorm | None = None
         self.lm_head: OutputLayer | None = None
@@ -132,18 +132,18 @@ class LlamaStage(nn.Module):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
 
     def allocate(self) -> None:
-        """Give this process's parts of the parameters memory, not values, and make the rotary tables."""
+        """Allocate this rank's shards of the parameters, without values, and compute the rotary tables."""
         self.to_empty(device=self.build.device)
         self.cos, self.sin = rotary_tables(self.build.model, self.build.dtype, self.build.device)
 
     def blocks(self) -> dict[int, Block]:
-        """The blocks of this stage by their number in the whole model."""
+        """The blocks of this stage by global index."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0, *, wide: bool = False) -> Tensor:
-        """What block ``index`` makes of q [T, A D] from row ``row0`` on, k and v [cp T, G D] being whole: [T, A D].
+        """Attention of block ``index``: q [T, A D] from row ``row0`` on, whole k and v [cp T, G D] -> [T, A D].
 
-        wide: as in a pass that is.
+        wide: as in a wide pass.
         """
         length, cp = self.build.model.seq_length, self.build.mesh.cp.size
         q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
@@ -151,19 +151,19 @@ class LlamaStage(nn.Module):
         return self.blocks()[index].self_attn.attend(q, k, v, *tables, wide=wide).flatten(0, 1)
 
     def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """cos, sin and the attention mask of the microbatch that begins with this sample."""
+        """cos, sin and the attention mask of the microbatch that starts with this sample."""
         documents = self.build.documents
         return (self.cos, self.sin, None) if documents is None else documents.tables(sample, self.cos, self.sin)
 
     def whole_sequences(self, x: Tensor) -> Tensor:
-        """This process's part of sequences [T, C] -> the whole of them [cp T, C]; a collective over cp."""
+        """All-gather over cp: this rank's shard of sequences [T, C] -> whole sequences [cp T, C]."""
         cp = self.build.mesh.cp
         return gather_sequences(x.unflatten(0, (-1, self.build.model.seq_length // cp.size)), cp).flatten(0, 1)
 
     def units(self) -> list[nn.Module]:
-        """Parts of this stage that run once each, so that their weights are needed there alone, in forward's order."""
+        """Submodules that run once each, so that FSDP can gather their weights one by one, in forward order."""
         ends = [module for module in (self.embed_tokens, self.lm_head) if module is not None]
-        if self.first and self.last and self.lm_head is None:  # the embedding is needed at both ends
+        if self.first and self.last and self.lm_head is None:  # a tied embedding is needed at both ends
             ends = []
         return [*(end for end in ends if isinstance(end, VocabParallelEmbedding)), *self.layers.values(),
                 *(end for end in ends if isinstance(end, OutputLayer))]  # fmt: skip
@@ -176,7 +176,7 @@ class LlamaStage(nn.Module):
     def hidden(self, x: Tensor, sample_index: Sequence[int], context: StepContext = PLAIN) -> Tensor:
         """Tokens [B, S] (first stage) or residual stream [B, S/tp or S, H] -> residual stream.
 
-        sample_index [B]: the global, consecutive numbers of the sequences.
+        sample_index [B]: global, consecutive sequence numbers.
         """
         row0 = sample_index[0] * self.build.model.seq_length
         rows = rows_of(self.build.model.seq_length, self.build.mesh.cp)
@@ -201,7 +201,7 @@ class LlamaStage(nn.Module):
         x = self.norm(x)
         x = self.build.region.enter(x.double() if context.wide else x)
         samples = x.shape[:2]
-        if context.wide:  # before FSDP's module, which warns of a view in what it returns
+        if context.wide:  # before FSDP's module, which warns if it returns a view
             x = x.flatten(0, 1)
         head = self.lm_head or self.embed_tokens
         assert head is not None
@@ -214,14 +214,14 @@ class LlamaStage(nn.Module):
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
     ) -> Tensor:
-        """The residual stream [B, S/tp or S, H], or on the last stage this microbatch's loss [1].
+        """The residual stream [B, S/tp or S, H], or on the last stage the loss [1] of this microbatch.
 
-        labels [B, S] are needed on the last stage; its loss is the sum over tokens divided by the number
-        of tokens of the whole global batch, so gradients add up over microbatches and processes.
+        The last stage needs labels [B, S].  Its loss is the sum over tokens divided by the tokens of the whole global
+        batch, so gradients add up over microbatches and ranks.
         """
         x = self.hidden(x, sample_index, context)
         if not self.last:
-            return x.clone()  # the schedule detaches its outputs in place, and a view cannot be
+            return x.clone()  # the schedule detaches its outputs in place, which a view does not allow
         assert labels is not None, "the last stage needs labels"
         logits, axis = self.logits(x, context).flatten(0, 1), self.build.region.axis
         losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
@@ -236,7 +236,7 @@ class LlamaStage(nn.Module):
 def build_stages(
     build: Build, blocks: Sequence[range], *, tied: bool, of: Callable[[int], bool]
 ) -> dict[int, LlamaStage]:
-    """The stages s with `of(s)` true, by their number; blocks: those of every stage, see `model.stages`."""
+    """The stages s for which `of(s)` is true, by number.  blocks: those of every stage, see `model.stages`."""
     last = len(blocks) - 1
     return {
         s: LlamaStage(build, layers, first=s == 0, last=s == last, tied=tied)
@@ -272,7 +272,7 @@ LLAMA = register(
             "mlp.down_proj": BlockLinear("down", "activation", RowParallelLinear, lambda m: _wide(m)[::-1]),
         },
         more_parameters=lambda m: 2 * m.hidden_size,
-        # causal: half of all pairs of tokens, by queries and keys and by values
+        # causal: half of all token pairs, for both QK^T and the product with V
         attention_flops=lambda m: 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length // 2,
         names={part: f"model.{part}" for part in ("embed_tokens", "layers", "norm")} | {"lm_head": "lm_head"},
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},

@@ -1,4 +1,4 @@
-"""The layer that turns the residual stream into logits.
+"""The layer from the residual stream to logits.
 
 Shapes: B sequences, S tokens, H hidden, V padded vocabulary.
 """
@@ -17,7 +17,7 @@ from megatron_snip.quant.matmul import float32_is_faster
 
 
 class OutputLayer(nn.Module):
-    """The weight [V, H] that turns the residual stream into logits, or a copy of the embedding; tp splits its rows."""
+    """The output weight [V, H], or a copy of a tied embedding.  tp splits its rows."""
 
     weight: nn.Parameter
 
@@ -27,12 +27,12 @@ class OutputLayer(nn.Module):
         add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
 
     def forward(self, x: Tensor, *, wide: bool) -> Tensor:
-        """x [B, S, H], or [T, H] -> logits [..., V/tp] in the compute dtype; in a wide pass it is [T, H]."""
+        """x [B, S, H] or [T, H] -> logits [..., V/tp] in the compute dtype.  A wide pass takes [T, H]."""
         return logits_of(x, local(self.weight), wide=wide)
 
 
 def logits_of(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
-    """x [..., H] by weight [V/tp, H]: [..., V/tp]; wide: each sum of x [T, H] rounded to float32 once."""
+    """x [..., H] times weight [V/tp, H] -> [..., V/tp].  wide: x is [T, H], and each sum rounds to float32 once."""
     if not wide:
         weight = weight.to(x.dtype)
         if float32_is_faster(x):

@@ -1,4 +1,4 @@
-"""Qwen3's dense models: a Llama whose queries and keys are normed head by head before they are rotated.
+"""Qwen3's dense models: a Llama with a norm on each query and key head before rotation.
 
 Source: arXiv 2505.09388; transformers, models/qwen3.
 """
@@ -16,7 +16,7 @@ from megatron_snip.model.spec import register
 
 
 class Qwen3Attention(Attention):
-    """Llama's, with norms over the channels of each query and key head, one weight [D] for all heads."""
+    """Llama's attention with norms over the channels of each query and key head.  All heads share one weight [D]."""
 
     def __init__(self, build: Build, prefix: str) -> None:
         super().__init__(build, prefix)

@@ -1,10 +1,10 @@
-"""What of a stage runs once more in backward, and keeps no more than its input until then.
+"""Activation recomputation: which parts of a stage keep only their input and run again in backward.
 
-    full, uniform    each --recompute-num-layers blocks in a row, as one
+    full, uniform    groups of --recompute-num-layers consecutive blocks
     full, block      the first --recompute-num-layers blocks of a stage, one by one
-    selective        of every block the --recompute-modules: core_attn, mlp
+    selective        in every block, the --recompute-modules: core_attn, mlp
 
-Names and meanings are Megatron-LM's (arXiv 2205.05198).  Bits are those of a run without it.
+Names and meanings are Megatron-LM's (arXiv 2205.05198).  Recomputation changes no bit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.parallel.tensor import Region
 
-#: Parts of a block that --recompute-modules may name.
+#: Values of --recompute-modules.
 MODULES = ("core_attn", "mlp")
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """The options of that name; what --recompute-granularity does not ask for is not looked at."""
+    """The options of recomputation.  --recompute-granularity decides which of them matter."""
 
     granularity: str = "none"
     method: str = "uniform"
@@ -33,7 +33,7 @@ class Recompute:
     modules: tuple[str, ...] = ("core_attn",)
 
     def runs(self, blocks: int) -> list[tuple[range, bool]]:
-        """How a stage's blocks run, in order: which of them as one, and whether that is recomputed."""
+        """The groups of blocks in which a stage runs, in order, and whether each is recomputed."""
         if self.granularity == "full" and self.method == "uniform":
             starts = range(0, blocks, self.num_layers)
             return [(range(start, min(start + self.num_layers, blocks)), True) for start in starts]
@@ -41,7 +41,7 @@ class Recompute:
         return [(range(block, block + 1), block < first) for block in range(blocks)]
 
     def of_part(self, module: str) -> bool:
-        """Whether a part of every block is recomputed by itself."""
+        """Whether this module of every block is recomputed on its own."""
         return self.granularity == "selective" and module in self.modules
 
 
@@ -49,10 +49,10 @@ NOTHING = Recompute()
 
 
 def run_again(function: Callable[..., Any], *args: Any, region: Region) -> Any:
-    """``function(*args)``, of which backward runs all once more; the first time nothing is cast for wgrad alone."""
+    """``function(*args)``, recomputed in backward.  The first run skips casts that only wgrad needs."""
     if not torch.is_grad_enabled():
         return function(*args)
-    # nothing here draws from torch's generators: their state need not be kept
+    # nothing here uses torch's generators, so their state need not be kept
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False,
         context_fn=lambda: (region.run_again_later(), nullcontext()),

@@ -1,6 +1,6 @@
 """Rotary positions, with Llama 3's scaling.  Source: arXiv 2104.09864, 2407.21783.
 
-Shapes: B sequences, A heads, S tokens, D channels of a head.
+Shapes: B sequences, A heads, S tokens, D channels per head.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.autograd.function import once_differentiable
 from megatron_snip.config import ModelConfig
 from megatron_snip.quant.kernels import triton_cast
 
-# Of a program: elements of half a head that it rotates at once, and elements of all heads that it may have of a token.
+# Elements of half heads per program, and the limit for the elements of all heads of one token.
 _PROGRAM, _MOST = 2048, 16384
 
 
 def rotary_frequencies(m: ModelConfig) -> Tensor:
-    """Angle per position of each channel pair, [D/2] float32, with Llama 3's scaling if asked."""
+    """Angle per position of each channel pair, [D/2] float32, with Llama 3's scaling if enabled."""
     freq = 1.0 / m.rotary_base ** (torch.arange(0, m.head_dim, 2, dtype=torch.float32) / m.head_dim)
     if not m.use_rope_scaling:
         return freq
     original = m.rope_original_max_position_embeddings
-    turns = original * freq / (2 * math.pi)  # turns that a channel makes over the original length
+    turns = original * freq / (2 * math.pi)  # rotations of a channel over the original length
     low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretch fully, 1: leave alone
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretch fully, 1: keep
     return keep * freq + (1 - keep) * freq / m.rope_scaling_factor
 
 
@@ -41,14 +41,14 @@ def rotary_tables(m: ModelConfig, dtype: torch.dtype, device: torch.device) -> t
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in Hugging Face's half-split channel order: x [B, A, S, D], cos and sin [(B, 1,) S, D]."""
-    if torch.compiler.is_compiling():  # which fuses it
+    if torch.compiler.is_compiling():  # the compiler fuses it
         return _rotate(x, cos, sin)
     made: Tensor = _Rotate.apply(x, cos, sin)
     return made
 
 
 class _Rotate(torch.autograd.Function):
-    """One launch each way on a GPU, in place of five and nine; the bits are autograd's."""
+    """One launch each way on a GPU instead of five and nine, with autograd's bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """x [B, A, S, D] rotated, or as a gradient rotated back, by cos and sin [(B, 1,) S, D]."""
+    """x [B, A, S, D] rotated by cos and sin [(B, 1,) S, D], or a gradient rotated back."""
     if fused(x, cos, sin):
         if isinstance(x, FakeTensor):
             made: Tensor = torch.ops.megatron_snip.rotate(x, cos, sin, back)
@@ -78,14 +78,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of x from that of ``_rotate``; 0.0 is added as autograd does, which leaves no -0.0."""
+    """The gradient of ``_rotate``.  Like autograd it adds 0.0, which removes -0.0."""
     half = grad.shape[-1] // 2
     turned = grad * sin
     return grad * cos + torch.cat([turned[..., half:], -turned[..., :half]], dim=-1).add_(0.0)
 
 
 def fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes x [B, A, S, D] and its tables: bf16 on a GPU, all heads of a token in one program."""
+    """Whether the kernel supports x [B, A, S, D] and the tables: bf16 on a GPU, all heads of a token in one program."""
     return (
         triton_cast.on_nvidia(x)
         and x.dtype == cos.dtype == sin.dtype == torch.bfloat16
@@ -97,15 +97,15 @@ def fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """What ``_rotated`` tells, in one launch; the result is laid out as x [B, A, S, D] is."""
+    """``_rotated`` in one launch.  The result has the strides of x [B, A, S, D]."""
     import triton
 
     from megatron_snip.model.rotary_kernel import rotate_kernel
 
     (samples, heads, tokens, channels), out = x.shape, torch.empty_like(x)
     padded_heads, padded_half = triton.next_power_of_2(heads), triton.next_power_of_2(channels // 2)
-    together = max(1, _PROGRAM // (padded_heads * padded_half))  # tokens of a program
-    warps = max(1, min(32, together * padded_heads * padded_half // 256))  # 8 elements a thread, loaded as one
+    together = max(1, _PROGRAM // (padded_heads * padded_half))  # tokens per program
+    warps = max(1, min(32, together * padded_heads * padded_half // 256))  # 8 elements per thread, one load
     of_sample = cos.stride(0) if cos.ndim == 4 and cos.shape[0] > 1 else 0
     with torch.cuda.device_of(x):
         rotate_kernel[(samples * -(-tokens // together),)](

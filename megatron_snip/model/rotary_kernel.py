@@ -19,10 +19,10 @@ def rotate_kernel(
     heads, tokens, half,
     BACK: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):
-    """All heads of TOKENS tokens of x [samples, heads, tokens, 2 half], any strides but the last, bf16, to out.
+    """Rotates all heads of TOKENS tokens of x [samples, heads, tokens, 2 half], bf16, into out.  Last stride 1.
 
-    cos, sin: [tokens, 2 half] for each sample or for all.  Rounded where torch's operators round.
-    BACK: x is the gradient of what was rotated.
+    cos, sin: [tokens, 2 half], per sample or shared.  Rounds where torch's operators round.
+    BACK: x is the gradient of the rotated tensor.
     """
     blocks = tl.cdiv(tokens, TOKENS)
     sample, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * TOKENS
@@ -38,11 +38,11 @@ def rotate_kernel(
     cos_high = tl.load(cos + angle + half, mask=mask, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + angle + half, mask=mask, other=0.0).to(tl.float32)
-    if BACK:  # with 0.0, as autograd adds it
+    if BACK:  # adds 0.0 as autograd does
         turned_low = to_bfloat16(high * sin_high) + 0.0
         turned_high = 0.0 - to_bfloat16(low * sin_low)
     else:
-        turned_low = to_bfloat16(high * sin_low) * -1.0  # in Triton 3.6, a minus is 0 - x: it loses the sign of 0
+        turned_low = to_bfloat16(high * sin_low) * -1.0  # Triton 3.6 computes -x as 0 - x and loses the sign of 0
         turned_high = to_bfloat16(low * sin_high)
     low = to_bfloat16(low * cos_low) + turned_low
     high = to_bfloat16(high * cos_high) + turned_high

@@ -1,7 +1,7 @@
-"""A kind of model as one object: `MODELS` has a `ModelSpec` by each --model-name.
+"""Kinds of model: `MODELS` maps --model-name to a `ModelSpec`.
 
-Whatever differs between kinds of model is asked here, by training, planning, the FLOPs, the dry run and conversion.  A
-model of one's own is a file that registers one; docs/architecture.md tells how.
+Everything that differs between models is in the spec, for training, planning, FLOPs, the dry run and conversion.  To
+add a model, write a file that registers a spec; see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_snip.quant import KINDS, LinearShape
 class BlockLinear:
     """A quantisable linear of every block.
 
-    kind: one of `quant.KINDS`; reads: what its input is, the same word for linears that read the same tensor; module:
-    how tp cuts it; size: (output, input channels) of the whole weight.
+    kind: one of `quant.KINDS`.  reads: a name for its input, the same for linears that share an input.
+    module: column- or row-parallel.  size: (output, input channels) of the whole weight.
     """
 
     kind: str
@@ -35,16 +35,16 @@ class BlockLinear:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All that sets one kind of decoder apart from another.
+    """Everything specific to one kind of decoder.
 
-    architecture: Hugging Face's class of it, whose model_type is `name`.
-    block(build, index): a block with its parallel linears, whatever else it holds being tagged.
-    linears: module of a linear in its block -> what it is, in the order in which a block runs them.
-    more_parameters: of a block, beside its linears.
-    attention_flops: of a block's forward a token, beside its linears'.
-    names: first word of our parameters' names -> Hugging Face's words for it.
-    fixed: entries of config.json that can have this value alone.
-    defaults: what Hugging Face takes entries to be that are missing.
+    architecture: Hugging Face's class; its model_type is `name`.
+    block(build, index): a block with its parallel linears; other parameters are tagged.
+    linears: module name in a block -> its linear, in execution order.
+    more_parameters: parameters of a block outside its linears.
+    attention_flops: forward FLOPs per token of a block outside its linears.
+    names: first part of our parameter names -> Hugging Face's.
+    fixed: entries of config.json with only one supported value.
+    defaults: Hugging Face's defaults for missing entries.
     """
 
     name: str
@@ -69,30 +69,30 @@ class ModelSpec:
             for module, linear in self.linears.items()
         ]
         for last in range(len(self.linears) - 1, len(shapes), len(self.linears)):
-            # tools may not know the vocabulary, and then count no output layer
+            # tools may not know the vocabulary; then the output layer is not counted
             output = 2 * m.padded_vocab_size * m.hidden_size if m.vocab_size and last == len(shapes) - 1 else 0
             shapes[last] = replace(shapes[last], other_flops=self.attention_flops(m) + output)
         return shapes
 
     def linear_of(self, name: str) -> BlockLinear:
-        """A linear by its name in the whole model."""
+        """A linear by its global name."""
         return self.linears[name.split(".", 2)[2]]
 
     def hf_name(self, name: str) -> str:
-        """Hugging Face's name of our parameter."""
+        """Hugging Face's name for our parameter."""
         first, dot, rest = name.partition(".")
         return f"{self.names[first]}{dot}{rest}"
 
 
-#: --model-name -> model; `model/__init__.py` imports the files that fill it.
+#: --model-name -> spec; `model/__init__.py` imports the files that fill it.
 MODELS: dict[str, ModelSpec] = {}
 
 
 def register(spec: ModelSpec) -> ModelSpec:
-    """Make a kind of model known by its name."""
+    """Add a kind of model to `MODELS`."""
     assert spec.name not in MODELS, f"model {spec.name} is there already"
     kinds = [linear.kind for linear in spec.linears.values()]
-    # a probe tells a block's linears apart by their kinds, and files of statistics know these alone
+    # the probe tells a block's linears apart by kind, and files of statistics know only these kinds
     assert len({*kinds}) == len(kinds) and {*kinds} <= {*KINDS}, (
         f"model {spec.name}: kinds {kinds}; take each of {KINDS} once at most"
     )
@@ -101,21 +101,22 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def spec_of(m: ModelConfig) -> ModelSpec:
-    """What --model-name stands for; UserError if it is unknown."""
+    """The spec of --model-name.  Raises UserError if it is unknown."""
     if m.model_name not in MODELS:
         raise UserError(f"--model-name {m.model_name} is unknown; known: {', '.join(MODELS)}")
     return MODELS[m.model_name]
 
 
 def linear_shapes(m: ModelConfig) -> list[LinearShape]:
-    """Every quantisable linear of the whole model that options tell of, in order, all on stage 0."""
+    """Every quantisable linear of the whole model, in order, all on stage 0."""
     return spec_of(m).linear_shapes(m)
 
 
 def linear_place(name: str) -> tuple[int, str, str] | None:
-    """(block, kind, what it reads) of a quantisable linear of any of our models by its name; None for other names.
+    """(block, kind, input) of a quantisable linear of any of our models, by name; None for other names.
 
-    A block has at most four digits, so that no file can ask for a picture of 10^9 blocks; --num-layers keeps to it.
+    Block numbers have at most four digits, so that no file can request a picture of 10^9 blocks.  --num-layers obeys
+    this.
     """
     layers, block, module = [*name.split(".", 2), "", ""][:3]
     if layers != "layers" or not re.fullmatch(r"[0-9]{1,4}", block):

@@ -1,8 +1,8 @@
 """Which blocks each pipeline stage holds.
 
-The processes of a pipeline hold equally many blocks, or the first and the last as many as the options say and those
-between them equal shares of the rest.  An interleaved process holds its blocks in equally long chunks: stage s is chunk
-s // pp of process s % pp, and blocks are dealt out to the stages in order.
+All pp ranks hold the same number of blocks, unless options set the first and the last; the others then share the rest
+equally.  Interleaved ranks hold their blocks in chunks of equal length: stage s is chunk s // pp of rank s % pp, and
+blocks are assigned to stages in order.
 Source of names and meanings: Megatron-LM core 0.16.1, get_num_layers_to_build and get_transformer_layer_offset.
 """
 
@@ -15,7 +15,7 @@ from megatron_snip.errors import UserError
 
 
 def stage_blocks(num_layers: int, p: ParallelConfig) -> list[range]:
-    """The blocks of every stage of the model, in order; UserError where the options do not deal them out."""
+    """The blocks of every stage, in order.  Raises UserError if the options do not divide them."""
     held = _blocks_of_processes(num_layers, p)
     chunks, pp = _chunks(held, p), len(held)
     counts = [held[stage % pp] // chunks for stage in range(pp * chunks)]
@@ -25,12 +25,12 @@ def stage_blocks(num_layers: int, p: ParallelConfig) -> list[range]:
 
 
 def is_interleaved(num_layers: int, p: ParallelConfig) -> bool:
-    """Whether a process of the pipeline holds several stages."""
+    """Whether a pp rank holds several stages."""
     return len(stage_blocks(num_layers, p)) > p.pipeline_model_parallel_size
 
 
 def _blocks_of_processes(num_layers: int, p: ParallelConfig) -> list[int]:
-    """Blocks of each process of a pipeline; an embedding and a loss that count as one are among them."""
+    """Blocks of each pp rank, including an embedding or loss that counts as one."""
     pp, ends = p.pipeline_model_parallel_size, (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
     given = [end for end in ends if end is not None]
     counted = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
@@ -41,9 +41,7 @@ def _blocks_of_processes(num_layers: int, p: ParallelConfig) -> list[int]:
         f"--decoder-{name}-pipeline-num-layers {end}" for name, end in zip(("first", "last"), ends) if end is not None
     )
     if counted:
-        raise UserError(
-            f"{words} already says how blocks are dealt out; drop it or --account-for-...-in-pipeline-split"
-        )
+        raise UserError(f"{words} already divides the blocks; drop it or --account-for-...-in-pipeline-split")
     stages, left = pp - len(given), num_layers - sum(given)
     if min(given) < 1 or stages < 0 or left < 0 or bool(stages) != bool(left) or (stages and left % stages):
         raise UserError(
@@ -55,33 +53,31 @@ def _blocks_of_processes(num_layers: int, p: ParallelConfig) -> list[int]:
 
 
 def _chunks(held: list[int], p: ParallelConfig) -> int:
-    """In how many chunks each process holds its blocks."""
+    """Number of chunks per pp rank."""
     each, chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
     if each is None and chunks is None:
         return 1
     by_layers, by_chunks = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     if each is not None and chunks is not None:
-        raise UserError(f"{by_layers} {each} and {by_chunks} {chunks} say the same thing twice; drop one")
+        raise UserError(f"{by_layers} {each} and {by_chunks} {chunks} mean the same; drop one")
     option, value = (by_layers, each) if each is not None else (by_chunks, chunks)
     assert value is not None
     if len(held) == 1 or value < 1:
         raise UserError(
             f"{option} is {value} and --pipeline-model-parallel-size {len(held)}; "
-            "give 1 or more of the first and 2 or more of the second, or drop the first"
+            "give at least 1 and 2, or drop the first"
         )
     if chunks is not None:
         for blocks in held:
             _share(blocks, chunks, "layers a stage by virtual stages", f"change {option}")
         return chunks
     if len(set(held)) > 1 or p.decoder_first_pipeline_num_layers or p.decoder_last_pipeline_num_layers:
-        raise UserError(
-            f"{option} is {value}, and stages of the first or last process's own length are given; use {by_chunks}"
-        )
+        raise UserError(f"{option} is {value}, and the first or last stage has its own length; use {by_chunks}")
     return _share(held[0], value, "layers a stage by layers a virtual stage", f"change {option}")
 
 
 def _share(value: int, among: int, what: str, way_out: str) -> int:
-    """value / among; UserError unless it is a whole number."""
+    """value / among.  Raises UserError unless it is an integer."""
     if among < 1 or value % among:
         raise UserError(f"{what}: {value} is not a multiple of {among}; {way_out}")
     return value // among

@@ -1,10 +1,10 @@
-"""Context parallelism: every process of an axis has a part of each sequence's tokens.
+"""Context parallelism: each cp rank holds a shard of every sequence's tokens.
 
-A sequence of S tokens is cut into 2 cp pieces, and process r has pieces r and 2 cp - 1 - r one after the other, so that
-causal attention is as much work for each.  All but attention works on the tokens that are there; attention gathers
-keys and values, which grouped queries make small.
-Source: Megatron-LM's get_batch_on_this_cp_rank; arXiv 2407.21783, section 3.3.2, which gathers too.
-Shapes: B sequences, S tokens, s = S/cp of them of this process, A query and G key/value heads, D channels of a head.
+A sequence of S tokens is cut into 2 cp pieces.  Rank r holds pieces r and 2 cp - 1 - r in that order, so that causal
+attention costs each rank the same.  Everything but attention works on local tokens.  Attention all-gathers keys and
+values, which are small with grouped queries.
+Source: Megatron-LM's get_batch_on_this_cp_rank; arXiv 2407.21783, section 3.3.2, which also gathers.
+Shapes: B sequences, S tokens, s = S/cp local tokens, A query and G key/value heads, D channels per head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_snip.quant.rounding import Rows
 
 
 def rows_of(seq_length: int, axis: Axis) -> Rows | None:
-    """Where this process's rows stand among those of whole sequences; None where they are whole."""
+    """Position of this rank's rows in whole sequences; None without context parallelism."""
     if axis.size == 1:
         return None
     piece = seq_length // (2 * axis.size)
@@ -30,7 +30,7 @@ def rows_of(seq_length: int, axis: Axis) -> Rows | None:
 
 
 def pieces(seq_length: int, axis: Axis) -> list[slice]:
-    """The positions in a sequence of this process's tokens, in their order."""
+    """Positions of this rank's tokens in a sequence, in their local order."""
     rows = rows_of(seq_length, axis)
     if rows is None:
         return [slice(0, seq_length)]
@@ -38,26 +38,26 @@ def pieces(seq_length: int, axis: Axis) -> list[slice]:
 
 
 def own_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """This process's part [..., s] of whole sequences [..., S]."""
+    """This rank's shard [..., s] of whole sequences [..., S]."""
     parts = [x[..., piece] for piece in pieces(x.shape[-1], axis)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """[B, s, C] of each process -> [B, S, C] in order; the gradient is summed over them."""
+    """All-gather [B, s, C] of each rank -> [B, S, C] in order; the gradient is reduce-scattered."""
     whole: Tensor = _Gather.apply(x, axis) if axis.size > 1 else x
     return whole
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, triangle: Any, mask: Tensor | None = None) -> Tensor:
-    """Queries [B, A, P, D] of a sequence's positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole.
+    """Attention of queries [B, A, P, D] at positions from ``begin`` on -> [B, A, P, D]; k, v [B, G, S, D] are whole.
 
-    triangle: `triangles`' for this piece.  mask [B, 1, S, S]: which key a query sees; None: all that are not later.
+    triangle: from `triangles`, for this piece.  mask [B, 1, S, S]: the keys that each query sees; None: all up to it.
     """
     grouped, end = q.shape[1] != k.shape[1], begin + q.shape[2]
     if mask is not None:
         mask = mask[:, :, begin:end, :end]
-    elif begin == 0:  # the first rows of a square: no mask is needed
+    elif begin == 0:  # a causal square needs no mask
         return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=True, enable_gqa=grouped)
     else:
         mask = triangle
@@ -65,18 +65,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, triangle: Any,
 
 
 def triangles(pieces: Sequence[slice], device: torch.device) -> list[Any]:
-    """What the queries of each piece see, for `causal_attention`; None where no mask is needed.
+    """Masks of the pieces for `causal_attention`; None where it needs none.
 
-    They are made once, because compilers cannot trace how.
+    Computed once, because torch.compile cannot trace it.
     """
     return [lower_right(piece.stop - piece.start, piece.stop, device) if piece.start else None for piece in pieces]
 
 
 def lower_right(queries: int, keys: int, device: torch.device) -> Any:
-    """What of all keys each of the last queries sees; takes memory on CPUs alone, which have no kernel for it."""
+    """Causal mask of the last queries over all keys.  Only CPUs, which have no kernel for it, materialise the mask."""
     if device.type == "cpu":
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler: a second
+    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second
 
     return causal_lower_right(queries, keys)
 

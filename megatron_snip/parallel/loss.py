@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary is split over tp.  Source: Megatron-LM, arXiv 1909.08053.
+"""Cross entropy with the vocabulary split over tp.  Source: Megatron-LM, arXiv 1909.08053.
 
 loss_t = log sum_v exp(z_tv) - z_t,label;  its gradient is softmax(z_t) - onehot(label).
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_snip.mesh import Axis
 
-_PART = 1024  # of the vocabulary, at a time
-#: Elements whose gradient is computed at a time: a few of them fit a CPU's cache, and on a GPU they are 512 MiB.
+_PART = 1024  # vocabulary entries per partial sum
+#: Gradient elements computed at once: a few chunks fit a CPU's cache; on a GPU a chunk is 512 MiB.
 _CHUNK = {"cpu": 1 << 20}
 _LARGE_CHUNK = 1 << 27
 
@@ -26,14 +26,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         top = logits.amax(dim=-1).float()
         if axis.size > 1:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
-        z = torch.sub(logits, top.unsqueeze(-1))  # float32 without a float32 copy of the logits beside it
+        z = torch.sub(logits, top.unsqueeze(-1))  # float32 without a float32 copy of the logits
         column = labels - axis.rank * rows
         elsewhere = (column < 0) | (column >= rows)
         column = column.masked_fill(elsewhere, 0)
         at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         exp = z.exp_()
         total = exp.sum(dim=-1)
-        if wide:  # by parts, since the whole would be copied to float64
+        if wide:  # in parts, since float64 would copy the whole tensor
             total = torch.stack([part.sum(dim=-1, dtype=torch.float64) for part in exp.split(_PART, dim=-1)]).sum(dim=0)
         sums = torch.stack([total, at_label.to(total.dtype)])
         if axis.size > 1:
@@ -49,7 +49,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale, grad = grads[0].unsqueeze(-1), torch.empty_like(softmax, dtype=ctx.dtype)
         at_label = -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         size = max(1, _CHUNK.get(softmax.device.type, _LARGE_CHUNK) // softmax.shape[-1])
-        space = torch.empty_like(softmax[:size])  # the whole in float32 would be twice the logits
+        space = torch.empty_like(softmax[:size])  # the whole tensor in float32 would be twice the logits
         for first in range(0, len(softmax), size):
             rows = slice(first, first + size)
             part = torch.mul(softmax[rows], scale[rows], out=space[: len(softmax) - first])
@@ -58,9 +58,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
-    """Loss of each token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every process.
+    """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank.
 
-    wide: with the sum over the vocabulary in float64, rounded once, so that it does not depend on tp.
+    wide: sums over the vocabulary in float64 and rounds once, so that the loss does not depend on tp.
     """
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis, wide)
     return loss

@@ -1,7 +1,7 @@
-"""Running all microbatches of a batch through the pipeline: forward and backward, or forward alone.
+"""Runs all microbatches of a batch through the pipeline: forward and backward, or only forward.
 
-With one stage a plain loop; else torch.distributed.pipelining's 1F1B (interleaved when a process holds
-several stages).  A probe is one more `forward_backward` without an optimiser step.
+One stage runs a plain loop; several run torch.distributed.pipelining's 1F1B, interleaved if a rank holds several
+stages.  A probe is one more `forward_backward` without an optimiser step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_snip.quant import PLAIN, StepContext
 
 
 class BatchLike(Protocol):
-    """What a batch holds: M microbatches of B whole sequences of S tokens."""
+    """Content of a batch: M microbatches of B whole sequences of S tokens."""
 
     @property
     def tokens(self) -> Tensor:
@@ -42,7 +42,7 @@ def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
 
 
 class Pipeline:
-    """The stages of this process and the schedule that runs them.  Every process makes and calls it alike."""
+    """This rank's stages and their schedule.  Every rank must make the same calls."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Pipeline:
     ) -> None:
         self.documents = documents
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
-        self.losses: list[float] = []  # share of each microbatch of the last pass; on the last stage alone
+        self.losses: list[float] = []  # share of each microbatch of the last pass; only on the last stage
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
         self._schedules: dict[str, tuple[int, Any]] = {}
         self._num_stages = num_stages
@@ -67,12 +67,12 @@ class Pipeline:
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
 
     def _schedule(self, use: str, microbatches: int, *, training: bool) -> Any:
-        """A schedule for each use, training, evaluation and trials: torch would set up anew at each change.
+        """One schedule each for training, evaluation and trials, since torch would set up again at each switch.
 
-        One is made anew where the batch grows.
+        A new one is made when the batch grows.
         """
         if self._schedules.get(use, (0, None))[0] != microbatches:
-            # here, because it loads torch's compiler, which --help and most tools never need
+            # imported here because it loads torch's compiler, which --help and most tools never need
             from megatron_snip.parallel.pipeline_stage import Schedule1F1B, ScheduleInterleaved1F1B, Stage
 
             n = self._num_stages
@@ -85,7 +85,7 @@ class Pipeline:
                     s,
                     n,
                     self.device,
-                    # static shapes: else the first step runs a pass of its own over uninitialised memory
+                    # static shapes; otherwise the first step adds a pass over uninitialised memory
                     input_args=self._tokens if s == 0 else activation,
                     output_args=loss if s == n - 1 else activation,
                     group=self.mesh.pp.group,
@@ -101,20 +101,20 @@ class Pipeline:
         return self._schedules[use][1]
 
     def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
-        """Run the batch and leave its gradients in `.grad`, added to what is there.
+        """Run the batch and accumulate its gradients in `.grad`.
 
-        context: what the pass is to be beside iteration and tokens, which are filled in here.
-        Returns this process's share of the loss: the sum over all processes is tp times the loss in nats.
+        context: settings of the pass, except iteration and tokens, which are set here.
+        Returns this rank's share of the loss: the sum over all ranks is tp times the loss in nats.
         """
         return self._run(batch, iteration, context, training=True)
 
     @torch.no_grad()
     def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
-        """The same share of the loss without gradients."""
+        """The same share of the loss, without gradients."""
         return self._run(batch, iteration, context, training=False)
 
     def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> float:
-        """Make the pass's context, and drop what its linears keep with it."""
+        """Set up the context of the pass, and drop the weight casts that linears keep afterwards."""
         tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp.size
         if self.documents is not None:
             tokens = self.documents.begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
@@ -123,8 +123,8 @@ class Pipeline:
         try:
             return run(batch, context, training=training)
         finally:
-            # An update may follow, or other precisions.  FSDP has freed what it gathered, and whether its next buffer
-            # has this one's address differs between processes, which must cast, and reduce over tp, alike.
+            # An update or other precisions may follow.  Also, FSDP has freed the gathered weights.  Whether its next
+            # buffer has the same address differs between ranks, which must cast, and reduce over tp, alike.
             drop_weight_casts(self.stages.values())
 
     def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
@@ -145,8 +145,8 @@ class Pipeline:
         schedule = self._schedule(use, len(batch.tokens), training=training)
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
         args = (tokens.to(self.device),) if self._has_first else ()
-        # torch cuts tensors into microbatches, and gives every stage anything else as it is; FSDP would take a tensor
-        # of these to the device, and reading it there would wait for all that runs
+        # torch cuts tensors into microbatches and passes anything else to every stage unchanged; FSDP would move
+        # a tensor to the device, and reading it there would block
         options: dict[str, Any] = {"sample_index": batch.sample_index.numpy(), "context": context}
         if self._has_last:
             options |= {"labels": labels, "target": labels}
@@ -156,10 +156,10 @@ class Pipeline:
         return self._share(losses)
 
     def _own(self, x: Tensor) -> Tensor:
-        """This process's part [M, B, S/cp] of whole sequences [M, B, S]."""
+        """This rank's shard [M, B, S/cp] of whole sequences [M, B, S]."""
         return own_tokens(x, self.mesh.cp)
 
     def _share(self, losses: Sequence[Tensor]) -> float:
-        # read at once: the host waits for the device one time, and not for every microbatch
+        # one read, so that the host waits for the device once instead of at every microbatch
         self.losses = torch.stack([loss.detach() for loss in losses]).flatten().cpu().numpy().tolist() if losses else []
         return sum(self.losses)

@@ -1,4 +1,4 @@
-"""A stage as torch.distributed.pipelining runs it, and torch's schedules; imported where there are several stages."""
+"""torch's pipeline stage and schedules with our changes.  Imported only with several stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Schedule1F1B", "ScheduleInterleaved1F1B", "Stage"]
 
 
 class Stage(PipelineStage):
-    """torch's stage, but data parallel collectives follow the sharding strategy, and buffers live as long as they must.
+    """torch's stage, but with the sharding strategy's data-parallel collectives and short-lived buffers.
 
-    torch's own reduces all gradients after the last backward; here they are reduced beside it.  torch's own keeps what
-    it receives into, an activation and a gradient for each microbatch of the batch, for the whole run; here one comes
-    to be when its receive is posted, and goes when its microbatch is through.
+    torch reduces all gradients after the last backward; here the reduction overlaps with it.  torch keeps a receive
+    buffer for the activation and the gradient of every microbatch for the whole run; here a buffer is allocated when
+    its receive is posted, and freed when its microbatch is done.
     """
 
     def __init__(self, sharding: str, *args: Any, **options: Any) -> None:
@@ -33,7 +33,7 @@ class Stage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
     ) -> Any:
-        """One microbatch's forward, given the numbers of its samples; overrides torch's, which cuts tensors alone."""
+        """Forward of one microbatch with its sample numbers.  Overrides torch's, which cuts only tensors."""
         assert kwargs is not None
         kwargs = {**kwargs, "sample_index": kwargs["sample_index"][fwd_chunk_id].tolist()}
         result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
@@ -41,13 +41,13 @@ class Stage(PipelineStage):
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *rest: Any, **more: Any) -> None:
-        """One microbatch's backward, on the last stage from its loss []; overrides torch's."""
+        """Backward of one microbatch, on the last stage from its loss [].  Overrides torch's."""
         super().backward_one_chunk(bwd_chunk_id, loss, *rest, **more)
         if not self.has_backward:  # torch calls it in evaluation too
             return
         _free(self.grad_recv_info[bwd_chunk_id])
         if loss is not None:
-            loss.detach_()  # it is kept to the end of the batch, and its graph holds the stage's input
+            loss.detach_()  # it is kept until the end of the batch, and its graph holds the stage's input
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
         with self._on_meta():
@@ -59,7 +59,7 @@ class Stage(PipelineStage):
 
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
-        """Inside, torch makes its buffers for the whole batch, without memory."""
+        """Let torch create its buffers for the whole batch without memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield
@@ -72,7 +72,7 @@ class Stage(PipelineStage):
         return super()._get_recv_ops(recv_infos)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """One microbatch's backward; overrides torch's."""
+        """Backward of one microbatch.  Overrides torch's."""
         if backward_type != "full" or not isinstance(self.submod, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         before_backward(self.submod, self._sharding, last=last_backward)
@@ -86,6 +86,6 @@ def _free(recv_infos: Sequence[Any]) -> None:
 
 
 def _move(info: Any, device: torch.device) -> None:
-    """Put another tensor in the place of the buffer, if there is one: the ends of a pipeline have none on one side."""
+    """Replace the buffer by one on another device.  The ends of a pipeline have no buffer on one side."""
     if isinstance(buffer := getattr(info, "buffer", None), Tensor):
         info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)

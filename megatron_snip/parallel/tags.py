@@ -1,6 +1,6 @@
-"""What each parameter is, said where it is made and asked for by its full name.
+"""Tags that describe each parameter, set at its creation and looked up by its full name.
 
-Tags lie on the module that owns the parameter: FSDP2 replaces the parameter itself, and what was written on it is lost.
+The module that owns the parameter holds the tags, since FSDP2 replaces the parameter and loses its attributes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Tags:
-    """What whoever initialises, updates or reduces a parameter has to know of it.
+    """What initialisation, the optimiser and reductions need to know about a parameter.
 
-    split_dim: the dim that tp cuts; None where each tp process holds the whole parameter.
-    summed_over_tp: when a tp process has only a part of a whole parameter's gradient.  "sequence_parallel": it sees a
-    part of the tokens under sequence parallelism, and else all of them.  "always": it sees its own heads.
+    split_dim: the dim that tp splits, or None if each tp rank holds the whole parameter.
+    summed_over_tp: when a tp rank has only part of a whole parameter's gradient.  "sequence_parallel": under sequence
+    parallelism, where it sees part of the tokens.  "always": because it sees only its own heads.
     """
 
     kind: Literal["linear", "norm", "bias", "embedding", "output"]
@@ -28,22 +28,22 @@ class Tags:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tp process holds the whole parameter."""
+        """Whether every tp rank holds the whole parameter."""
         return self.split_dim is None
 
     def is_summed(self, sequence_parallel: bool) -> bool:
-        """Whether the gradient is to be summed over tp."""
+        """Whether to sum the gradient over tp."""
         return self.summed_over_tp == "always" or (sequence_parallel and self.summed_over_tp == "sequence_parallel")
 
 
 def add_parameter(module: nn.Module, name: str, parameter: nn.Parameter, tags: Tags) -> None:
-    """Give a module a parameter with its tags."""
+    """Register a parameter of a module, with its tags."""
     module.register_parameter(name, parameter)
     module.__dict__["tags"] = {**module.__dict__.get("tags", {}), name: tags}
 
 
 def tags_of(*modules: nn.Module) -> dict[str, Tags]:
-    """The tags of all parameters in the modules, by their full names there and in their order."""
+    """The tags of all parameters of the modules, by full name, in order."""
     return {name: tags for module in modules for name, tags in _tags_of(module)}
 
 

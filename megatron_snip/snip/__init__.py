@@ -1,1 +1,1 @@
-"""SNIP: statistics -> divergences -> ILP -> plan.  Empty: the solver's process imports no torch."""
+"""SNIP: statistics -> divergences -> ILP -> plan.  Imports nothing: the solver's process must not load torch."""

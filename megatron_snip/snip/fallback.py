@@ -1,7 +1,7 @@
-"""Plans to fall back to: one that was in force before without trouble, or the base option for all linears.
+"""Fallback plans: an earlier plan that ran without trouble, or the base option for all linears.
 
-Nobody solves for them: a plan's own `objective` says what it is, and its hash is new, since it holds from another
-iteration than the one that it repeats.
+They need no solve.  A plan's `objective` says how it was made.  Its hash differs from that of the plan it repeats,
+because it takes effect at another iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Linears = Mapping[str, LinearPrecision]
 
 
 def linears_of(history: Sequence[Mapping[str, Any]], names: Collection[str]) -> list[Linears | None]:
-    """What each plan of a history held, from what each of them changed; None where that is not known in full."""
+    """The linears of each plan in a history of changes; None where they are not fully known."""
     held: dict[str, LinearPrecision] = {}
     out: list[Linears | None] = []
     for entry in history:
@@ -30,9 +30,10 @@ def linears_of(history: Sequence[Mapping[str, Any]], names: Collection[str]) -> 
 def plan_before(
     history: Sequence[Mapping[str, Any]], shapes: Sequence[LinearShape], blamed: Collection[str], iteration: int
 ) -> Plan | None:
-    """The last plan of the history whose precisions were never blamed, to hold from `iteration` on; None without one.
+    """The last plan of the history whose precisions were never blamed, effective from `iteration`; None if there is
+    none.
 
-    blamed: hashes of the plans that were in force when the loss broke.
+    blamed: hashes of the plans in force when the loss broke.
     """
     held = linears_of(history, [shape.name for shape in shapes])
     bad = [linears for entry, linears in zip(history, held, strict=True) if entry["hash"] in blamed]
@@ -43,7 +44,7 @@ def plan_before(
 
 
 def base_plan(choices: Choices, shapes: Sequence[LinearShape], iteration: int) -> Plan:
-    """FP8, or the first option where FP8 is none, from `iteration` on for all linears that are not fixed to another."""
+    """FP8, or the first option if FP8 is not one, from `iteration` on, for all linears that are not fixed."""
     base = choices.free[base_option(choices.free)]
     linears = {
         shape.name: choices.options[option] if option >= 0 else base

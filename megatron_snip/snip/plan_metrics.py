@@ -1,4 +1,4 @@
-"""What metrics.jsonl, wandb and TensorBoard show of statistics, plans and trials; docs/architecture.md has the keys."""
+"""Statistics, plans and trials in metrics.jsonl, wandb and TensorBoard; docs/architecture.md lists the keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Metrics = dict[str, Any]
 
 
 def divergence_metrics(stats: Statistics, options: Sequence[LinearPrecision]) -> Metrics:
-    """Divergences of the costliest option, summed over each block and each kind of linear."""
+    """Divergences of the most costly option, summed over each block and each kind of linear."""
     metrics: Metrics = {"snip/non_finite_linears": len(stats.not_finite)}
     kinds = {"loss_divergence": loss_divergence}
     if stats.has_updates:
@@ -35,12 +35,12 @@ def divergence_metrics(stats: Statistics, options: Sequence[LinearPrecision]) ->
 
 
 def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes) -> Metrics:
-    """What is saved in the target's unit; by stage, FP4 share and modelled time as a share of all in BF16."""
+    """Savings in the target's unit; per stage, FP4 share and modelled time relative to everything in BF16."""
     metrics: Metrics = {"snip/gemm_times": times.hardware}
     try:
         found = by_stage(shapes, plan.linears, times)
         metrics["snip/saved"] = achieved(shapes, plan.linears, measure, times)
-    except ValueError as error:  # a resumed run's plan may hold formats that its table has not
+    except ValueError as error:  # a resumed run's plan may have formats that its table lacks
         LOGGER.warning(f"iteration {plan.iteration}: no modelled times: {error}")
         return metrics
     metrics["snip/modelled_time"] = sum(taken for _, taken in found.values())
@@ -50,7 +50,7 @@ def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, ti
 
 
 def trial_metrics(tried: Sequence[Tried], tokens: int, passes: int, seconds: float) -> Metrics:
-    """What a trial measured: of the best plan, and of those that have a name of their own."""
+    """Results of a trial: for the best plan, and for plans with their own name."""
     metrics: Metrics = {
         "snip/trial_passes": passes, "snip/trial_tokens": tokens, "snip/trial_seconds": seconds,
     }  # fmt: skip

@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: step, optimiser, checkpoint, metrics, report.  Imports nothing."""
+"""The training loop and its parts: step, optimiser, checkpoint, metrics, report.  Imports nothing."""

@@ -1,4 +1,4 @@
-"""From options to this process's stages of the model, and the pipeline that runs them."""
+"""Build this rank's stages of the model from options, and the pipeline that runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_snip.quant.operands import Casts
 
 
 def documents_of(config: Config, cp: Axis) -> Documents | None:
-    """What ends of documents mean in a run with this context parallel axis; None where they mean nothing."""
+    """The handling of document boundaries in a run with this cp axis; None if they have no effect."""
     d, per_token = config.data, config.training.calculate_per_token_loss
     if not (d.reset_position_ids or d.reset_attention_mask or d.eod_mask_loss):
         return None
@@ -34,7 +34,7 @@ def documents_of(config: Config, cp: Axis) -> Documents | None:
 
 
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
-    """This process's stages, sharded over dp, by stage number; their weights have memory and no values."""
+    """This rank's stages, sharded over dp, by stage number.  Their weights are allocated but have no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
     dtype = torch.bfloat16 if t.bf16 else torch.float32
     again = Recompute(
@@ -52,7 +52,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     for stage in stages.values():
         for linear in stage.linears().values():
             linear.impl = config.precision.linear_impl
-            if mesh.dp_cp.size > 1:  # FSDP gathers a copy; where it frees that after each use, casts go too
+            if mesh.dp_cp.size > 1:  # FSDP gathers a copy; if it frees that after each use, casts are freed too
                 linear.weight_casts = Casts(frees=True) if keeps_weights(strategy) else None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
@@ -62,7 +62,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
 
 
 def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], device: torch.device) -> Pipeline:
-    """The pipeline over this process's stages."""
+    """The pipeline over this rank's stages."""
     m, t = config.model, config.training
     own = m.seq_length // mesh.cp.size
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)

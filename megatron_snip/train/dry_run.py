@@ -1,18 +1,18 @@
-"""`--dry-run`: a run's own code on fake tensors, which have a shape and no memory, for one process after another.
+"""`--dry-run`: a run's own code on fake tensors, which have a shape but no memory, one rank after another.
 
-Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
-process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
-stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
-and a probe, each of a whole --global-batch-size.
+Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training.  Collectives use torch's fake process
+group, and nothing is read from or written to a run folder.  The dry run measures the first and last pipeline stages,
+and the second if it has more blocks than the first: an iteration in each precision that the run may use, and a probe,
+each with a whole --global-batch-size.
 
-Not counted: what a kernel allocates within itself (cuBLAS's workspace), NCCL's buffers, and what a caching allocator
-cannot fill.
+Not counted: memory that kernels allocate internally (cuBLAS's workspace), NCCL's buffers, and fragmentation of the
+caching allocator.
 
-Of many microbatches a few are run, enough for the pipeline to be full; a further one adds to the counts what lies
-between the last two of them, and nothing to the peak.  An interleaved pipeline repeats itself after each of its rounds.
+With many microbatches, only enough to fill the pipeline are run.  Each further one adds to the counts what happens
+between the last two, and nothing to the peak.  An interleaved pipeline repeats after each round.
 
-Blocks are run as without --compile, since a compiler does not take fake tensors: a compiled block launches less, and
-keeps other tensors.
+Blocks run without --compile, since the compiler does not accept fake tensors.  Compiled blocks launch fewer kernels and
+keep other tensors.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 from megatron_snip.train.validate import validate
 
 GIB = 2**30
-GPU_GRANULE = 512  # bytes that torch's CUDA allocator rounds up to
+GPU_GRANULE = 512  # bytes; torch's CUDA allocator rounds up to this
 
 
 def dry_run(config: Config) -> None:
-    """`pretrain_llama.py --dry-run`; rank 0 alone does it.  UserError if it does not fit --memory-gib."""
+    """`pretrain_llama.py --dry-run`, on rank 0 only.  Raises UserError if the run does not fit --memory-gib."""
     world_size = config.dry_run.world_size or runtime.environment_world_size()
     config = without_files(config)
     validate(config, world_size)
@@ -82,7 +82,7 @@ def dry_run(config: Config) -> None:
 
 
 def without_files(config: Config) -> Config:
-    """The same run on made-up tokens, without a file but the tokenizer's that a vocabulary is missing from."""
+    """The same run on mock tokens and without files, except a tokenizer if the vocabulary size is missing."""
     if config.model.vocab_size is not None:
         config = config.replace(tokenizer_type="NullTokenizer", tokenizer_model=None)
     return config.replace(
@@ -92,17 +92,17 @@ def without_files(config: Config) -> Config:
 
 
 def end_ranks(config: Config, world_size: int) -> list[int]:
-    """A process of the first pipeline stage, one of the last, and one of the second if that has the most blocks."""
+    """A rank of the first pipeline stage, one of the last, and one of the second if that has the most blocks."""
     p, each = config.parallel, world_size // config.parallel.pipeline_model_parallel_size
     pp, stages = p.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, p)
     blocks = [sum(map(len, stages[process::pp])) for process in range(pp)]
-    # the first has as many microbatches under way as any; those between the ends are alike, the second has the most
+    # the first has the most microbatches in flight; those between the ends are alike, and the second has most of them
     middle = [1] if pp > 2 and blocks[1] > blocks[0] else []
     return [each * process for process in dict.fromkeys([0, *middle, pp - 1])]
 
 
 def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[Measured]:
-    """`measure` of each rank, side by side in processes of their own."""
+    """`measure` of each rank, in parallel processes."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(min(2, len(ranks)), processes, end_with_parent) as pool:
@@ -110,15 +110,15 @@ def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[M
 
 
 def measure(config: Config, world_size: int, rank: int) -> Measured:
-    """Build and run one process of a run on fake tensors; it takes the place of this process's group."""
+    """Build and run one rank of a run on fake tensors; replaces this process's process group."""
     config = without_files(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # fake tensors have no address, a fake group no time-out
+        warnings.simplefilter("ignore")  # fake tensors have no address, a fake group has no time-out
         device = device_of(config)
         if device != "cpu":
             stack.enter_context(as_on(device))
-            if not torch.cuda.is_available():  # nobody asks what the GPU is
+            if not torch.cuda.is_available():  # nothing queries the GPU
                 config = config.replace(distributed_backend="auto", device="auto")
         config, plan = check(config, world_size)
         here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
@@ -142,10 +142,10 @@ def _join_fake_group(rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
-    """Inside, tensors are fake but for a mesh's tables of ranks, and arrays read from them are zeros."""
+    """Make tensors fake, except a mesh's tables of ranks.  Arrays read from fake tensors are zeros."""
     name = "_propagate_tensor_meta_non_cached"
 
-    def apart(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: object, **options: object) -> Any:
             with _disable_current_modes():
                 return plain(*args, **options)
@@ -157,11 +157,11 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
         return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
 
     with (
-        mock.patch.object(DeviceMesh, "__init__", apart(DeviceMesh.__init__)),
+        mock.patch.object(DeviceMesh, "__init__", outside_modes(DeviceMesh.__init__)),
         # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
-        mock.patch.object(ShardingPropagator, name, apart(getattr(ShardingPropagator, name))),
+        mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
-        # fake weights need no second life: torch cannot put another tensor in the place of a fake one
+        # fake weights are allocated directly: torch cannot replace one fake tensor by another
         mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
         mock.patch.object(LlamaStage, "to_empty", lambda stage, *, device: stage),
         FakeTensorMode(),
@@ -170,12 +170,12 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
 
 
 def _few_microbatches(config: Config, dp: int) -> tuple[Config, int, int]:
-    """The options with a batch that fills the pipeline and goes on a while, how often what lies between its last
-    forwards is left out, and how many forwards that is.
+    """The options with a batch that just fills the pipeline and runs on for a while; how often the stretch between its
+    last forwards is left out; and how many forwards that stretch has.
     """
     p, t, wanted = config.parallel, config.training, config.num_microbatches(dp)
     pp, each, times, forwards = p.pipeline_model_parallel_size, 1, p.pipeline_model_parallel_size + 2, 1
-    if is_interleaved(config.model.num_layers, p):  # whose microbatches come in rounds, and twice fill the pipeline
+    if is_interleaved(config.model.num_layers, p):  # microbatches come in rounds; two fill the pipeline
         each, times = wanted // max(1, wanted // pp), 3
         forwards = each * len(stage_blocks(config.model.num_layers, p)) // pp
     few = min(wanted // each, times)
@@ -184,10 +184,10 @@ def _few_microbatches(config: Config, dp: int) -> tuple[Config, int, int]:
 
 
 class _Stretches:
-    """Runs the parts of one process through what a run comes to.
+    """Runs the stretches of one rank.
 
-    config has the whole batch, few the part of it that is run.  left_out: how often something more would have been run,
-    and how many forwards that is.
+    config has the whole batch, few the part that is run.  left_out: how often a repeated stretch is left out, and how
+    many forwards it has.
     """
 
     def __init__(self, config: Config, few: Config, left_out: tuple[int, int], parts: Parts, tracker: Tracker) -> None:
@@ -207,7 +207,7 @@ class _Stretches:
             stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
         self.before, self.kept = 0, 0
         blocks = [block for stage in parts.stages.values() for block in stage.blocks().values()]
-        for block in blocks[:1]:  # none where a process has the embedding or the output layer alone
+        for block in blocks[:1]:  # none if a rank has only the embedding or output layer
             block.register_forward_pre_hook(self._before_block)
             block.register_forward_hook(self._after_block)
 
@@ -215,11 +215,11 @@ class _Stretches:
         self.before = self._of_forward()
 
     def _after_block(self, *_: object) -> None:
-        if torch._C._current_graph_task_id() == -1:  # and not what backward recomputes
+        if torch._C._current_graph_task_id() == -1:  # not recomputation in backward
             self.kept = self._of_forward() - self.before
 
     def _of_forward(self) -> int:
-        """Bytes of what forwards have made, but for weights' casts, which serve all microbatches."""
+        """Bytes made by forwards, without casts of weights, which serve all microbatches."""
         casts = [linear.weight_casts for stage in self.parts.stages.values() for linear in stage.linears().values()]
         return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
 
@@ -228,7 +228,7 @@ class _Stretches:
         self.tracker.memory.mark(map(local_of, grads), "gradients")
 
     def measured(self) -> Measured:
-        """All stretches of this process."""
+        """All stretches of this rank."""
         kind, mesh = self.config.precision.precision, self.parts.mesh
         stretches = []
         if kind != "snip":
@@ -274,7 +274,7 @@ class _Stretches:
         )
 
     def _plan_at_target(self) -> None:
-        """A plan that saves --snip-target of each stage: its linears from the first on take what saves most."""
+        """A plan that saves --snip-target of each stage, by giving its first linears the option that saves most."""
         shapes = snip_shapes(self.config)
         options = read_choices(self.config.snip, shapes).options
         saved = efficiency(shapes, options, "fp4")
@@ -290,7 +290,7 @@ class _Stretches:
 
 
 def check_memory(config: Config, world_size: int, measured: Sequence[Measured], gib: float) -> None:
-    """UserError if a peak is above so many GiB, naming what a dry run of it says would help."""
+    """Raise UserError if a peak exceeds this many GiB.  Dry runs find the changes that would help."""
     worst = max(measured, key=lambda one: one.worst.total)
     if worst.worst.total <= gib * GIB:
         return
@@ -312,7 +312,7 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
 
 
 def _changes(config: Config) -> list[tuple[str, Config]]:
-    """Single changes that take memory off a process, as words of the command line and as options."""
+    """Single changes that save memory per rank, as command-line words and as options."""
     p, changes = config.parallel, []
     if config.training.recompute_granularity == "none" and not config.training.compile:
         selective = config.replace(recompute_granularity="selective", recompute_modules=("core_attn", "mlp"))
@@ -324,7 +324,7 @@ def _changes(config: Config) -> list[tuple[str, Config]]:
     if config.training.micro_batch_size > 1:
         changes.append(("--micro-batch-size 1", config.replace(micro_batch_size=1)))
     option = "data_parallel_sharding_strategy"
-    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by what they hold, the most first
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # in descending order of memory
     for strategy in strategies[strategies.index(p.data_parallel_sharding_strategy) + 1 :]:
         changes.append((f"--{option.replace('_', '-')} {strategy}", config.replace(**{option: strategy})))
     for option in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):

@@ -1,19 +1,19 @@
-"""What a stretch of a run allocates, sends, multiplies and launches, seen op by op, on fake tensors or on real ones.
+"""Allocations, communication, FLOPs and launches of a stretch of a run, op by op, on fake or real tensors.
 
-A storage counts from the op that makes it to the end of its last tensor, with the changes of size that FSDP2 makes in
-between.  Its kind may show only later (a gradient is one because the optimiser takes it), so allocations are logged and
-the peak is found afterwards.  torch's own MemTracker tells kinds by module hooks, which pipelines and recomputation
-confuse, and knows neither casts nor what FSDP2 gathers.
+A storage counts from the op that creates it until its last tensor dies, including FSDP2's resizes.  Its kind may be
+known only later (a tensor is a gradient because the optimiser takes it), so allocations are logged and the peak is
+computed afterwards.  torch's own MemTracker determines kinds with module hooks, which pipelines and recomputation
+confuse, and does not know casts or what FSDP2 gathers.
 
-    parameters   weights, and the tables of rotary positions
+    parameters   weights, and the rotary tables
     gradients    whole ones and their shards
     optimiser    Adam's moments
     gathered     whole parameters and buffers of FSDP2's collectives
     casts        codes, scales and dequantised operands
-    activations  the rest of what a forward makes
-    temporaries  the rest of what a backward makes: gradients of activations, and what is recomputed
+    activations  everything else that forward creates
+    temporaries  everything else that backward creates: gradients of activations, recomputed activations
 
-Convention: bytes of a collective are those that a process hands over, of a recv those that it gets.
+Convention: bytes of a collective are those that a rank passes in; for a recv, those that it receives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_snip.mesh import AXES, Mesh
 from megatron_snip.quant.kernels import op
 
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
-#: c10d's collectives -> (name here, argument that is handed over, argument that is the group).
+#: c10d's collectives -> (name here, index of the input argument, index of the group argument).
 _COLLECTIVES = {
     "allreduce_": ("all-reduce", 0, 1),
     "broadcast_": ("broadcast", 0, 1),
@@ -44,7 +44,7 @@ _COLLECTIVES = {
     "send": ("send", 0, 1),
     "recv_": ("recv", 0, 1),
 }
-#: aten's ops that launch nothing, beside views, which their schema tells.
+#: aten ops that launch nothing, besides views, which have a marked schema.
 _SILENT = (
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view",
     "_local_scalar_dense",
@@ -52,16 +52,16 @@ _SILENT = (
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _ELEMENTS = {(2, 1): "fp4", (2, 3): "fp6", (3, 2): "fp6", (4, 3): "fp8", (5, 2): "fp8 (E5M2)"}
 
-#: What was counted, by ("launch", op), ("flops",), ("gemm", M, N, K, formats), ("read",), and of collectives
+#: Counts by ("launch", op), ("flops",), ("gemm", M, N, K, formats), ("read",), and for collectives
 #: ("count", axis, collective) and ("bytes", axis, collective).
 Counts = Counter[tuple[str | int, ...]]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """One iteration or probe of one process: bytes by kind at the peak, and what `Counts` says.
+    """One iteration or probe of one rank: bytes by kind at the peak, and its `Counts`.
 
-    kept: bytes that a block's forward leaves for its backward, of a microbatch.
+    kept: bytes per microbatch that a block's forward keeps for its backward.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process was seen to do; parameters counts the elements that it holds."""
+    """Measurements of one rank; parameters counts its elements."""
 
     rank: int
     stage: int
@@ -91,15 +91,15 @@ class Measured:
 
 
 class _Storage:
-    """A storage's bytes now, its kind, and the format that its values were cast to."""
+    """A storage's current bytes, its kind, and the format of its values."""
 
     def __init__(self, size: int, kind: str) -> None:
         self.size, self.kind, self.fmt = size, kind, ""
-        self.alive: Any = None  # the weak reference that tells its end
+        self.alive: Any = None  # the weak reference that reports its end
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an op's arguments or results, those in lists too."""
+    """The tensors among an op's arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -108,7 +108,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Memory:
-    """Storages that are alive, and the log of how they came and went.  granule: what an allocator rounds up to."""
+    """Live storages, and a log of their changes.  granule: bytes that the allocator rounds up to."""
 
     def __init__(self, granule: int) -> None:
         self.granule = granule
@@ -116,11 +116,11 @@ class Memory:
         self.log: list[tuple[_Storage, int]] = []
 
     def begin(self) -> None:
-        """Start the log anew with what is there."""
+        """Restart the log from the live storages."""
         self.log = [(storage, storage.size) for storage in self.live.values()]
 
     def add(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Storages of these tensors that are not known yet come to be."""
+        """Register the storages of these tensors unless they are known."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live and tensor.device.type != "meta":
@@ -141,30 +141,30 @@ class Memory:
         return -(-storage.nbytes() // self.granule) * self.granule
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now; FSDP2 does so with the whole parameters that it gathers."""
+        """Record a storage's new size.  FSDP2 resizes the whole parameters that it gathers."""
         entry = self.live.get(storage._cdata)
         if entry is not None:
             before, entry.size, entry.kind = entry.size, self._rounded(storage), "gathered"
             self.log.append((entry, entry.size - before))
 
     def of(self, tensor: Tensor) -> _Storage | None:
-        """What is known of a tensor's storage, [...]."""
+        """The record of a tensor's storage, [...]."""
         return self.live.get(tensor.untyped_storage()._cdata)
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Storages are of this kind, from their beginning."""
+        """Set the kind of these storages, retroactively."""
         for tensor in tensors:
             if (entry := self.of(tensor)) is not None:
                 entry.kind = kind
 
     def of_forward(self, but: Iterable[Tensor]) -> int:
-        """Bytes that are alive now of what forwards make, but for some tensors."""
+        """Live bytes made by forwards, except those of some tensors."""
         left_out = {id(self.of(tensor)) for tensor in but}
         made = (entry for entry in self.live.values() if entry.kind in ("activations", "casts"))
         return sum(entry.size for entry in made if id(entry) not in left_out)
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment since `begin` that has most."""
+        """Bytes by kind at the peak since `begin`."""
         total = most = moment = 0
         for place, (_, change) in enumerate(self.log):
             total += change
@@ -177,7 +177,7 @@ class Memory:
 
 
 class Tracker(TorchDispatchMode):
-    """Sees every op inside a `with`; what a host reads from fake tensors is 0.0, 1 or True, as if all went well."""
+    """Sees every op inside a `with` block.  Host reads of fake tensors give 0.0, 1 or True, as if all went well."""
 
     def __init__(self, granule: int = 1) -> None:
         super().__init__()
@@ -188,19 +188,19 @@ class Tracker(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def name_axes(self, mesh: Mesh) -> None:
-        """Tell which groups are which axes of the mesh."""
+        """Map process groups to axes of the mesh."""
         self._axes = {mesh.world.group_name: "world"}
         self._axes |= {getattr(mesh, axis).group.group_name: axis for axis in AXES}
         self._axes |= {axis.group.group_name: "dp" for axis in (mesh.replicate, mesh.shard)}
         self._axes |= {mesh.embedding.group.group_name: "pp"} if mesh.embedding is not None else {}
 
     def begin(self) -> None:
-        """Forget what was counted; what is allocated stays."""
+        """Reset the counts; allocations stay."""
         self.counts, self.laps = Counter(), []
         self.memory.begin()
 
     def lap(self) -> None:
-        """Keep the counts as they stand."""
+        """Save a copy of the current counts."""
         self.laps.append(self.counts.copy())
 
     def __enter__(self) -> Tracker:
@@ -223,9 +223,9 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         fake = FakeTensor in types
         if fake and func is torch.ops.prim.device.default:
-            return args[0].fake_device  # most of all calls
+            return args[0].fake_device  # the most frequent call
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor's ops come back
+            return NotImplemented  # the ops of its local tensor follow
         if func is torch.ops.aten._local_scalar_dense.default:
             self.counts["read",] += 1
             if fake:
@@ -248,12 +248,12 @@ class Tracker(TorchDispatchMode):
         self.memory.add(outs, "activations" if torch._C._current_graph_task_id() == -1 else "temporaries")
         if space == "megatron_snip":
             self._label_casts(name, args, outs)
-        elif space == "fsdp" and name.startswith("chunk_cat"):  # of the gradients that are to be reduced
+        elif space == "fsdp" and name.startswith("chunk_cat"):  # gradients before their reduction
             self.memory.mark(_tensors(args), "gradients")
         elif space == "fsdp":  # buffers of its collectives
             self.memory.mark([*outs, *_tensors([kwargs.get("out")])], "gathered")
         elif name == "clone" and (source := self.memory.of(args[0])) is not None and source.fmt:
-            self._is_as(outs[0], source)  # codes in another order
+            self._is_as(outs[0], source)  # codes in another layout
         elif name == "mm" or name.startswith("_scaled_mm"):
             self._count_gemm(args[0], args[1])
         elif name.startswith("_scaled_dot_product"):
@@ -268,7 +268,7 @@ class Tracker(TorchDispatchMode):
         received = list(_tensors([args[0]]))
         for there, here in zip(received, _tensors([args[handed]]), strict=False) if handed else ():
             if (source := self.memory.of(here)) is not None and source.fmt:
-                self._is_as(there, source)  # codes that are gathered
+                self._is_as(there, source)  # gathered codes
         self.counts["count", axis, kind] += 1
         self.counts["bytes", axis, kind] += size
 
@@ -277,7 +277,7 @@ class Tracker(TorchDispatchMode):
             entry.kind, entry.fmt = source.kind, source.fmt
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
-        """Say of what casts give that they do, and in which format."""
+        """Mark the outputs of casts, with their format."""
         if name not in ("cast", "dequantize"):
             return
         self.memory.mark(outs, "casts")
@@ -286,7 +286,7 @@ class Tracker(TorchDispatchMode):
             formats = ["" if source is None else source.fmt]
         else:
             (forms, outputs), counted = op._forms(args[2]), bool(args[4])
-            sizes = [  # codes come with scales
+            sizes = [  # codes have scales
                 1 if output == "values" else 2 + counted + form.fmt.needs_tensor_amax
                 for form, output in zip(forms, outputs, strict=True)
             ]
@@ -297,7 +297,7 @@ class Tracker(TorchDispatchMode):
                 entry.fmt = fmt
 
     def _count_gemm(self, a: Tensor, b: Tensor) -> None:
-        """a [M,K] by b [K,N], both with half as many columns or rows where two elements are in a byte."""
+        """a [M,K] by b [K,N], each with half as many columns or rows if a byte holds two elements."""
         (m, k), n = a.shape, b.shape[1]
         k *= 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
         formats = []
@@ -308,7 +308,7 @@ class Tracker(TorchDispatchMode):
         self.counts["flops",] += 2 * m * n * k
 
     def _count_attention(self, name: str, args: Any) -> None:
-        """Causal: two products forward; backward five, of which the first is made anew."""
+        """Causal: two products in forward and five in backward, the first of them recomputed."""
         query = args[1] if name.endswith("backward") else args[0]
         batch, heads, length, channels = query.shape
         products = 5 if name.endswith("backward") else 2
@@ -316,7 +316,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _is_of_a_mesh(func: Any, args: Any) -> bool:
-    """Whether an op reads real tensors alone, which under fake tensors are the tables of ranks of a mesh."""
+    """Whether an op reads only real tensors, which under fake tensors are a mesh's tables of ranks."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None or "lift_fresh" in func._schema.name:
         return False
     return next(_tensors(args), None) is not None

@@ -1,8 +1,7 @@
-"""What a dry run takes the devices for, and choices as they are made on them, where there are none.
+"""The device that a dry run assumes, and its choices on a machine without that device.
 
-Fake tensors stand on "cpu" everywhere, since a torch without CUDA ends the process at the first backward of a fake
-CUDA tensor.  What is chosen by the device is chosen as on a GPU all the same: who multiplies, fused kernels, and blocks
-of 512 bytes.
+Fake tensors are always on "cpu", since torch without CUDA crashes at the first backward of a fake CUDA tensor.
+Choices that depend on the device are still those of a GPU: GEMM backends, fused kernels, and blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _BACKENDS: dict[str, tuple[type[Backend], ...]] = {
 
 
 def device_of(config: Config) -> str:
-    """Either "hopper", "blackwell" where a format of the run is Blackwell's alone, or "cpu" where no GPU is meant."""
+    """Either "hopper", "blackwell" if only Blackwell has a format of the run, or "cpu" if no GPU is requested."""
     if config.parallel.distributed_backend == "gloo" and config.parallel.device != "cuda":
         return "cpu"
     if config.snip.snip_options == "auto" and torch.cuda.is_available():
         config = config.replace(snip_options=auto_options(torch.device("cuda")))
     hopper, *blackwell = (backend() for of in _BACKENDS.values() for backend in of)
-    with contextlib.suppress(ValueError):  # a precision that there is not: `check` refuses it
+    with contextlib.suppress(ValueError):  # an unknown precision; `check` refuses it
         plan = Plan.load(str(config.precision.precision_plan)) if config.precision.precision == "plan" else None
         for name in {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}:
             fmt = get_format(name)
@@ -52,7 +51,7 @@ def device_of(config: Config) -> str:
 
 @contextlib.contextmanager
 def as_on(device: str) -> Iterator[None]:
-    """Inside, what asks for the device chooses as on a GPU that ``device_of`` names."""
+    """Within the block, choices are those of the GPU that ``device_of`` names."""
     with contextlib.ExitStack() as stack:
         for backend in _BACKENDS[device]:
             stack.enter_context(mock.patch.object(backend, "unfit_device", lambda self, device: None))
@@ -68,7 +67,7 @@ def as_on(device: str) -> Iterator[None]:
 
 @torch.library.custom_op("dry_run::rms_norm", mutates_args=())
 def _norm(x: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
+    raise NotImplementedError("only for fake tensors")
 
 
 @_norm.register_fake
@@ -78,7 +77,7 @@ def _(x: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("dry_run::rms_norm_backward", mutates_args=())
 def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    raise NotImplementedError("fake tensors alone come here")
+    raise NotImplementedError("only for fake tensors")
 
 
 @_norm_backward.register_fake
@@ -87,7 +86,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What CUDA's fused RMSNorm makes and keeps: its input, its weight and a float32 number a row."""
+    """CUDA's fused RMSNorm: keeps its input, its weight and a float32 number per row."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:

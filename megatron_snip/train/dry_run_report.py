@@ -1,4 +1,4 @@
-"""What a dry run found, as text and as JSON."""
+"""Results of a dry run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _layout(config: Config, world_size: int) -> dict[str, int]:
 
 
 def plan_size(config: Config) -> tuple[int, int]:
-    """Linears and options of the integer program that a plan comes from."""
+    """Number of linears and options of a plan's integer program."""
     shapes = snip_shapes(config)
     return len(shapes), len(read_choices(config.snip, shapes).options)
 
@@ -39,7 +39,7 @@ def _gemms(stretch: Stretch) -> list[dict[str, Any]]:
 
 
 def _collectives(stretch: Stretch) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, collective) -> (how often, bytes)."""
+    """(axis, collective) -> (calls, bytes)."""
     found = sorted((str(what[1]), str(what[2])) for what in stretch.counts if what[0] == "count")
     return {pair: (stretch.counts["count", *pair], stretch.counts["bytes", *pair]) for pair in found}
 
@@ -49,7 +49,7 @@ def _launches(stretch: Stretch) -> dict[str, int]:
 
 
 def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Everything that was counted; bytes are bytes."""
+    """All counts; sizes are in bytes."""
     linears, options = plan_size(config)
     return {
         "version": 1,
@@ -84,7 +84,7 @@ def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> di
 
 
 def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
-    """Tables for people."""
+    """Tables for display."""
     at, (linears, options) = _layout(config, world_size), plan_size(config)
     device = {"cpu": "CPUs", "hopper": "Hopper GPUs", "blackwell": "Blackwell GPUs"}[device_of(config)]
     context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
@@ -102,7 +102,7 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
 
 
 def _rows(one: Measured) -> list[list[str]]:
-    """The table of one process: first row names, then what each stretch has of it."""
+    """The table of one rank: row names first, then a column per stretch."""
 
     def row(name: str, value: Callable[[Stretch], str]) -> list[str]:
         return [name, *(value(stretch) for stretch in one.stretches)]
@@ -132,7 +132,7 @@ def _sent(stretch: Stretch, pair: tuple[str, str]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a Markdown table, the first its head, columns of equal width."""
+    """Lines of a Markdown table with a header row and aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

@@ -1,12 +1,12 @@
-"""Scores of a run's checkpoints on benchmarks: a file for each checkpoint.
+"""Scores of a run's checkpoints on benchmarks, one file per checkpoint.
 
     evaluations/iter_0001000.json
     {"version": 1, "iteration": 1000, "model": "0123456789abcdef",
      "scores": {"bf16": {"arc_easy": {"acc": [0.31, 0.01]}}, "plan 0123456789abcdef": {...}}}
 
-Convention: scores[precision of the forward][task][metric] is the value with its standard error, null where none is
-known.  Another evaluation of the same checkpoint adds to the file, and replaces what it measured again.  model is the
-run's id, or the path of a Hugging Face folder.
+Convention: scores[precision of the forward][task][metric] is the value with its standard error, or null if unknown.
+Another evaluation of the same checkpoint adds to the file and replaces repeated measurements.  model is the run's id,
+or the path of a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scores = Mapping[str, tuple[float, float | None]]
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of scores; what is in scores is checked one by one, so that errors name it."""
+    """A file of scores.  Scores are checked one by one, so that errors name them."""
 
     version: Count
     iteration: Count
@@ -37,7 +37,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known of one checkpoint: precision of the forward -> task -> metric -> (value, standard error)."""
+    """Scores of one checkpoint: precision of the forward -> task -> metric -> (value, standard error)."""
 
     iteration: int
     scores: dict[str, dict[str, Scores]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
-        """Read a file; UserError for anything else than what ``save`` writes."""
+        """Read a file from ``save``.  Raises UserError for anything else."""
         values = read_json(path, "evaluation", _WAY_OUT)
         try:
             check_version(values, 1)
@@ -62,18 +62,18 @@ class Evaluation:
         return cls(found.iteration, scores, found.model)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, atomically."""
         values = {"version": 1, "iteration": self.iteration, "model": self.model, "scores": self.scores}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(values, indent=1) + "\n")
 
     def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
-        """This and what was measured since."""
+        """A copy with further measurements."""
         scores = {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}}
         return replace(self, scores=scores)
 
     def row(self, precision: str) -> dict[str, Any]:
-        """What wandb and TensorBoard get: ``evaluation/<precision>/<task>/<metric>``, a plan without its hash."""
+        """Row for wandb and TensorBoard: ``evaluation/<precision>/<task>/<metric>``, with plans named without hash."""
         word = precision.partition(" ")[0]
         tasks = self.scores[precision]
         values = {
@@ -83,12 +83,12 @@ class Evaluation:
 
 
 def evaluation_file(run_dir: Path, iteration: int) -> Path:
-    """Where a run folder keeps the scores of a checkpoint."""
+    """Path of a checkpoint's scores in a run folder."""
     return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
 
 
 def read_evaluations(run_dir: Path, notes: list[str]) -> list[Evaluation]:
-    """All of a run folder by iteration; what cannot be read is noted."""
+    """All evaluations of a run folder, by iteration.  Unreadable files are added to the notes."""
     found = []
     for path in sorted(run_dir.glob("evaluations/iter_*.json")):
         try:
@@ -104,7 +104,7 @@ def shown(value: float, error: float | None) -> str:
 
 
 def score_rows(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of a table: a row for each metric of a task, a column for each checkpoint and precision."""
+    """Headers and rows of a table with a row per metric of a task, and a column per checkpoint and precision."""
     columns = [(each, precision) for each in evaluations for precision in each.scores]
     names = {
         (task, metric): None for each, p in columns for task, metrics in each.scores[p].items() for metric in metrics

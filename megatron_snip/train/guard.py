@@ -1,19 +1,19 @@
 """The loss guard (--snip-guard): when the loss breaks, fall back step by step.
 
-The loss breaks when --snip-guard-patience iterations in a row, under one plan, are suspicious: a spike (see watch.py)
-or a skipped update.  Then, each step only if the one before did not help and only where there is something to it:
+The loss breaks when --snip-guard-patience consecutive iterations under one plan are suspicious: a spike (see watch.py)
+or a skipped update.  The guard then takes the next of these steps that changes anything:
 
-    plan         the last plan that was in force without trouble, from the next iteration on
+    plan         the last plan that ran without trouble, from the next iteration on
     base         FP8, or the base option, for all linears, from the next iteration on
-    checkpoint   back to the last checkpoint of before the loss broke: weights, moments, counters, plan; the samples
-                 read since then are skipped, and the base option holds
+    checkpoint   back to the last checkpoint before the loss broke: weights, moments, counters, plan; the samples read
+                 since then are skipped, and the base option takes effect
 
-A solve under way is dropped with each step, so a plan that caused trouble comes back only if a new probe chooses it.
-Planning goes on at the next probe, and a plan of its own is judged from the first step on again.  Where no step is
-left, log and metrics say so, what is in force stays, and the last losses are forgotten.
+Each step drops a solve in progress, so a plan that caused trouble returns only if a new probe chooses it.  The next
+probe resumes planning, and its plan is judged from the first step on.  When no step is left, log and metrics say so,
+the current precision stays, and the loss history is cleared.
 
-Everything follows from reduced values and from the checkpoint, so all processes decide alike; only which checkpoints
-are there rank 0 tells the others, when one is asked for.
+Decisions use only reduced values and checkpointed state, so all ranks agree.  The list of checkpoints is the exception:
+rank 0 broadcasts it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the guard; told in metrics at the iteration from which it holds."""
+    """One step of the guard, reported in metrics at the iteration where it takes effect."""
 
     kind: str  # plan, base, checkpoint or none
     iteration: int  # after which it was taken
     why: str
-    checkpoint: int | None = None  # the iteration gone back to
+    checkpoint: int | None = None  # the iteration of the checkpoint
 
     @property
     def text(self) -> str:
-        """What it does, for people."""
+        """Description of the step for users."""
         to = {
             "plan": "falling back to the last plan without trouble",
             "base": "falling back to the base option for all linears",
@@ -62,7 +62,7 @@ class Step:
 
 
 class Guard:
-    """Judges each iteration and takes the steps; every process makes one and calls it alike."""
+    """Judges each iteration and takes the steps.  Every rank makes one and calls it in the same way."""
 
     def __init__(
         self,
@@ -73,36 +73,36 @@ class Guard:
         folders: dict[Path, int | None],
         wait_saved: Callable[[], None],
     ) -> None:
-        self.wait_saved = wait_saved  # until a save in the background has ended
+        self.wait_saved = wait_saved  # waits for a background save
         self.patience, self.watch, self.coordinator, self.mesh = patience, watch, coordinator, mesh
-        self.folders = folders  # of this run's checkpoints -> the one iteration that counts in it, None for all
-        self.broke: int | None = None  # first of the suspicious iterations up to now
-        self.in_a_row = 0  # suspicious ones since the last step or plan
-        self.level = 0  # steps that the plan in force stands for: 0 a plan of a solve, 1 plan, 2 base
-        self.plan = ""  # hash of the plan in force
+        self.folders = folders  # of this run's checkpoints -> the only iteration that counts in it, or None for all
+        self.broke: int | None = None  # first of the current suspicious iterations
+        self.in_a_row = 0  # suspicious iterations since the last step or plan
+        self.level = 0  # of the current plan: 0 from a solve, 1 from step plan, 2 from step base
+        self.plan = ""  # hash of the current plan
         self.blamed: list[str] = []  # hashes of plans in force when the loss broke
-        self.saved: list[int] = []  # checkpoints that lie on the way to here
+        self.saved: list[int] = []  # checkpoints on the path to the current iteration
         self.rewound_to = -1
-        self.due: Step | None = None  # taken, to be applied and told before the next iteration
-        self.steps: list[dict[str, Any]] = []  # all of the run, those before a rewind included
+        self.due: Step | None = None  # to be applied and reported before the next iteration
+        self.steps: list[dict[str, Any]] = []  # all steps of the run, including those before a rewind
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         names = ("broke", "in_a_row", "level", "plan", "blamed", "saved", "rewound_to", "steps")
         return {**{name: getattr(self, name) for name in names}, "due": asdict(self.due) if self.due else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
         self.due = Step(**state["due"]) if state["due"] else None
 
     def add_checkpoint(self, iteration: int) -> None:
-        """A checkpoint of this iteration is written or was loaded."""
+        """Record that a checkpoint of this iteration was written or loaded."""
         self.saved = [*(one for one in self.saved if one != iteration), iteration]
 
     def before_step(self, iteration: int) -> Metrics:
-        """Apply the step that is due before the coordinator does anything, and tell of it."""
+        """Apply and report the step that is due, before the coordinator acts."""
         step, self.due = self.due, None
         if step is None:
             return {}
@@ -114,9 +114,9 @@ class Guard:
         return metrics
 
     def after_step(self, iteration: int, loss: float, grad_norm: float, suspicious: bool) -> Step | None:
-        """Judge an iteration that has been counted; the step to take if the loss has broken.
+        """Judge an iteration that has been counted; returns a step if the loss has broken.
 
-        A step "checkpoint" is the caller's to take, by `go_back`; the others are applied by `before_step`.
+        The caller takes a step "checkpoint", with `go_back`; `before_step` applies the others.
         """
         if self.plan != (plan := self._hash()):
             self.plan, self.level, self.in_a_row = plan, 0, 0
@@ -133,7 +133,7 @@ class Guard:
         return step
 
     def _next(self, iteration: int, why: str) -> Step:
-        """The next step that there is something to."""
+        """The next step that changes something."""
         self.in_a_row = 0
         if self.plan:
             self.blamed.append(self.plan)
@@ -151,7 +151,7 @@ class Guard:
         return self.coordinator.plan.hash if self.coordinator is not None and self.coordinator.plan else ""
 
     def _plan(self, kind: str, iteration: int) -> Plan | None:
-        """The plan to fall back to; None if there is none, it is in force already, or none is in force."""
+        """The plan to fall back to; None if there is none, if it is in force already, or if no plan is in force."""
         one = self.coordinator
         if one is None or one.plan is None or kind == "none":
             return None
@@ -162,16 +162,16 @@ class Guard:
         return plan if plan is not None and plan.linears != one.plan.linears else None
 
     def _good_checkpoint(self) -> int | None:
-        """The last checkpoint of before the loss broke, unless it was gone back to already; every process calls it."""
+        """The last checkpoint before the loss broke, unless already tried.  Every rank must call it."""
         assert self.broke is not None
-        self.wait_saved()  # else how long it takes would decide
+        self.wait_saved()  # otherwise the result would depend on its speed
         before = [one for one in self.saved if self.rewound_to < one < self.broke]
         there = [max((one for one in before if self.folder(one) is not None), default=None)]
         dist.broadcast_object_list(there, src=0, group=self.mesh.world)
         return there[0]
 
     def folder(self, iteration: int) -> Path | None:
-        """The folder of checkpoints that has this one."""
+        """The folder with a good checkpoint of this iteration, or None."""
         for folder, only in self.folders.items():
             with contextlib.suppress(Damaged):
                 if only in (None, iteration):
@@ -180,15 +180,15 @@ class Guard:
         return None
 
     def went_back(self, iteration: int) -> None:
-        """The run is back at a checkpoint, with the step that took it there still to be told."""
+        """Update the guard after a return to a checkpoint; the step remains to be reported."""
         self.saved = [one for one in self.saved if one <= iteration]
         self.rewound_to, self.broke, self.in_a_row, self.level = iteration, None, 0, 2
 
 
 def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
-    """Load weights and moments of a checkpoint into a run under way; returns its state, without a solve under way.
+    """Load weights and moments of a checkpoint into a running run; returns its state without a pending solve.
 
-    UserError if it cannot be read.  Every process calls it.
+    Raises UserError if it cannot be read.  Every rank must call it.
     """
     state = read_state(folder, iteration)
     with naming(folder, iteration):
@@ -196,6 +196,6 @@ def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
     for stage in parts.stages.values():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a pipeline's forward without a backward, a validation, leaves old weights gathered
+                module.reshard()  # forward without backward, in a pipeline's validation, leaves old weights gathered
     empty: Metrics = {"plan": None, "history": [], "predictions": None, "unwritten": {}}
     return {**state, "snip": {**(state["snip"] or empty), "pending": None}}

@@ -1,4 +1,4 @@
-"""What watches a run or steadies its pace and changes none of its numbers: profiler, memory, garbage collection."""
+"""Tools that observe a run or steady its pace without changing results: profiler, memory, garbage collection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_snip.config import Config
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Dense BF16 TFLOP/s by a part of the device's name, as their vendor's data sheets tell; the first that fits counts.
+#: Dense BF16 TFLOP/s from the vendor's data sheets, by part of the device's name; the first match counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0, "B200": 2250.0, "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0,
     "H100": 989.4, "H800": 989.4, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
@@ -22,7 +22,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense BF16 TFLOP/s that a GPU of this name can reach; None where that is not known."""
+    """Peak dense BF16 TFLOP/s of this GPU; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -30,7 +30,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def memory_row(device: torch.device) -> dict[str, int]:
-    """Bytes of memory in use and at most, under Megatron's names on a GPU; on a CPU the process's resident memory."""
+    """Bytes of memory in use and peak, with Megatron's names on a GPU; on a CPU, peak resident memory."""
     if device.type == "cuda":
         return {
             "mem-allocated-bytes": torch.cuda.memory_allocated(device),
@@ -41,7 +41,7 @@ def memory_row(device: torch.device) -> dict[str, int]:
 
 
 class Instruments:
-    """The profiler and the garbage collector of one process.  `close` gives the collector back."""
+    """The profiler and the garbage collector of one rank.  `close` restores the collector."""
 
     def __init__(self, config: Config, rank: int, device: torch.device) -> None:
         self.log, self.training, self.rank, self.device = config.logging, config.training, rank, device
@@ -51,7 +51,7 @@ class Instruments:
             gc.collect()
 
     def before_step(self, iteration: int) -> None:
-        """Begin to profile where it is due."""
+        """Start to profile if it is due."""
         log = self.log
         if log.profile and iteration == log.profile_step_start and self.rank in log.profile_ranks:
             gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
@@ -59,7 +59,7 @@ class Instruments:
             self._profiler.start()
 
     def after_step(self, iteration: int) -> dict[str, int]:
-        """Write the profile where it ends, collect garbage where that is due; what the iteration's row gets."""
+        """Write a finished profile, and collect garbage if due.  Returns columns for the iteration's row."""
         if self._profiler is not None and iteration == self.log.profile_step_end:
             self._write_profile(iteration)
         interval = self.training.manual_gc_interval
@@ -68,7 +68,7 @@ class Instruments:
         return memory_row(self.device) if self.log.log_memory else {}
 
     def close(self, iteration: int) -> None:
-        """End a profile that has not come to its last iteration, and let the collector run by itself again."""
+        """Write a profile that has not reached its last iteration, and enable automatic garbage collection."""
         if self._profiler is not None:
             self._write_profile(iteration)
         if self.training.manual_gc:
@@ -82,7 +82,7 @@ class Instruments:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:  # a full disk, say: the run itself goes well
+        except (OSError, RuntimeError) as error:  # a full disk, for example; the run itself is fine
             LOGGER.warning(f"{path} was not written: {error}")
             return
         LOGGER.info(f"profile of iterations {first} to {iteration}: {path}")

@@ -1,4 +1,4 @@
-"""The training loop, on one screen, and what surrounds it: start, validate, log, end."""
+"""The training loop, on one screen, and everything around it: start, validate, log, end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Options that make another plan; one that a resume finds in force was made with those of before.
+#: Options that define a plan.  After a resume, the plan in force was made with the old values.
 _OF_A_PLAN = ("snip_target", "snip_options", "snip_fix", "snip_granularity", "snip_objective", "snip_stage_constraint")
 
 
@@ -40,9 +40,9 @@ class Trainer(RunState):
     """One run."""
 
     def run(self) -> None:
-        """Train to the last iteration, or until something asks to leave."""
+        """Train to the last iteration, or until asked to stop."""
         t, parts = self.config.training, self.parts
-        self._tell_what_will_not_come()
+        self._warn_about_unreachable()
         if self.iteration == 0 and t.preflight:
             preflight(self.config, parts)
         self._validate_new_weights()
@@ -77,10 +77,10 @@ class Trainer(RunState):
             if self._due(self.config.logging.eval_interval) or iteration == t.train_iters:
                 row |= self._validate()
             self._log(row, result)
-            if self._went_back(result, suspicious):
+            if self._rewound(result, suspicious):
                 continue
             self._end_if_never_finite()
-            self._ask_about_data(result.stop)
+            self._share_data_problem(result.stop)
             leave = result.stop or self._due(t.exit_interval) or bool(self.data_problem)
             if self._due(self.config.checkpoint.save_interval) or leave or iteration == t.train_iters:
                 self._save(last=leave or iteration == t.train_iters)
@@ -88,11 +88,11 @@ class Trainer(RunState):
             if leave:
                 LOGGER.info(f"ending after iteration {iteration}, as requested")
                 break
-        if (reason := self._unwritten()) is not None:
+        if (reason := self._failed_writes()) is not None:
             raise UserError(reason)
 
-    def _tell_what_will_not_come(self) -> None:
-        """A line for each thing that the options ask for and that lies beyond this run's iterations or its data."""
+    def _warn_about_unreachable(self) -> None:
+        """Warn about everything that the options request but that this run's iterations or data will never reach."""
         t, log, snip, planner = self.config.training, self.config.logging, self.config.snip, self.parts.coordinator
         first, last = self.iteration + 1, t.train_iters
         if first > last:
@@ -110,7 +110,7 @@ class Trainer(RunState):
                     f"no plan will take effect: {due}, and the last iteration is {last}; all linears stay in {warmup}, "
                     f"unless you {way_out if first > snip.snip_start else 'lower --snip-start'}"
                 )
-            elif probe > first > snip.snip_start:  # --precision snip is new to a run that is past --snip-start
+            elif probe > first > snip.snip_start:  # --precision snip is new, and the run is past --snip-start
                 LOGGER.warning(
                     f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
                     f"--snip-start {first}"
@@ -123,17 +123,17 @@ class Trainer(RunState):
             )
         if log.eval_interval and log.eval_iters and self.parts.valid_loader is None:
             LOGGER.warning(
-                f"--eval-interval is {log.eval_interval}, and there is no validation data; "
+                f"--eval-interval is {log.eval_interval}, but there is no validation data; "
                 "give --valid-data-path, or --split a second number above 0"
             )
         if log.profile and not first <= log.profile_step_start <= last:
             LOGGER.warning(
                 f"no profile will be written: --profile-step-start is {log.profile_step_start}, "
-                f"and this run makes iterations {first} to {last}"
+                f"but this run makes iterations {first} to {last}"
             )
 
     def close(self, *, report: bool) -> None:
-        """Let go of files, threads and the solver; write the report if asked."""
+        """Close files, threads and the solver; write the report if asked."""
         if self.parts.coordinator is not None:
             self.parts.coordinator.close()
         self.parts.train_loader.close()
@@ -146,7 +146,7 @@ class Trainer(RunState):
             try:
                 path = write_report(run_dir)
                 print(f"\n{format_summary(run_dir)}\nreport: {path}", flush=True)
-            except Exception as error:  # a full disk, say: the run itself went well
+            except Exception as error:  # a full disk, for example; the run itself is fine
                 LOGGER.warning(f"no report was written to {run_dir}: {error}")
 
     def _due(self, interval: int | None) -> bool:
@@ -155,21 +155,21 @@ class Trainer(RunState):
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.perf_counter() - self.began > 60.0 * minutes
-        return self.signal.received or late or self._unwritten() is not None or bool(self._problem(1))
+        return self.signal.received or late or self._failed_writes() is not None or bool(self._check_batch(1))
 
-    def _unwritten(self) -> str | None:
-        """Why the run must end: too much that this process could not write.  None while it may go on."""
+    def _failed_writes(self) -> str | None:
+        """Why this rank must end the run: too many failed writes.  None while it may continue."""
         return next((part.reason for part in (self.writer, self.parts.coordinator) if part and part.reason), None)
 
-    def _problem(self, ahead: int) -> str:
-        """What this process finds wrong with the coming batch, or one ahead of it, if there is one."""
+    def _check_batch(self, ahead: int) -> str:
+        """The problem that this rank has with a coming batch; "" for none."""
         loader, there_is = self.parts.train_loader, self.iteration + ahead < self.config.training.train_iters
         return loader.problem(loader.cursor(self.consumed, ahead)) if there_is else ""
 
-    def _ask_about_data(self, stopped: bool) -> None:
-        """If some process asked to stop, find out whether because of a bad file."""
+    def _share_data_problem(self, stopped: bool) -> None:
+        """If some rank asked to stop, find out whether a bad file is the reason."""
         if stopped and not self.data_problem:
-            self.data_problem = first_problem(self._problem(0), self.parts.mesh)
+            self.data_problem = first_problem(self._check_batch(0), self.parts.mesh)
 
     def _end_if_data_failed(self) -> None:
         if self.data_problem:
@@ -198,20 +198,20 @@ class Trainer(RunState):
         }
 
     def _tflops(self, batch_size: int, seconds: float) -> float:
-        """TFLOP/s of a process in an iteration that takes so long, of the model's FLOPs."""
+        """Model TFLOP/s per rank for an iteration of this duration."""
         return iteration_flops(self.config.model, batch_size) / seconds / self.parts.mesh.world_size / 1e12
 
     def _later_batch(self, ahead: int) -> Any:
-        """The batch of ``ahead`` iterations after the coming one, and of its size; read here and now."""
+        """The batch that is ``ahead`` iterations after the next one, with the next one's size.  Read synchronously."""
         loader = self.parts.train_loader
         size = loader.size(self.consumed)
         try:
             return agreed(partial(loader.make, self.consumed + ahead * size, size), self.parts.mesh)
-        except IndexedDatasetError as error:  # on every process alike; training will come to it
+        except IndexedDatasetError as error:  # on every rank; training will meet it too
             raise ProbeFailed(str(error)) from None
 
     def _trial_runner(self, ahead: int) -> TrialRunner:
-        """What a trial runs: sequences from the batch ``ahead`` of the coming one on, or the last ones of the data."""
+        """Runner for a trial on sequences from batch ``ahead`` on, or on the last ones of the data."""
         c, parts = self.config, self.parts
         loader, together = parts.train_loader, c.training.micro_batch_size * parts.mesh.dp.size
         samples = samples_of(c.snip.snip_trial_tokens, c.model.seq_length, together, parts.mesh.pp.size)
@@ -219,12 +219,12 @@ class Trainer(RunState):
         first = min(loader.cursor(self.consumed, ahead), len(loader.dataset) - samples)
         try:
             batch = agreed(partial(loader.make, first, samples), parts.mesh)
-        except IndexedDatasetError as error:  # on every process alike; training will come to it
+        except IndexedDatasetError as error:  # on every rank; training will meet it too
             raise ProbeFailed(str(error)) from None
         return parts.stepper.trial_runner(batch, self.iteration + 1)
 
-    def _went_back(self, result: StepResult, suspicious: bool) -> bool:
-        """Let the guard judge this iteration; whether the run is back at a checkpoint, from which the loop goes on."""
+    def _rewound(self, result: StepResult, suspicious: bool) -> bool:
+        """Let the guard judge this iteration.  Returns whether the run went back to a checkpoint."""
         if self.guard is None:
             return False
         step = self.guard.after_step(self.iteration, result.loss, result.grad_norm, suspicious)
@@ -237,7 +237,7 @@ class Trainer(RunState):
             self.nan_in_a_row = 0
         if step.checkpoint is None:
             return False
-        back = step.checkpoint  # no save is under way: what it copies must not change
+        back = step.checkpoint  # no save is in progress: it may copy what this overwrites
         state = go_back(self.parts, self.guard.folder(back) or self.config.save_dir, back)
         self._take_state(state)
         self.guard.went_back(back)
@@ -251,7 +251,7 @@ class Trainer(RunState):
         return True
 
     def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
-        """What low precision cost this batch and on average under this plan, beside what statistics predict."""
+        """Cost of low precision for this batch and on average under this plan, with the statistics' prediction."""
         if bf16_loss is None:
             return {}
         coordinator, divergence = self.parts.coordinator, result.loss - bf16_loss
@@ -261,7 +261,7 @@ class Trainer(RunState):
         return measured | (coordinator.predicted_metrics() if coordinator else {})
 
     def _validate(self) -> dict[str, Any]:
-        """Mean loss over the next batches of the validation data; before training those of the first validation."""
+        """Mean loss over the next validation batches; before training, over those of the first validation."""
         loader, log = self.parts.valid_loader, self.config.logging
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
@@ -270,7 +270,7 @@ class Trainer(RunState):
         for i in range(log.eval_iters):
             try:
                 batch = agreed(partial(loader.batch, start + i * size), self.parts.mesh)
-            except IndexedDatasetError as error:  # on every process alike
+            except IndexedDatasetError as error:  # on every rank
                 self.data_problem = str(error)
                 return {}
             losses.append(self.parts.stepper.evaluate(batch, self.iteration))
@@ -282,7 +282,7 @@ class Trainer(RunState):
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
 
     def _validate_new_weights(self) -> None:
-        """Where the run starts from, as the row of iteration 0."""
+        """Validate the initial weights, as the row of iteration 0."""
         if self.iteration == 0 and (row := self._validate()) and self.writer is not None:
             self.writer.write({"iteration": 0, **row})
 
@@ -307,13 +307,13 @@ class Trainer(RunState):
 
 
 def train(config: Config, ending: Ending | None = None) -> None:
-    """Run `pretrain_llama.py` with these options; every process calls it.  UserError for bad input.
+    """Run `pretrain_llama.py` with these options.  Every rank must call it.  Raises UserError for bad input.
 
-    ending: what `runtime.report_errors` gave, so that an error can say where the run stands.
+    ending: from `runtime.report_errors`; errors then say how to continue the run.
     """
     began, p, stacks = time.perf_counter(), config.parallel, Path(config.logging.run_dir) / "stacks"
     kind = runtime.resolve_backend(p.distributed_backend, p.device)[1]
-    # first: `check` asks what the GPU can do, and CUDA's allocator reads its settings then
+    # first, since `check` queries the GPU, and CUDA's allocator then reads its settings
     runtime.prepare_environment(kind, deterministic=config.training.deterministic_mode, stacks=stacks)
     config, plan = check(config, runtime.environment_world_size())
     check_restarts(config, runtime.environment_restarts(), runtime.environment_requeues())
@@ -325,13 +325,13 @@ def train(config: Config, ending: Ending | None = None) -> None:
     start = agree_on(config, start)
     warn_about_memory(config, here)
     trainer = Trainer(config, build(config, here, plan, False), start)
-    trainer.began = began  # --exit-duration-in-mins counts the start too, as a job's time limit does
+    trainer.began = began  # --exit-duration-in-mins includes startup, as a job's time limit does
     if ending is not None:
         ending.open()
     try:
         trainer.run()
     except BaseException:
-        trainer.close(report=False)  # what went wrong is told first and alone
+        trainer.close(report=False)  # the error must be the first and only report
         raise
     trainer.close(report=True)
     if ending is not None:

@@ -1,4 +1,4 @@
-"""Whether a run can fit at all, asked before it is built: the system ends one that does not without a word."""
+"""Whether a run can fit at all, checked before it is built: the OOM killer gives no message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_snip.runtime import Runtime
 
 LOGGER = logging.getLogger("megatron_snip")
 _GIB = 2**30
-#: Of a parameter in training: weight, gradient and two moments, each in float32.
+#: Bytes per parameter in training: weight, gradient and two moments, each in float32.
 _BYTES = 16
-#: Files of a control group, of version 2 and of 1: what it may take, what it has, what of that can be dropped.
+#: Files of a control group, versions 2 and 1: limit, usage, and reclaimable part of the usage.
 _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -25,7 +25,7 @@ _GROUPS = (
 
 
 def warn_about_memory(config: Config, here: Runtime) -> None:
-    """One line if weights, gradients and moments alone need more than this machine, or its GPU, has free."""
+    """Warn if weights, gradients and moments alone exceed the free memory of this machine or its GPU."""
     free, processes = free_memory(here.device), runtime.environment_local_world_size()
     if here.device.type == "cuda":
         processes = -(-processes // max(1, torch.cuda.device_count()))
@@ -36,13 +36,13 @@ def warn_about_memory(config: Config, here: Runtime) -> None:
     LOGGER.warning(
         f"{what} cannot hold the run: weights, gradients and the optimiser's state need {needed / _GIB:.1f} GiB for "
         f"{processes} process{'es' if processes > 1 else ''}, activations not counted, and {free / _GIB:.1f} GiB are "
-        "free; the system may end it without a word. Take a smaller model or more machines, or shard more; --dry-run "
-        "tells what a layout needs"
+        "free; the system may kill it without notice. Take a smaller model or more machines, or shard more; --dry-run "
+        "shows what a layout needs"
     )
 
 
 def held(config: Config, world_size: int) -> int:
-    """Bytes of weights, gradients and moments that a process holds on average."""
+    """Average bytes of weights, gradients and moments per rank."""
     p, dp = config.parallel, config.data_parallel_size(world_size)
     count = parameters(config.model, tied=not config.model.untie_embeddings_and_output_weights)
     whole = dp * p.context_parallel_size
@@ -51,7 +51,7 @@ def held(config: Config, world_size: int) -> int:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that this process's GPU or machine can still give, within its control group; None if nothing tells."""
+    """Free bytes of this rank's GPU or machine, within its control group; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = [left for left in (_available(root), *_left_in_groups(root)) if left is not None]
@@ -67,7 +67,7 @@ def _available(root: Path) -> int | None:
 
 
 def _left_in_groups(root: Path) -> list[int]:
-    """What each control group around this process may still take."""
+    """Remaining bytes in each control group around this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -76,9 +76,9 @@ def _left_in_groups(root: Path) -> list[int]:
     found = []
     for name, limit, usage, droppable in _GROUPS:
         path = Path(own.get(name, "/").lstrip("/"))
-        for group in (path, *path.parents):  # a container may see its own group as the top
+        for group in (path, *path.parents):  # a container may see its own group as root
             place = root / "sys/fs/cgroup" / name / group
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number and means no limit
                 most, used = (int((place / file).read_text()) for file in (limit, usage))
                 stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
                 found.append(most - used + int(stat.get(droppable, 0)))

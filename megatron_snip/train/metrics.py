@@ -1,8 +1,8 @@
-"""What a run tells: metrics.jsonl, Megatron's progress line, and through it whoever watches.
+"""metrics.jsonl, Megatron's progress line, and the trackers behind them.
 
-metrics.jsonl has one JSON object an iteration, with the keys that Megatron users chart.  A resumed run cuts
-it back to the checkpoint's iteration, so no iteration stands in it twice.  With --log-all-ranks the processes
-beside rank 0 write rows of their own to metrics/rank_0001.jsonl and so on: what each of them saw and did.
+metrics.jsonl has one JSON object per iteration, with the keys that Megatron users chart.  A resumed run truncates it to
+the checkpoint's iteration, so no iteration appears twice.  With --log-all-ranks, the other ranks write rows of their
+own to metrics/rank_0001.jsonl and so on.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.trackers import start_trackers
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Rows that are kept while they cannot be written; one more iteration in a row ends the run.
+#: Rows kept in memory while writes fail; one more consecutive failure ends the run.
 ROWS_KEPT = 1000
-#: Skipped iterations in a row that people are told of.
+#: Consecutive skipped iterations that cause an alert.
 SKIPPED_IN_A_ROW = 3
 
 
@@ -46,7 +46,7 @@ class RunningMean:
     squares: float = 0.0  # sum of squared differences from the mean
 
     def following(self, plan: str, value: float) -> RunningMean:
-        """With one more value; another plan begins anew, and what is not finite is left out."""
+        """The mean with one more value.  Another plan starts over; values that are not finite are ignored."""
         before = self if plan == self.plan else RunningMean(plan)
         if not math.isfinite(value):
             return before
@@ -55,7 +55,7 @@ class RunningMean:
         return RunningMean(plan, count, mean, before.squares + difference * (value - mean))
 
     def summary(self) -> dict[str, float]:
-        """The mean, the count and, of two values or more, the standard error."""
+        """The count, the mean and, from two values on, the standard error."""
         found: dict[str, float] = {"count": self.count}
         if self.count > 0:
             found["mean"] = self.mean
@@ -65,7 +65,7 @@ class RunningMean:
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
-    """One row as valid JSON: NaN and infinities, which JSON does not know, become null."""
+    """One row as valid JSON, with null for NaN and infinities, which JSON does not have."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
@@ -75,29 +75,29 @@ _Value = _Whole | float | str | bool | None
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What every row has."""
+    """The field that every row has."""
 
     iteration: Count
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:
-    """The row of one line of metrics: numbers and texts by name, with an iteration.  None for anything else."""
+    """The row in one line of metrics: numbers and texts by name, with an iteration.  None for anything else."""
     try:
         values = parse_json(line)
         checked(values, _Row)
         return checked(values, dict[str, _Value])
-    except ValueError:  # no text, no JSON, or no row
+    except ValueError:  # not text, not JSON, or not a row
         return None
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a metrics file, each with its row; one warning if any that is damaged is left out."""
+    """The lines of a metrics file, each with its row.  Logs one warning if any are damaged and skipped."""
     found, damaged = [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         if (row := row_of(line)) is not None:
             found.append((line + b"\n", row))
-        elif number < len(lines):  # a kill may have cut the last one short
+        elif number < len(lines):  # a kill may have truncated the last line
             damaged.append(str(number))
     if damaged:
         shown = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
@@ -108,18 +108,18 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file.
 
-    A damaged line is left out with a warning; a last line that a kill cut short, without one.
+    Damaged lines are skipped with a warning, and a truncated last line without one.
     """
     return [row for _, row in _read_lines(path)]
 
 
 def metrics_file(run_dir: Path, rank: int = 0) -> Path:
-    """Where a process writes its rows."""
+    """Path of a rank's rows."""
     return run_dir / f"metrics/rank_{rank:04d}.jsonl" if rank else run_dir / "metrics.jsonl"
 
 
 def cut_back(path: Path, iteration: int) -> int | None:
-    """Drop the rows of later iterations, and make the file if it is not there; what stays is byte for byte the same.
+    """Drop the rows of later iterations; the others stay byte for byte.  Creates the file if it is missing.
 
     Returns the last iteration that has a row.
     """
@@ -129,9 +129,9 @@ def cut_back(path: Path, iteration: int) -> int | None:
 
 
 def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) -> None:
-    """`cut_back` for this process's share of the files beside rank 0's; every process calls it.
+    """`cut_back` for this rank's share of the files other than rank 0's.  Every rank must call it.
 
-    There may be files of more processes than run now, or of a run that wrote them while this one does not.
+    There may be files of more ranks than now, or from a run with --log-all-ranks that this one lacks.
     """
     for path in sorted(run_dir.glob("metrics/rank_*.jsonl")):
         number = path.stem.removeprefix("rank_")
@@ -140,9 +140,9 @@ def cut_back_ranks(run_dir: Path, iteration: int, rank: int, world_size: int) ->
 
 
 class MetricsWriter:
-    """A process's metrics file and, on rank 0, where people watch.
+    """A rank's metrics file and, on rank 0, the trackers.
 
-    A row that cannot be written, as on a full disk, is kept and written before the next one; see `FailedWrites`.
+    A row that cannot be written, such as on a full disk, is kept and written before the next one; see `FailedWrites`.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class MetricsWriter:
     ) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
         self._file: IO[bytes] | None = None
-        self._left = bytearray()  # bytes that the file does not have yet
-        self.unwritten: list[str] = []  # lines of which some may not be there yet, for a checkpoint
+        self._pending = bytearray()  # bytes not written yet
+        self.unwritten: list[str] = []  # lines that may not be complete in the file, for a checkpoint
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
         last = cut_back(self.path, iteration)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
@@ -160,10 +160,10 @@ class MetricsWriter:
             LOGGER.warning(f"{self.path} has no rows of iterations {last + 1} to {iteration}: they were never written")
         trackers = start_trackers(config, run_id, iteration) if rank == 0 else []
         self._trackers = [(tracker, FailedWrites(tracker.name, ROWS_KEPT)) for tracker in trackers]
-        self._skipped = self._skipped_in_a_row = 0  # in all, as rows tell it
+        self._skipped = self._skipped_in_a_row = 0  # in total, as in rows
 
     def _add_missing(self, lines: Sequence[str], last: int | None, iteration: int) -> int | None:
-        """Write those lines up to an iteration that come after the file's ``last`` row; returns its last row then."""
+        """Append those lines after the file's ``last`` row, up to an iteration; returns the new last row."""
         for line in lines:
             number = json.loads(line)["iteration"]
             if (-1 if last is None else last) < number <= iteration:
@@ -172,9 +172,9 @@ class MetricsWriter:
         return last
 
     def go_back(self, iteration: int) -> None:
-        """Write on after this iteration; rows of later ones are dropped, on a full disk too."""
+        """Continue after this iteration and drop later rows, even on a full disk."""
         assert self._file is not None
-        lines, self._left, self.unwritten = self.unwritten, bytearray(), []
+        lines, self._pending, self.unwritten = self.unwritten, bytearray(), []
         end, last = 0, None
         for line, row in _read_lines(self.path):
             if row["iteration"] > iteration:
@@ -186,14 +186,14 @@ class MetricsWriter:
             failed.attempt(partial(tracker.go_back, iteration))
 
     def alert(self, title: str, text: str, iteration: int = 0) -> None:
-        """Tell people."""
+        """Send an alert to all trackers."""
         for tracker, failed in self._trackers:
             failed.attempt(partial(tracker.alert, title, text, iteration))
 
     def write(self, row: Mapping[str, Any], plan: Plan | None = None, predictions: Predictions | None = None) -> None:
-        """One iteration's metrics; the line is handed to the system at once.
+        """Write one iteration's metrics; the line goes to the system at once.
 
-        plan: the one that begins to hold, for those who show more than numbers.
+        plan: the plan that takes effect, for trackers that show more than numbers.
         """
         self._add(_json_line(row))
         for tracker, failed in self._trackers:
@@ -202,13 +202,13 @@ class MetricsWriter:
             self._alert_of(row)
 
     def _add(self, line: str) -> None:
-        self._left += line.encode()
+        self._pending += line.encode()
         self.unwritten.append(line)
-        if self.failed.attempt(self._write_left):
+        if self.failed.attempt(self._write_pending):
             self.unwritten.clear()
 
     def _alert_of(self, row: Mapping[str, Any]) -> None:
-        """What people should hear of at once: a solve that failed, a streak of skipped iterations."""
+        """Send alerts for a failed solve and for a streak of skipped iterations."""
         if why := row.get("snip/solve_error"):
             text = f"iteration {row['iteration']}: keeping the current plan: {why}"
             self.alert("no new plan", text, row["iteration"])
@@ -221,22 +221,22 @@ class MetricsWriter:
 
     @property
     def reason(self) -> str | None:
-        """Why the run must end: too many writes in a row failed.  None while it may go on."""
+        """Why the run must end: too many consecutive failed writes.  None while it may continue."""
         return next((one.reason for one in (self.failed, *(f for _, f in self._trackers)) if one.reason), None)
 
-    def _write_left(self) -> None:
-        """All bytes that the file does not have yet, in order; what a failing write took is not written again."""
+    def _write_pending(self) -> None:
+        """Write all pending bytes in order.  Bytes that a failing write has taken are not written again."""
         assert self._file is not None
-        while self._left:
-            del self._left[: self._file.write(self._left) or 0]
+        while self._pending:
+            del self._pending[: self._file.write(self._pending) or 0]
 
     def close(self) -> None:
-        """End the file and the wandb run; never raises."""
+        """Close the file and the trackers.  Never raises."""
         file = self._file
         assert file is not None
-        self.failed.attempt(self._write_left)
-        if self._left:
-            LOGGER.warning(f"{self.path} lacks the last {self._left.count(bytes([10]))} rows")
+        self.failed.attempt(self._write_pending)
+        if self._pending:
+            LOGGER.warning(f"{self.path} lacks the last {self._pending.count(bytes([10]))} rows")
         else:
             self.failed.attempt(lambda: os.fsync(file.fileno()))
         file.close()
@@ -249,7 +249,7 @@ def progress_line(
 ) -> str:
     """Megatron's progress line for one row of metrics; `iteration-time` is in seconds.
 
-    peak: the device's own TFLOP/s in BF16, of which the MFU is a share.
+    peak: the device's peak TFLOP/s in BF16, for MFU.
     """
     throughput = "" if tflops is None else f" throughput per GPU (TFLOP/s/GPU): {tflops:.1f} |"
     if tflops is not None and peak is not None:

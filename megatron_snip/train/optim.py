@@ -1,7 +1,7 @@
 """AdamW over FP32 master weights.  Source: arXiv 1711.05101.
 
-The optimiser works on the local parts of sharded parameters as plain tensors: apex knows no DTensor, and
-plain tensors cost less.  Sharding comes back when the state is saved.
+The optimiser works on local shards as plain tensors: apex does not know DTensor, and plain tensors cost less.  Saving
+restores the sharding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _fused_adam_of_apex() -> Any:
-    """NVIDIA's FusedAdam; UserError with the way out where it is not installed."""
+    """NVIDIA's FusedAdam.  Raises UserError if it is not installed."""
     build = "build NVIDIA's from source (github.com/NVIDIA/apex), or use --optimizer-impl torch"
     try:
         return importlib.import_module("apex.optimizers").FusedAdam
@@ -39,7 +39,7 @@ def _fused_adam_of_apex() -> Any:
 
 
 def check_optimizer_impl(t: TrainingConfig) -> None:
-    """UserError if the chosen implementation cannot run here."""
+    """Raise UserError if the chosen implementation cannot run here."""
     if t.optimizer_impl == "apex":
         _fused_adam_of_apex()
         if not torch.cuda.is_available():
@@ -47,18 +47,18 @@ def check_optimizer_impl(t: TrainingConfig) -> None:
 
 
 class Optimizer:
-    """AdamW on this process's parts of the parameters, named as in the checkpoint.
+    """AdamW on this rank's shards of the parameters, named as in the checkpoint.
 
-    moments: whether it has memory for them; without it updates cannot be made, nor asked for.
+    moments: whether to allocate them; without them, updates are impossible.
     """
 
     def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True) -> None:
         self.config = config
-        self.steps = 0  # updates made; skipped iterations make none
-        self.samples = 0  # of the batches behind them, over which schedules run
+        self.steps = 0  # updates made; skipped iterations do not count
+        self.samples = 0  # samples of the batches behind those updates; schedules use it
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
-        # shares memory with the parameter, so that an update in place is the parameter's
+        # shares memory with the parameter, so that an in-place update changes the parameter
         self._local = {
             name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
         }
@@ -85,9 +85,9 @@ class Optimizer:
         self.set_steps(0)
 
     def set_steps(self, steps: int, samples: int | None = None) -> None:
-        """Set the number of updates made, on which Adam's bias correction depends, and of the samples behind them.
+        """Set the number of updates made, for Adam's bias correction, and the number of samples behind them.
 
-        samples: by default those of whole batches.
+        samples: by default, full batches.
         """
         self.steps = steps
         self.samples = steps * self.config.global_batch_size if samples is None else samples
@@ -100,9 +100,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, coefficient: float, weight_decay: float | None = None, samples: int = 0) -> None:
-        """Update with the gradients times `coefficient` (the clipping of the whole mesh) of a batch of `samples`.
+        """Update with the gradients of a batch of `samples`, times `coefficient` (the clipping of the whole mesh).
 
-        weight_decay: of matrices; by default --weight-decay.
+        weight_decay: for matrices; by default --weight-decay.
         """
         for name, p in self._local.items():
             grad = self.parameters[name].grad
@@ -125,18 +125,18 @@ class Optimizer:
             self._local[name].grad = None
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Adam's m and v of a parameter, the local part, its shape [...]."""
+        """Adam's m and v of a parameter, local shards [...]."""
         state = self._adam.state[self._local[name]]
         return state["exp_avg"], state["exp_avg_sq"]
 
     def gradient(self, name: str) -> Tensor:
-        """The local part of a parameter's gradient as it stands, [...]."""
+        """The local shard of a parameter's current gradient, [...]."""
         grad = self.parameters[name].grad
         assert grad is not None, f"{name} has no gradient"
         return local_of(grad)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state under `optim.<parameter>.<moment>`, sharded as its parameter, for a checkpoint."""
+        """The state as `optim.<parameter>.<moment>`, sharded like its parameter, for a checkpoint."""
         out: dict[str, Tensor] = {}
         for name, p in self.parameters.items() if self._has_moments else ():
             for moment, value in zip(MOMENTS, self.moments(name), strict=True):

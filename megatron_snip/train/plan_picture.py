@@ -1,5 +1,5 @@
-"""A plan as a still picture for wandb and TensorBoard, drawn with matplotlib's Agg canvas.  No pyplot: it holds
-global state.
+"""A plan as a static picture for wandb and TensorBoard, on matplotlib's Agg canvas.  Without pyplot, which has global
+state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INK, _FAINT, _EMPTY = "#1c2430", "#8792a2", "#e9ecf0"
 
 
 def plan_png(plan: Plan) -> io.BytesIO:
-    """One plan's heatmap in memory: each cell a linear, its three bands fprop, dgrad and wgrad from the top."""
+    """One plan's heatmap in memory.  Each cell is a linear, with bands for fprop, dgrad and wgrad from the top."""
     grid, formats = Grid(plan.linears), colours_of([plan])
     width = min(15.0, max(6.0, 1.3 + 0.22 * max(grid.blocks, 10)))
     figure = Figure(figsize=(width, 1.45 + 0.24 * max(len(grid.kinds), 5)), dpi=140, layout="constrained")
@@ -42,7 +42,7 @@ def plan_png(plan: Plan) -> io.BytesIO:
 
 
 def draw_plan(axes: Axes, plan: Plan, grid: Grid, colours: Mapping[str, str]) -> None:
-    """One plan's heatmap into axes of matplotlib; the colours of its formats are those of ``colours_of``."""
+    """Draw one plan's heatmap into matplotlib axes; ``colours_of`` gives the colours of formats."""
     bands, formats = len(GEMMS), list(colours)
     table = np.full((len(grid.kinds) * bands, grid.blocks), np.nan)
     for name, (row, block) in grid.cells.items():

@@ -1,7 +1,7 @@
-"""Before the first iteration: every option and a probe once, so that what they need is known on the first day.
+"""Before the first iteration, run every option and a probe once, so that problems show on the first day.
 
-Kernels are compiled, and memory reaches its peak, at the start and not at --snip-start.  The tokens are made up and all
-results are thrown away: a run with a preflight is the same, bit for bit, as one without.
+Kernels compile and memory peaks at the start instead of at --snip-start.  The tokens are synthetic and all results
+are discarded: a preflight does not change a bit of the run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 def made_up_batch(config: Config, microbatches: int) -> Batch:
-    """Tokens and labels [M, B, S] that are in the vocabulary, of samples from 0 on."""
+    """Tokens and labels [M, B, S] from the vocabulary, for samples from 0 on."""
     shape = (microbatches, config.training.micro_batch_size, config.model.seq_length)
     tokens = (torch.arange(shape[0] * shape[1] * shape[2]) % int(config.model.vocab_size or 1)).reshape(shape)
     return Batch(tokens, tokens.roll(-1, dims=-1), torch.arange(shape[0] * shape[1]).reshape(shape[:2]))
 
 
 def preflight(config: Config, parts: Parts) -> None:
-    """Run a few microbatches in each option that the planner may pick, and one probe; every process calls it.
+    """Run a few microbatches in each option of the planner, and one probe.  Every rank must call it.
 
-    The microbatches fill the pipeline, and are two at least where an iteration has so many: the second meets the
-    gradients of the first.
+    The microbatches fill the pipeline.  There are at least two if an iteration has that many, so that gradients
+    accumulate.
     """
     coordinator, mesh = parts.coordinator, parts.mesh
     if coordinator is None:

@@ -1,7 +1,7 @@
 """The run folder: where a run starts from, and what keeps two runs apart.
 
-A run has an id, made when it starts at iteration 0 and kept in config.json and in every checkpoint.
-Nothing is written before every process has passed the checks.
+A run gets an id when it starts at iteration 0, and keeps it in config.json and in every checkpoint.
+Nothing is written before every rank has passed the checks.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from megatron_snip.runtime import environment_rank, made_with
 from megatron_snip.train.state_file import read_run_file, read_state
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Model options that decide which weights there are and what they mean, whatever the sequence.
+#: Model options that determine which weights exist and what they mean, for any sequence length.
 SHAPE = (
     "model_name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels",
     "untie_embeddings_and_output_weights", "norm_epsilon",
 )  # fmt: skip
-#: Model options that matter only while the model is made; a vocabulary of another size fails by its shape.
+#: Model options that matter only at initialisation; a vocabulary of another size fails by its shape.
 INITIAL = {"init_method_std", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"}
-#: Where data comes from: one given replaces all that a checkpoint's run had.
+#: Sources of data: giving one replaces all sources of the checkpoint's run.
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "mock_data")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """Where a run starts."""
 
     iteration: int  # updates already made
     state: dict[str, Any] | None  # state.json of the checkpoint, None for a start from new weights
-    load: Path | None  # folder of checkpoints to read tensors from, or Hugging Face's, of weights
-    load_iteration: int  # which of them
+    load: Path | None  # folder of checkpoints, or Hugging Face folder, to read tensors from
+    load_iteration: int  # the checkpoint in it
     run_id: str
 
 
 def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tuple[Path, int | None]:
-    """(folder of checkpoints, iteration) that --load and --ckpt-step name; None if there is no checkpoint at all.
+    """(folder of checkpoints, iteration) from --load and --ckpt-step; None if there is no checkpoint.
 
-    By default it is the newest that is whole; those passed over are told.  below: look among older ones alone.
-    UserError if the one that is named is not whole, or none is.
+    By default the newest complete one; skipped ones are logged.  below: consider only earlier iterations.
+    Raises UserError if the named checkpoint is incomplete, or if none is complete.
     """
     folder = Path(load)
     if (number := iteration_of(folder)) is not None:
         if step not in (None, number):
-            raise UserError(f"--load {load} is from iteration {number}, --ckpt-step is {step}; drop one")
+            raise UserError(f"--load {load} is from iteration {number}, but --ckpt-step is {step}; drop one")
         folder, step = folder.parent, number
     if step is None:
         found, passed_over = newest(folder, below)
@@ -89,9 +89,9 @@ def find_checkpoint(load: str, step: int | None, below: int | None = None) -> tu
 
 
 def find_start(config: Config, below: int | None = None) -> Start:
-    """Decide where to begin, reading only.  UserError where going on would mix or overwrite runs.
+    """Decide where to start, without writing.  Raises UserError if continuing would mix or overwrite runs.
 
-    below: look among checkpoints before this iteration alone, as that one turned out to be damaged.
+    below: consider only checkpoints before this iteration, which turned out to be damaged.
     """
     c, log, run_dir = config.checkpoint, config.logging, Path(config.logging.run_dir)
     wandb = log.wandb_save_dir if log.wandb_project else None
@@ -121,7 +121,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
         return _start_from_weights(config, Path(c.pretrained_checkpoint), below)
     if saved is None and (c.finetune or c.no_load_optim):
         option = "--finetune" if c.finetune else "--no-load-optim"
-        raise UserError(f"{option} needs a checkpoint, --load is {c.load}; give a folder that holds one")
+        raise UserError(f"{option} needs a checkpoint, but --load is {c.load}; give a folder that holds one")
     if saved is None or c.finetune:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
         start = Start(0, None, None, 0, secrets.token_hex(8))
@@ -146,7 +146,7 @@ def find_start(config: Config, below: int | None = None) -> Start:
 
 
 def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
-    """A new run from the weights of a Hugging Face folder, whether --finetune is given or not."""
+    """A new run from the weights of a Hugging Face folder, with or without --finetune."""
     if config.checkpoint.ckpt_step is not None:
         raise UserError(f"--load {folder} is a Hugging Face folder, which has no iterations; drop --ckpt-step")
     check_model(folder, config.model)
@@ -155,7 +155,7 @@ def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
 
 
 def _start_from_weights(config: Config, folder: Path, below: int | None) -> Start:
-    """A new run from the weights of --pretrained-checkpoint, as --load has no checkpoint yet."""
+    """A new run from the weights of --pretrained-checkpoint, because --load has no checkpoint yet."""
     resuming = bool(config.checkpoint.load)
     if is_hf_folder(folder):
         return _start_from_hf(config, folder, resuming=resuming)
@@ -168,10 +168,10 @@ def _start_from_weights(config: Config, folder: Path, below: int | None) -> Star
 
 
 def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:
-    """Read what a run starts from in place, each tensor by its name in our checkpoints; every process calls it.
+    """Read a run's initial tensors in place, by their names in our checkpoints.  Every rank must call it.
 
-    UserError before anything is read if one is missing or has another shape.  Damaged if a checkpoint is not what was
-    written.
+    Raises UserError, before it reads anything, if one is missing or has another shape.  Raises Damaged if a checkpoint
+    differs from what was written.
     """
     assert start.load is not None
     begin, what = time.perf_counter(), f"loaded and verified iteration {start.load_iteration}"
@@ -185,9 +185,9 @@ def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:
 
 
 def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
-    """Where to begin instead, as `start`'s checkpoint turned out damaged while it was read.
+    """Another start, because `start`'s checkpoint turned out to be damaged while it was read.
 
-    UserError if no other can be continued, or the options name this very one.
+    Raises UserError if no other can be continued, or if the options name this one.
     """
     c = config.checkpoint
     assert start.load is not None
@@ -201,9 +201,9 @@ def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
 
 
 def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
-    """UserError unless a checkpoint goes on as the model and in the data order that it was trained with.
+    """Raise UserError unless a checkpoint continues with the model and data order that it was trained with.
 
-    `finetune` takes its weights alone, so it may change positions and data.
+    `finetune` takes only its weights, so it may change positions and data.
     """
     now, then = config.to_dict(), state["config"]
     fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
@@ -218,27 +218,27 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
             given, trained = "not given" if new == "" else new, "out it" if old == "" else f" {old}"
             raise UserError(
-                f"--{option} is {given}, the checkpoint in {config.checkpoint.load} was trained with{trained}; "
+                f"--{option} is {given}, but the checkpoint in {config.checkpoint.load} was trained with{trained}; "
                 f"{f'leave --{option} out' if old == '' else f'give --{option} {old}'}{instead}"
             )
 
 
 def run_id_of(run_dir: Path) -> str | None:
-    """Id of the run that a folder holds; None if it holds none."""
+    """Id of the run in a folder; None if it has none."""
     found = _run_of(run_dir)
     return None if found is None else found[0]
 
 
 def _run_of(run_dir: Path) -> tuple[str, Config] | None:
-    """Id and options of the run that a folder holds, by its config.json; None if it holds none."""
+    """Id and options of the run in a folder, from its config.json; None if it has none."""
     path = run_dir / "config.json"
     return read_run_file(path, "move the folder aside")[:2] if path.is_file() else None
 
 
 def _refuse_other_saves(save: Path, load: Path, state: dict[str, Any]) -> None:
-    """A run that goes on may have its checkpoints elsewhere, but not among another run's, or later ones of its own.
+    """Raise UserError if --save has checkpoints of another run, or later ones of this run.
 
-    The same command, given again by a job that is requeued, would put the latter aside and go back each time.
+    A requeued job that repeats the same command would rename the later ones and go back each time.
     """
     held = newest(save)[0] if save.resolve() != load.resolve() else None
     if held is None:
@@ -256,7 +256,7 @@ def _refuse_other_saves(save: Path, load: Path, state: dict[str, Any]) -> None:
 
 
 def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
-    """A run from iteration 0 needs folders without a run, unless `--load` says that it may begin again."""
+    """Raise UserError unless a run from iteration 0 has unused folders, or `--load` allows it to start over."""
     run_dir, save = Path(config.logging.run_dir), config.save_dir
     without = " without --finetune" if config.checkpoint.finetune else ""
     if held := iterations(save):
@@ -272,24 +272,24 @@ def _refuse_used_folders(config: Config, *, resuming: bool) -> None:
         )
     if not resuming and (run_dir / "metrics.jsonl").is_file():
         c, way = config.checkpoint, f"{other or save}{without} continues it"
-        if (weights := c.pretrained_checkpoint or c.load) and not iterations(other or save):  # --load alone begins anew
+        if (weights := c.pretrained_checkpoint or c.load) and not iterations(other or save):  # --load alone starts over
             named = folder_of(Path(weights), c.ckpt_step) if c.ckpt_step is not None else weights
             way = f"{other or save} --pretrained-checkpoint {named}{without} begins it again"
         raise UserError(f"--run-dir {run_dir} already holds a run; --load {way}, or give another --run-dir")
 
 
 def _save_dir_of(run_dir: Path) -> Path | None:
-    """Folder of the checkpoints of the run in `run_dir`; None if there is no run."""
+    """The checkpoint folder of the run in `run_dir`; None if there is no run."""
     found = _run_of(run_dir)
     return None if found is None else Path(found[1].checkpoint.save or run_dir / "checkpoints")
 
 
 def refuse_live_run_folder(config: Config) -> None:
-    """UserError if another process trains in the run folder and saves elsewhere; rank 0 calls it before it writes."""
+    """Raise UserError if another process trains in the run folder and saves elsewhere.  Rank 0 calls it first."""
     run_dir = Path(config.logging.run_dir)
     other = _save_dir_of(run_dir)
     if other is None or other.resolve() == config.save_dir.resolve():
-        return  # the lock of --save tells
+        return  # the lock of --save decides
     if holder := living_holder(other):
         raise UserError(
             f"--run-dir {run_dir} belongs to {holder}, which is still running and saves to {other}; "
@@ -298,7 +298,7 @@ def refuse_live_run_folder(config: Config) -> None:
 
 
 def advice(config: Config) -> str:
-    """What to do after a run has failed, as the end of a line."""
+    """What to do after a failure, as the end of a line."""
     save = config.save_dir
     try:
         saved, _ = newest(save)
@@ -313,10 +313,10 @@ def advice(config: Config) -> str:
 
 
 def open_run_folder(config: Config, start: Start) -> None:
-    """Write config.json, and put aside what a killed run wrote after the checkpoint; rank 0 calls it."""
+    """Write config.json, and set aside what a killed run wrote after the checkpoint.  Rank 0 calls it."""
     run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    config.save_dir.mkdir(parents=True, exist_ok=True)  # what cannot be made is told now, not at the first save
+    config.save_dir.mkdir(parents=True, exist_ok=True)  # fail now rather than at the first save
     if start.iteration == 0 and (run_dir / "metrics.jsonl").is_file():  # killed before its first checkpoint
         aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{start.run_id}"
         aside.mkdir()
@@ -329,9 +329,9 @@ def open_run_folder(config: Config, start: Start) -> None:
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:
-    """Remove plans and statistics of later iterations: made after the checkpoint, they will be made again.
+    """Remove plans and statistics of later iterations, which will be made again.
 
-    Scores of later checkpoints, which have become another's, are put aside.
+    Scores of later checkpoints, which no longer exist, are renamed.
     """
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
@@ -345,13 +345,13 @@ def drop_later_plans(run_dir: Path, iteration: int) -> None:
 
 
 def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """Options of a checkpoint's run for `arguments.parse`, those of some groups that were set."""
+    """Options from some groups that were set in a checkpoint's run, for `arguments.parse`."""
     found = {name: value for group in groups for name, value in state["config"][group].items()}
     return {name: value for name, value in found.items() if value not in (None, [])}
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that a resume changes."""
+    """`name: old -> new` for each model, training, data, precision or SNIP option that changes on resume."""
     now, out = config.to_dict(), []
     for group in ("model", "training", "data", "precision", "snip"):
         for name, value in now[group].items():
@@ -362,9 +362,9 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
 
 
 def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:
-    """The options of a command line over those of the run that --load names, and that checkpoint as the start.
+    """Command-line options on top of those of the run that --load names, and that checkpoint as the start.
 
-    Of a Hugging Face folder they are the model's.
+    For a Hugging Face folder, only the model's options are added.
     """
     given = parse(words)
     if not given.checkpoint.load:
@@ -380,7 +380,7 @@ def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Con
         )
     state = read_state(folder, iteration)
     saved = saved_options(state, groups)
-    saved.pop("data_cache_path", None)  # a checkpoint may be a stranger's, and this folder is written to
+    saved.pop("data_cache_path", None)  # a checkpoint may be untrusted, and this folder is written to
     if any(getattr(given.data, name) for name in _SOURCES):
         saved = {name: value for name, value in saved.items() if name not in _SOURCES}
     config = parse(words, saved).replace(load=str(folder))

@@ -1,4 +1,4 @@
-"""A run's parts, its place in the data and what it writes; what checkpoints keep of that, and how a run takes it up."""
+"""A run's parts, position in the data and outputs; what checkpoints keep of them, and how a run restores it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 class RunState:
-    """One run between iterations."""
+    """A run between iterations."""
 
     def __init__(self, config: Config, parts: Parts, start: Start) -> None:
         self.config, self.parts, self.start = config, parts, start
         self.iteration = start.iteration
-        self.changed: list[str] = []  # options that are not the checkpoint's
-        self.nan_iterations = 0  # skipped ones of the whole run
+        self.changed: list[str] = []  # options that differ from the checkpoint's
+        self.nan_iterations = 0  # skipped iterations of the whole run
         self.nan_in_a_row = 0
-        self.data_problem = ""  # a file that went bad, the same on every process
-        self.divergence = RunningMean()  # measured, of the plan in force
+        self.data_problem = ""  # a file that went bad, the same on every rank
+        self.divergence = RunningMean()  # measured, for the current plan
         self.watch = LossWatch(config.training)
         self.rerun = Rerun(parts.stepper, self.watch, config.training.seed)
         if config.training.rerun_mode == "validate_results":
             parts.stepper.validate = self.rerun.validated
-        self.consumed = 0  # samples behind this run, read or skipped: where the next batch begins
-        self.consumed_valid = 0  # the same of the validation data
-        self.data_skipped = 0  # samples, by going back to checkpoints
+        self.consumed = 0  # samples read or skipped so far: start of the next batch
+        self.consumed_valid = 0  # the same for validation data
+        self.data_skipped = 0  # samples skipped by going back to checkpoints
         self.guard = self._make_guard() if config.snip.snip_guard else None
         self.instruments = Instruments(config, parts.mesh.rank, parts.stepper.pipeline.device)
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
@@ -107,7 +107,7 @@ class RunState:
         self.saver.save(self.iteration, self.parts.tensors(), state, finite=self.nan_in_a_row == 0, last=last)
 
     def _load(self) -> None:
-        """Read the checkpoint that the run starts from, or the newest before it that is what was written."""
+        """Read the checkpoint that the run starts from, or the newest earlier one that is not damaged."""
         while self.start.load is not None:
             start, tensors = self.start, self.parts.tensors()
             assert start.load is not None
@@ -115,22 +115,22 @@ class RunState:
                 tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
             try:
                 read_tensors(start, tensors)
-            except Damaged as error:  # the same on every process
+            except Damaged as error:  # the same on every rank
                 self.start = agree_on(self.config, earlier_start(self.config, start, error))
                 continue
-            return self._take_up(start)
+            return self._resume(start)
         draw_weights(self.parts.stages.values())
         LOGGER.info("starting from new weights at iteration 0")
 
-    def _take_up(self, start: Start) -> None:
-        """What a checkpoint tells beside tensors; nothing for --finetune."""
+    def _resume(self, start: Start) -> None:
+        """Restore a checkpoint's state other than tensors; nothing for --finetune."""
         self.iteration = start.iteration
         state = start.state
         if state is None:
             return
         self.changed = changed_options(self.config, state)
         old, new = state["plan_hash"], self.parts.plan_hash
-        if old and new and old != new:  # also where the file has the name that it had
+        if old and new and old != new:  # also if the file kept its name
             self.changed.append(f"precision_plan: plan {old} -> plan {new}")
         for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
@@ -146,11 +146,11 @@ class RunState:
                 self.guard.add_checkpoint(start.load_iteration)
 
     def _take_state(self, state: dict[str, Any]) -> None:
-        """What a checkpoint's state says of counters, the optimiser and plans."""
+        """Restore counters, optimiser and plans from a checkpoint's state."""
         parts = self.parts
         parts.optimizer.set_steps(state["optimizer_steps"], state["scheduled_samples"])
         self.consumed_valid = state["consumed_valid_samples"]
-        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # no good checkpoint is of a skipped one
+        self.nan_iterations, self.nan_in_a_row = state["nan_iterations"], 0  # good checkpoints follow updates
         self.divergence = RunningMean(**state["divergence"])
         self.watch.load_state(state["watch"])
         self.rerun.load_state(state["rerun"])

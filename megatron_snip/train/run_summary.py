@@ -1,7 +1,7 @@
-"""What a run folder tells: rows of metrics, plans, options, and a summary of them in numbers.
+"""Content of a run folder: rows of metrics, plans, options, and a summary in numbers.
 
-Convention: a run may be cut short anywhere.  A last line without its end is dropped, files that cannot be
-read are named in notes, and what was not recorded is left out.
+Convention: a run may have been killed at any point.  A truncated last line is dropped, unreadable files are listed in
+notes, and missing values are left out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Curve = tuple[list[int], list[float]]
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value of a row is a finite number."""
+    """Whether a value in a row is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder as read: metrics in file order, plans by iteration, and what could not be read.
+    """A run folder's content: metrics in file order, plans by iteration, and notes on unreadable files.
 
-    options: config.json, {} without one; stats: the last statistics that can be read.
+    options: config.json, or {}.  stats: the last readable statistics.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Run:
 
     @cached_property
     def columns(self) -> dict[str, Curve]:
-        """Each metric's iterations and finite values, from one walk over the rows."""
+        """Iterations and finite values of each metric, from one pass over the rows."""
         found: dict[str, Curve] = {}
         for row in self.metrics:
             for key, value in row.items():
@@ -62,7 +62,7 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Read a run folder.  Raises UserError if it is no folder or holds neither metrics nor plans."""
+    """Read a run folder.  Raises UserError if it is not a folder or has neither metrics nor plans."""
     path = Path(run_dir)
     metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
     if not metrics_file.is_file() and not plan_files:
@@ -80,23 +80,22 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def summary(run_dir: str | Path) -> dict[str, Any]:
-    """The run in numbers: name -> value, or None where it was not recorded.
+    """The run in numbers: name -> value, or None if not recorded.
 
-    Losses in nats; "fp4_share" of the last plan, 0..1, where one is in force; seconds of wall clock; shares of the
-    total seconds.
+    Losses in nats; "fp4_share" 0..1 of the last plan, if one is in force; seconds of wall clock; shares of total time.
     """
     return summary_of(read_run(run_dir))
 
 
 def format_summary(run_dir: str | Path) -> str:
-    """``summary`` as a small table of text."""
+    """``summary`` as a small text table."""
     rows = rows_of(summary(run_dir))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; a broken last line is expected of a killed run, others are noted."""
+    """Lines of metrics.jsonl.  A broken last line is normal for a killed run; others are noted."""
     lines = read_file(file, "metrics", "cut them back", most=1 << 30).split(b"\n")
     metrics, broken = [], []
     for number, line in enumerate(lines, start=1):
@@ -106,7 +105,7 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
             metrics.append(row)
         else:
             broken.append(number)
-    if broken and broken[-1] == len(lines):  # no newline behind it: cut off while it was written
+    if broken and broken[-1] == len(lines):  # no newline at the end: truncated by a kill
         broken.pop()
     if broken:
         notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
@@ -114,7 +113,7 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
-    """config.json; what cannot be read is noted."""
+    """config.json; an unreadable one is noted."""
     if not file.is_file():
         return {}
     try:
@@ -126,7 +125,7 @@ def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
-    """The last statistics that can be read."""
+    """The last readable statistics."""
     for file in sorted(path.glob("stats/iter_*.json"), reverse=True):
         try:
             return Statistics.load(file)
@@ -150,10 +149,10 @@ def summary_of(run: Run) -> dict[str, Any]:
     first_loss, last_loss = ends("lm loss")
     first_validation, last_validation = ends("lm loss validation")
     probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
-    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may turn back to its warm-up
+    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
     last_plan = run.plans[-1] if run.plans and in_force else None
     return {
-        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of the new weights
+        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of initial weights
         "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
         "first_loss": first_loss,
         "last_loss": last_loss,
@@ -218,7 +217,7 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _share_of_file(run: Run) -> float | None:
-    """FP4's share in the file of --precision plan; None if it is not the plan that the run had last."""
+    """FP4's share in the file of --precision plan; None unless it is the run's last plan."""
     try:
         plan = Plan.load(str(run.options.get("precision", {}).get("precision_plan")))
     except ValueError:
@@ -227,7 +226,7 @@ def _share_of_file(run: Run) -> float | None:
 
 
 def _fp4_share(precision: str) -> str:
-    """FP4's share under one precision for all linears; "?" for a format of another version."""
+    """FP4's share under one precision for all linears; "?" for an unknown format."""
     try:
         return f"{saving(LinearPrecision.parse(precision)):.2%}"
     except ValueError:

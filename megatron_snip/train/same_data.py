@@ -1,8 +1,8 @@
-"""The data of a run: what checkpoints keep of it, and what all processes agree on when a file goes wrong.
+"""Identity of a run's data in checkpoints, and agreement between ranks when a file goes bad.
 
-A process that finds a bad file must not leave the others waiting in a collective.  At the start, before validation and
-before a probe's later batches they ask each other; in training the loader has the next batch before this one's update,
-and a process with a bad one asks all to stop, by the flag that an iteration's reduction carries anyway.
+A rank that finds a bad file must not leave the others blocked in a collective.  At the start, before validation and
+before a probe's later batches, ranks ask each other.  In training, the loader has the next batch before the current
+update, and a rank with a bad one asks all to stop, with a flag in each iteration's all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_snip.files import one_line
 from megatron_snip.mesh import Mesh
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Keys of a dataset's identity, in the words of an error.
+#: Keys of a dataset's identity, as error messages name them.
 _DIFFERENCES = {
     "size": "the size of its .bin",
     "lengths": "the lengths of its sequences",
@@ -38,7 +38,7 @@ Identity = dict[str, list[dict[str, Any]]]
 def identity(**datasets: Dataset | None) -> Identity:
     """Part of the data (``train``, ``valid``) -> its datasets: prefix, weight, fingerprint and sequences of each.
 
-    Reads about a MiB and the index of each.
+    Reads the index and about 1 MiB of each.
     """
     return {
         part: [
@@ -51,9 +51,9 @@ def identity(**datasets: Dataset | None) -> Identity:
 
 
 def difference(now: Identity, then: Identity) -> str:
-    """The first thing in which the data differs from a checkpoint's; "" for the same, whatever its files are called.
+    """The first difference of the data from a checkpoint's; "" if they are the same, regardless of file names.
 
-    A part that either of them did without is passed over.
+    Ignores parts that either of them lacks.
     """
     for part in now.keys() & then.keys():
         before, here = then[part], now[part]
@@ -63,7 +63,7 @@ def difference(now: Identity, then: Identity) -> str:
             odd = [what for key, what in _DIFFERENCES.items() if old[key] != new[key]]
             taken, took = new["sequences"], old["sequences"]
             if not odd and taken != took:
-                odd = ["its sequences [{}, {}) are read, before [{}, {})".format(*taken, *took)]
+                odd = ["its sequences [{}, {}) are read instead of [{}, {})".format(*taken, *took)]
             if odd:
                 moved = "" if old["prefix"] == new["prefix"] else f" (it was {old['prefix']})"
                 return f"dataset {new['prefix']}{moved} has changed: {', '.join(odd)}"
@@ -71,24 +71,24 @@ def difference(now: Identity, then: Identity) -> str:
 
 
 def reordered(now: Identity, then: Identity) -> str:
-    """The first data whose order is not the checkpoint's, as the run has another number of samples; "" for none."""
+    """The first data whose order differs from the checkpoint's because the number of samples changed; "" for none."""
     for part in now.keys() & then.keys():
         for old, new in zip(then[part], now[part]):
             if old["rounds"] != new["rounds"]:
                 epochs, before = ("+".join(map(str, each["rounds"])) for each in (new, old))
-                return f"{_PARTS[part]} data {new['prefix']} is shuffled as {epochs} epochs, before as {before}"
+                return f"{_PARTS[part]} data {new['prefix']} is shuffled as {epochs} epochs instead of {before}"
     return ""
 
 
 def first_problem(problem: str, mesh: Mesh) -> str:
-    """The problem of the first process that has one, on all of them, "" if none has; every process calls it."""
+    """The problem of the first rank that has one, on all ranks; "" if none has.  Every rank must call it."""
     problems: list[str] = [""] * mesh.world_size
     dist.all_gather_object(problems, problem, group=mesh.world)
     return next(filter(None, problems), "")
 
 
 def agreed(make: Callable[[], Batch], mesh: Mesh) -> Batch:
-    """``make()``'s batch; IndexedDatasetError on every process if a file is bad on any.  Every process calls it."""
+    """The batch from ``make()``.  Raises IndexedDatasetError on every rank if a file is bad on any.  Collective."""
     batch, problem = None, ""
     try:
         batch = make()
@@ -103,12 +103,11 @@ def agreed(make: Callable[[], Batch], mesh: Mesh) -> Batch:
 def settle_data(
     config: Config, state: dict[str, Any] | None, train: Loader, valid: Loader | None, mesh: Mesh, *, reads: bool
 ) -> Identity:
-    """The data's identity for checkpoints, on rank 0; every process calls it, before anything is written.
+    """The data's identity for checkpoints, on rank 0.  Every rank must call it, before anything is written.
 
-    ``state`` is that of the checkpoint that the run goes on from, ``reads`` whether this process identifies the files
-    (one a node does).  Raises UserError on all processes if a dataset is not the checkpoint's, unless
-    --accept-changed-data is given; if nodes have different files; for recorded ids outside the vocabulary; and if the
-    first batch cannot be read.
+    ``state`` is that of the checkpoint to continue from.  ``reads``: whether this rank identifies the files (one per
+    node does).  Raises UserError on all ranks if a dataset differs from the checkpoint's without --accept-changed-data,
+    if nodes have different files, for recorded ids outside the vocabulary, and if the first batch cannot be read.
     """
     found: Identity = {}
     problem = ""
@@ -120,14 +119,14 @@ def settle_data(
     except (IndexedDatasetError, OSError) as error:
         problem = one_line(error)
     digest = hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest() if found else ""
-    told: list[tuple[str, str]] = [("", "")] * mesh.world_size
+    reports: list[tuple[str, str]] = [("", "")] * mesh.world_size
     if mesh.rank == 0 and not problem:
         problem = _refused(config, state, found)
-    dist.all_gather_object(told, (problem, digest), group=mesh.world)
-    for rank, (its_problem, its_digest) in enumerate(told):
+    dist.all_gather_object(reports, (problem, digest), group=mesh.world)
+    for rank, (its_problem, its_digest) in enumerate(reports):
         if its_problem:
             raise UserError(its_problem)
-        if its_digest and its_digest != told[0][1]:
+        if its_digest and its_digest != reports[0][1]:
             raise UserError(
                 f"the data of rank {rank}'s node differs from rank 0's under the same prefixes; copy the files again"
             )
@@ -147,16 +146,16 @@ def _check_ids(config: Config, *loaders: Loader | None) -> None:
 
 
 def _refused(config: Config, state: dict[str, Any] | None, found: Identity) -> str:
-    """Why the run must not go on with this data, "" if it may."""
+    """Why the run must not continue with this data; "" if it may."""
     changed = difference(found, state["data"]) if state else ""
     if changed and config.checkpoint.accept_changed_data:
         LOGGER.warning(f"this run continues with other data: {changed}")
         return ""
     if not changed and state and (moved := reordered(found, state["data"])):
         LOGGER.warning(
-            f"samples come in another order from here on, and some come again early: {moved}. The order depends on the "
+            f"samples come in a different order from here on, and some repeat early: {moved}. The order depends on the "
             "whole run's number of samples, as in Megatron-LM. To keep it, give the final --train-iters at the first "
-            "start, and end before by --exit-interval"
+            "start, and end earlier with --exit-interval"
         )
     way_out = f"give the data that the checkpoint in {config.checkpoint.load} was trained on, or --accept-changed-data"
     return f"{changed}; {way_out}" if changed else ""

@@ -1,10 +1,10 @@
-"""What changes over a run by a schedule: learning rate, weight decay, the batch.
+"""Schedules of learning rate, weight decay and batch size.
 
 Source: Megatron-LM core 0.16.1, optimizer_param_scheduler.py and get_optimizer_param_scheduler of training.py; the
-values are equal to Megatron's, to the last bit.
-Convention: schedules run over the samples behind the updates made so far.  The first update has the rate at 0 samples,
-and an iteration without an update moves nothing.  What is given in iterations counts as whole batches of
---global-batch-size samples; with --train-samples everything is given in samples.
+values equal Megatron's, to the last bit.
+Convention: schedules are functions of the samples behind the updates so far.  The first update has the rate at 0
+samples, and a skipped update does not advance them.  Options in iterations count full batches of --global-batch-size
+samples; with --train-samples all options are in samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_snip.config import Config, TrainingConfig
 from megatron_snip.errors import UserError
 
-#: --lr-wsd-decay-style -> share of the way from --min-lr up to --lr, by the share of the decay that is behind.
+#: --lr-wsd-decay-style -> height between --min-lr and --lr, by the fraction of the decay that is done.
 WSD_STYLES = {
     "linear": lambda behind: 1.0 - behind,
     "cosine": lambda behind: 0.5 * (math.cos(math.pi * behind) + 1.0),
@@ -26,11 +26,11 @@ WSD_STYLES = {
 
 @dataclass(frozen=True)
 class _Spans:
-    """How long the parts of a schedule take, in samples."""
+    """Lengths of a schedule's parts, in samples."""
 
-    warmup: float  # a fraction of the decay need not be whole
-    decay: int  # from 0 on, warm-up included
-    wsd: int  # the end of the decay, where it is WSD's
+    warmup: float  # as a fraction of the decay it may not be an integer
+    decay: int  # from 0 on, including warm-up
+    wsd: int  # final decay of WSD
     training: int
 
 
@@ -46,7 +46,7 @@ def _spans(t: TrainingConfig) -> _Spans:
 
 
 def learning_rate(t: TrainingConfig, samples: int) -> float:
-    """Rate of the update that so many samples are behind: linear warm-up, then the decay style's curve."""
+    """Learning rate of the update after this many samples: linear warm-up, then the decay style's curve."""
     spans = _spans(t)
     if spans.warmup > 0 and samples <= spans.warmup:
         return t.lr_warmup_init + (t.lr - t.lr_warmup_init) * float(samples) / float(spans.warmup)
@@ -60,7 +60,7 @@ def learning_rate(t: TrainingConfig, samples: int) -> float:
 
 
 def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
-    """Share of the way from --min-lr up to --lr, of the styles that have one."""
+    """Height between --min-lr and --lr, for the styles that have one."""
     if t.lr_decay_style == "WSD":
         begin = spans.decay - spans.wsd
         return 1.0 if samples <= begin else WSD_STYLES[t.lr_wsd_decay_style](float(samples - begin) / float(spans.wsd))
@@ -69,7 +69,7 @@ def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
 
 
 def weight_decay(t: TrainingConfig, samples: int) -> float:
-    """Weight decay of the update that so many samples are behind."""
+    """Weight decay of the update after this many samples."""
     if t.weight_decay_incr_style == "constant":
         return t.weight_decay
     start, end, training = t.start_weight_decay or 0.0, t.end_weight_decay or 0.0, _spans(t).training
@@ -82,7 +82,7 @@ def weight_decay(t: TrainingConfig, samples: int) -> float:
 
 
 def check_batches(t: TrainingConfig) -> None:
-    """UserError for a --rampup-batch-size that does not lead to --global-batch-size, and for less than one batch."""
+    """Raise UserError if --rampup-batch-size does not reach --global-batch-size, and for less than one batch."""
     ramp, samples = t.rampup_batch_size, t.train_samples
     if samples is not None and not ramp and 0 < samples < t.global_batch_size:
         raise UserError(
@@ -96,42 +96,42 @@ def check_batches(t: TrainingConfig) -> None:
 
 
 def check_samples(config: Config) -> None:
-    """UserError for options in iterations beside options in samples.
+    """Raise UserError for a mix of options in iterations and in samples.
 
-    A saved run has --train-samples and the --train-iters that follow from it, so both may be given if they agree.
+    A saved run has both --train-samples and the resulting --train-iters, so both are allowed if they agree.
     """
     t = config.training
     if t.train_samples is None:
         for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size"):
             if getattr(t, name):
                 option = f"--{name.replace('_', '-')}"
-                raise UserError(f"{option} is for runs that are given in samples; give --train-samples, or drop it")
+                raise UserError(f"{option} counts samples; give --train-samples, or drop it")
         return
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         if getattr(t, name):
             raise UserError(
-                f"--{name.replace('_', '-')} is for runs that are given in iterations, and --train-samples is given; "
+                f"--{name.replace('_', '-')} counts iterations, but --train-samples is given; "
                 f"give --{name.replace('_iters', '_samples').replace('_', '-')}"
             )
     follow = config.replace(train_iters=0).with_iterations().training.train_iters
     if t.train_iters != follow:
         raise UserError(
-            f"--train-iters is {t.train_iters}, and --train-samples {t.train_samples} makes {follow}; drop one"
+            f"--train-iters is {t.train_iters}, but --train-samples {t.train_samples} makes {follow}; drop one"
         )
 
 
 def check_schedule(t: TrainingConfig) -> None:
-    """UserError for rates and decays that contradict each other."""
+    """Raise UserError for contradictory rates and decays."""
     if t.min_lr > t.lr and t.lr_decay_style != "constant":
         raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
     if t.lr_warmup_init > t.lr:
         raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
     for unit in ("iters", "samples"):
         if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
-            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} are given, both for the same; drop one")
+            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} mean the same; drop one")
         if getattr(t, f"lr_wsd_decay_{unit}") is not None and t.lr_decay_style != "WSD":
             raise UserError(
-                f"--lr-wsd-decay-{unit} is given, and --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
+                f"--lr-wsd-decay-{unit} is given, but --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"
             )
     wsd = "lr_wsd_decay_iters" if t.train_samples is None else "lr_wsd_decay_samples"
     if t.lr_decay_style == "WSD" and getattr(t, wsd) is None:
@@ -139,7 +139,7 @@ def check_schedule(t: TrainingConfig) -> None:
     ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
     if style == "constant" and ends != (None, None):
         raise UserError(
-            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, and "
+            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, but "
             "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
         )
     if style != "constant" and None in ends:

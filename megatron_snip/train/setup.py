@@ -1,4 +1,4 @@
-"""From options to the parts of a run.  `check` reads only and needs no process group; `build` makes the parts."""
+"""From options to the parts of a run.  `check` only reads and needs no process group; `build` makes the parts."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
-    """Everything that can be found wrong before processes meet; UserError for the first.
+    """Find everything that can be wrong before ranks meet.  Raises UserError for the first problem.
 
-    Returns the options with the vocabulary filled in from the tokenizer and --snip-options auto by the device, and the
-    plan of --precision plan.
+    Returns the plan of --precision plan, and the options with the tokenizer's vocabulary and the device's
+    --snip-options filled in.
     """
     validate(config, world_size)
     config = config.with_iterations()
@@ -68,15 +68,15 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         config = config.replace(vocab_size=tokenizer.vocab_size)
     elif tokenizer.vocab_size > m.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, --vocab-size is {m.vocab_size}; raise it or drop it"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but --vocab-size is {m.vocab_size}; raise it or drop it"
         )
     tp = config.parallel.tensor_model_parallel_size
     if config.model.padded_vocab_size % tp:
         way_out = "change --make-vocab-size-divisible-by"
         if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
             way_out = (
-                f"change --tensor-model-parallel-size, or, for new weights, --make-vocab-size-divisible-by (a model of "
-                f"Hugging Face: pad it by transformers' resize_token_embeddings with pad_to_multiple_of={tp})"
+                f"change --tensor-model-parallel-size, or, for new weights, --make-vocab-size-divisible-by (Hugging "
+                f"Face model: pad it with transformers' resize_token_embeddings and pad_to_multiple_of={tp})"
             )
         vocabulary = config.model.padded_vocab_size
         raise UserError(f"the padded vocabulary {vocabulary} is not a multiple of tensor parallel {tp}; {way_out}")
@@ -106,7 +106,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
 
 
 def _check_linears(config: Config, plan: Plan | None) -> None:
-    """UserError if --linear-impl cannot run a precision that this run may come to."""
+    """Raise UserError if --linear-impl cannot run a precision that this run may use."""
     for precision in precisions_of(config, plan):
         check_linear(config.precision.linear_impl, precision, _device(config))
     if config.training.compile:
@@ -118,7 +118,7 @@ def _device(config: Config) -> torch.device:
 
 
 def precisions_of(config: Config, plan: Plan | None) -> list[LinearPrecision]:
-    """Every precision that linears of this run may come to."""
+    """Every precision that linears of this run may use."""
     kind = config.precision.precision
     if plan is not None:
         found = set(plan.linears.values())
@@ -132,7 +132,7 @@ def precisions_of(config: Config, plan: Plan | None) -> list[LinearPrecision]:
 
 @dataclass
 class Parts:
-    """What the training loop works with."""
+    """The parts that the training loop works with."""
 
     mesh: Mesh
     stages: dict[int, LlamaStage]
@@ -141,13 +141,13 @@ class Parts:
     train_loader: Loader
     valid_loader: Loader | None
     coordinator: Coordinator | None
-    first_on_node: bool  # whether this process reads what one a node has to
+    first_on_node: bool  # whether this rank does the reading that one rank per node does
     plan_hash: str | None = None  # of the plan of --precision plan
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
     def linears(self) -> dict[str, Any]:
-        """The quantisable linears of this process by name."""
+        """This rank's quantisable linears by name."""
         return {name: linear for stage in self.stages.values() for name, linear in stage.linears().items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -157,9 +157,10 @@ class Parts:
 
 
 def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
-    """Loaders of training and validation; the ``first`` of a node fills the cache of sample indices before others look.
+    """Loaders for training and validation.  The ``first`` rank of a node fills the sample index cache before others
+    read.
 
-    Every process calls it.
+    Every rank must call it.
     """
     d, t, log = config.data, config.training, config.logging
     validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
@@ -193,20 +194,20 @@ def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Load
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:
     """The linears that a plan covers, in the order of its matrices, each on its pipeline stage.
 
-    known: the model's linears where something else than the options tells them.
-    UserError if the options, which tools give without the rest of a run, do not tell the model's shape.
+    known: the model's linears, if not defined by the options.
+    Raises UserError if the options, of which tools may have only a part, do not define the model's shape.
     """
     for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if known is None else ():
         if (value := getattr(config.model, option)) < 1:
             name = option.replace("_", "-")
             found = value or "missing or 0"
-            raise UserError(f"--{name} is {found}; give the model's shape by --load CKPT, --config FILE or options")
+            raise UserError(f"--{name} is {found}; give the model's shape with --load CKPT, --config FILE or options")
     shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
     stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
     process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
     shapes = [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]
     home = (len(stages) - 1) % pp
-    if known is None and shapes[-1].stage != home:  # the last stage has the output layer alone
+    if known is None and shapes[-1].stage != home:  # the last stage has only the output layer
         output = shapes[-1].other_flops - spec_of(config.model).attention_flops(config.model)
         places = [place for place, shape in enumerate(shapes) if shape.stage == home]
         for place, flops in ((len(shapes) - 1, -output), *((place, output) for place in places[-1:])):
@@ -215,7 +216,7 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
 
 
 def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coordinator:
-    """SNIP's coordinator over this process's linears."""
+    """SNIP's coordinator over this rank's linears."""
     t = config.training
     shapes = snip_shapes(config)
     choices = read_choices(config.snip, shapes)
@@ -238,7 +239,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
 
 
 def mesh_of(config: Config, runtime: Runtime) -> Mesh:
-    """The mesh of a run; every process calls it alike."""
+    """The mesh of a run.  Every rank must call it."""
     p, dp = config.parallel, config.data_parallel_size(runtime.world_size)
     return build_mesh(
         runtime.device.type,
@@ -261,10 +262,10 @@ def build(
     *,
     moments: bool = True,
 ) -> Parts:
-    """All parts of a run; every process calls it alike.
+    """All parts of a run.  Every rank must call it.
 
-    draw: draw initial weights; without it the caller owes them, from a checkpoint or by `draw_weights`.
-    moments: whether there is memory for the optimiser's, twice the weights', which only updates need.
+    draw: draw initial weights; otherwise the caller fills them, from a checkpoint or with `draw_weights`.
+    moments: whether to allocate the optimiser's moments, twice the size of the weights, which only updates need.
     """
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
@@ -281,7 +282,7 @@ def build(
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
     _warn_about_cut_blocks(config, parts, plan)
-    _tell_who_multiplies(config, parts, plan, runtime.device)
+    _log_backends(config, parts, plan, runtime.device)
     return parts
 
 
@@ -292,28 +293,28 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
         linear.precision = plan.linears[name] if plan is not None else LinearPrecision.parse(uniform)
 
 
-def _tell_who_multiplies(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
-    """One line a format: who multiplies its GEMMs, by kind of linear where that differs."""
-    told: dict[str, dict[str, set[str]]] = {}
+def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
+    """Log, per format, the backend of its GEMMs, by kind of linear if it varies."""
+    by_format: dict[str, dict[str, set[str]]] = {}
     tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
         for precision in precisions_of(config, plan):
             runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
-            for fmt, who in runs.items():
-                told.setdefault(fmt, {}).setdefault(who, set()).add(name.rsplit(".", 1)[1])
+            for fmt, backend in runs.items():
+                by_format.setdefault(fmt, {}).setdefault(backend, set()).add(name.rsplit(".", 1)[1])
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
-    for fmt, by in sorted(told.items()):
-        for who, kinds in by.items():
-            LOGGER.info(f"GEMMs in {fmt}: {who}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
+    for fmt, by in sorted(by_format.items()):
+        for backend, kinds in by.items():
+            LOGGER.info(f"GEMMs in {fmt}: {backend}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
 
 
 def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> None:
-    """Scales follow the shard where tp cuts a block, and the microbatch where a tile does not end with a sequence.
+    """Scales follow the shard if tp cuts a block, and the microbatch if a tile does not end with a sequence.
 
-    Layouts then differ a little, and a line says so.
+    Log that layouts then differ a little.
     """
     tp, cp, length = parts.mesh.tp.size, config.parallel.context_parallel_size, config.model.seq_length
     names = {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}
@@ -338,10 +339,10 @@ def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> N
 
 
 def agree_on(config: Config, start: Start) -> Start:
-    """Rank 0's start, on every process: each of them drew an id for a new run.  Every process calls it.
+    """Rank 0's start, on every rank, since each rank drew its own id for a new run.  Every rank must call it.
 
-    UserError on all of them if they were given other options or see another checkpoint, as where a folder
-    is not shared or a network file system is late.
+    Raises UserError on all ranks if options differ, or if ranks see different checkpoints, because a folder is not
+    shared or a network file system lags.
     """
     mine = (start.iteration, start.load_iteration, config)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -351,15 +352,15 @@ def agree_on(config: Config, start: Start) -> Start:
         if theirs[:2] != first[:2]:
             raise UserError(
                 f"--load {config.checkpoint.load}: rank 0 sees iteration {first[1]}, rank {rank} {theirs[1]}; "
-                "another run may be writing to it, or it is not the same folder for all; give --ckpt-step, or share it"
+                "another run may be writing to it, or ranks see different folders; give --ckpt-step, or share it"
             )
         if theirs[2] != first[2]:
-            raise UserError(f"rank {rank} was started with other options than rank 0; start all with the same")
+            raise UserError(f"rank {rank} has other options than rank 0; start all with the same")
     return dataclasses.replace(start, run_id=run_id)
 
 
 def with_defaults(config: Config) -> Config:
-    """Options with derived ones filled in, as config.json and checkpoints keep them."""
+    """Options with derived values filled in, as in config.json and checkpoints."""
     m = config.model
     model = dataclasses.replace(m, num_query_groups=m.query_groups, kv_channels=m.head_dim)
     return dataclasses.replace(config, model=model)

@@ -1,7 +1,7 @@
-"""state.json of a checkpoint and config.json of a run folder: every field's type, range and size, checked when read.
+"""state.json of a checkpoint and config.json of a run folder: checks every field's type, range and size on reading.
 
-Both may come from a stranger.  A run id becomes part of paths and the names of unwritten files are paths, so what they
-may hold is given here; all other strings are shown, compared, or parsed as precisions.
+Both may be untrusted.  A run id becomes part of paths, and names of unwritten files are paths, so the schema restricts
+both; all other strings are displayed, compared, or parsed as precisions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train.metrics import ROWS_KEPT, row_of
 
-#: Samples of a run, or iterations: products with a sequence length still fit 64 bits.
+#: Samples of a run, or iterations; products with a sequence length fit 64 bits.
 _Samples = Annotated[int, Meta(ge=0, le=1 << 40)]
-#: The plan in force, "" while there is none.
+#: The plan in force, or "".
 _PlanOrNone = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 #: A file below the run folder; see `Coordinator.state`.
 _Unwritten = Annotated[str, Meta(pattern=r"\A(plans|stats)/iter_[0-9]{7,19}\.json\Z")]
 _FileText = Annotated[str, Meta(max_length=1 << 26)]
-#: A loss in nats; float32 holds no larger, and the squares of these are finite.
+#: A loss in nats; larger than any float32, but with finite squares.
 _Loss = Annotated[float, Meta(ge=-1e100, le=1e100)]
 _Table = dict[Text, dict[Text, float]]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An object whose fields are all known."""
+    """An object without unknown fields."""
 
 
 class _Divergence(_Strict, frozen=True):
@@ -90,7 +90,7 @@ class _Guard(_Strict, frozen=True):
 
 
 class _Applied(_Strict, frozen=True):
-    """A plan that took effect; guard: why, where the guard applied it."""
+    """A plan that took effect.  guard: why, if the guard applied it."""
 
     iteration: _Samples
     hash: PlanHash
@@ -139,7 +139,7 @@ class _Corpus(_Strict, frozen=True):
 
 
 class _State(_Strict, frozen=True):
-    """state.json; see `RunState._save`.  weights_alone: of a model that was converted, not trained."""
+    """state.json; see `RunState._save`.  weights_alone: of a converted model that was not trained."""
 
     version: Count
     run_id: RunId
@@ -163,16 +163,16 @@ class _State(_Strict, frozen=True):
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """config.json of a run folder, beside the groups of options."""
+    """config.json of a run folder, besides the groups of options."""
 
     run_id: RunId
     versions: dict[Text, str | int]
 
 
 def state_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a state.json with every field checked, ``config`` with each option that this version has.
+    """The content of a state.json with every field checked, and ``config`` with every option of this version.
 
-    Raises JsonFileError naming the first field that is wrong.
+    Raises JsonFileError with the first invalid field.
     """
     found = checked(values, _State)
     if found.snip is not None:
@@ -184,7 +184,7 @@ def state_of(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
-    """What state.json of a checkpoint holds, checked.  UserError naming the field for anything else."""
+    """A checkpoint's state.json, checked.  Raises UserError with the field for anything invalid."""
     try:
         return state_of(manifest.read_state(save, iteration))
     except JsonFileError as error:
@@ -193,7 +193,7 @@ def read_state(save: Path, iteration: int) -> dict[str, Any]:
 
 
 def new_state(run_id: str, config: Config) -> dict[str, Any]:
-    """The state of a run before its first iteration, whose weights are a converted model's."""
+    """The state of a run before its first iteration, with the weights of a converted model."""
     counters = (
         "iteration", "consumed_samples", "consumed_valid_samples", "data_skipped", "optimizer_steps",
         "scheduled_samples", "nan_iterations",
@@ -215,9 +215,9 @@ def new_state(run_id: str, config: Config) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], where: str = "") -> Config:
-    """Options as ``Config.to_dict`` gives them.  One that is missing has its default; one that is unknown is left out.
+    """Options from ``Config.to_dict``.  Missing ones get their default; unknown ones are dropped.
 
-    Raises JsonFileError naming the first that is no value of its option.
+    Raises JsonFileError with the first invalid value.
     """
     inside = f"{where}." if where else ""
     if missing := sorted(set(option_groups().values()) - values.keys()):
@@ -227,14 +227,14 @@ def config_of(values: Mapping[str, Any], where: str = "") -> Config:
         value = getattr(getattr(config, group), name)
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str) and ("\0" in item or len(item) > 4096):
-                raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which is no text of an option")
+                raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which is not valid text")
             if isinstance(item, (int, float)) and not (math.isfinite(item) and abs(item) < 1 << 63):
-                raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which no option can be")
+                raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which is out of range")
     return config
 
 
 def read_run_file(path: Path, way_out: str) -> tuple[str, Config, Mapping[str, str | int]]:
-    """Run id, options and versions of a run folder's config.json.  UserError for anything else."""
+    """Run id, options and versions in a run folder's config.json.  Raises UserError for anything invalid."""
     values = read_json(path, "file of a run's options", way_out)
     try:
         found = checked(values, _Run)
@@ -244,7 +244,7 @@ def read_run_file(path: Path, way_out: str) -> tuple[str, Config, Mapping[str, s
 
 
 def _check_snip(found: _Snip) -> None:
-    """What schemas do not say: plans, precisions, and a request that fits its options."""
+    """Check what schemas cannot: plans, precisions, and that a request fits its options."""
     if found.plan is not None:
         with _about("snip.plan"):
             Plan.from_dict(found.plan)

@@ -28,46 +28,46 @@ from megatron_snip.train.schedule import learning_rate, weight_decay
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration did, the same on every process."""
+    """Result of one iteration, the same on every rank."""
 
-    loss: float  # nats a token, over the global batch
+    loss: float  # nats per token, over the global batch
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # a non-finite loss or gradient: no update was made
-    stop: bool  # some process was asked to leave
+    skipped: bool  # a non-finite loss or gradient, so no update
+    stop: bool  # some rank was asked to stop
 
 
 class Stepper:
-    """Runs batches through the pipeline and updates the weights.  Every process calls it alike."""
+    """Runs batches through the pipeline and updates the weights.  Every rank must make the same calls."""
 
     def __init__(self, config: Config, mesh: Mesh, pipeline: Pipeline, optimizer: Optimizer) -> None:
         self.config, self.mesh, self.pipeline, self.optimizer = config, mesh, pipeline, optimizer
-        self.before_update: Callable[[], None] = lambda: None  # waits for who still reads weights or moments
-        self.local = (0.0, 0.0)  # of the last gradients: this process's shares of the loss and the squared norm
-        #: What a step makes of its first gradients before they count; `Rerun.validated` where reruns are on.
+        self.before_update: Callable[[], None] = lambda: None  # waits for readers of weights or moments
+        self.local = (0.0, 0.0)  # of the last gradients: this rank's shares of the loss and the squared norm
+        #: Applied to a step's first gradients before they count; `Rerun.validated` if reruns are on.
         self.validate: Callable[[Pass, BatchLike, int], Pass] | None = None
 
     def _sum(self, *shares: float) -> list[float]:
-        """Sums over all processes, in double precision."""
+        """Sums over all ranks, in double precision."""
         vector = torch.tensor(shares, dtype=torch.float64, device=self.pipeline.device)
         dist.all_reduce(vector, group=self.mesh.world)
         return [float(value) for value in vector]
 
     def _loss_share(self, share: float) -> float:
-        """The last stage's processes along tp hold the same loss: it is counted once."""
+        """Count the loss once, since all tp ranks of the last stage hold the same one."""
         return share if self.mesh.tp.is_first else 0.0
 
     def gradients(
         self, batch: BatchLike, iteration: int, context: StepContext = PLAIN, *, stop: bool = False
     ) -> tuple[Pass, bool]:
-        """Leave the batch's gradients in place; returns the pass and whether any process has `stop`."""
+        """Compute the batch's gradients in place; returns the pass and whether any rank has `stop`."""
         stages = self.pipeline.stages.values()
         share = self.pipeline.forward_backward(batch, iteration, context)
         sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
         sum_tied_gradients(stages, self.mesh)
         self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
         loss, square, stops = self._sum(*self.local, float(stop))
-        # float32, so that the order in which the processes' squares were added does not show
+        # in float32, so that the order in which the ranks' squares are added has no effect
         norm = torch.tensor(square).sqrt().item()
         clip = clip_coefficient(norm, self.config.training.clip_grad)
         return Pass(loss=loss, grad_norm=norm, clip=clip), stops > 0.0
@@ -75,7 +75,7 @@ class Stepper:
     def pass_runner(
         self, batch: BatchLike, iteration: int, later: Callable[[int], BatchLike] | None = None
     ) -> PassRunner:
-        """What a probe before this iteration runs its passes with; ``later(n)`` is the n-th batch after this one."""
+        """Runs the passes of a probe before this iteration; ``later(n)`` is the n-th batch after this one."""
 
         def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
             assert ahead == 0 or later is not None, "only this batch is known"
@@ -84,7 +84,7 @@ class Stepper:
         return run_pass
 
     def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
-        """Gradients, and the update unless the loss or the gradient is not finite on any process."""
+        """Compute gradients, and update unless the loss or the gradient is not finite on any rank."""
         result, stop = self.gradients(batch, iteration, stop=stop)
         if self.validate is not None:
             result = self.validate(result, batch, iteration)
@@ -99,16 +99,16 @@ class Stepper:
         return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
 
     def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
-        """Loss of a batch in nats a token, without gradients."""
+        """Loss of a batch in nats per token, without gradients."""
         return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration, context)))[0]
 
     def trial_runner(self, batch: BatchLike, iteration: int) -> TrialRunner:
-        """What a trial runs these sequences with."""
+        """Runs these sequences in a trial."""
 
         def run(context: StepContext = PLAIN) -> Tensor:
             losses: list[Tensor] = []
             self.pipeline.evaluate(batch, iteration, replace(context, token_losses=losses))
-            counted = losses if self.mesh.tp.is_first else []  # all of tp have the same
+            counted = losses if self.mesh.tp.is_first else []  # equal on all tp ranks
             return torch.cat([torch.zeros(0, device=self.pipeline.device), *counted])
 
         return run

@@ -1,4 +1,4 @@
-"""Where people watch a run beside its own file, under the same names: wandb and TensorBoard."""
+"""Trackers besides metrics.jsonl, with the same names: wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Of a plan's table: divergences in nats and relative to the squared update.
+#: Columns of a plan's table: divergences in nats and relative to the squared update.
 PLAN_COLUMNS = ("linear", *GEMMS, "loss divergence", "weight divergence")
-_PATIENCE = 20.0  # seconds that all other processes wait, too; wandb's own is 90
+_PATIENCE = 20.0  # seconds; all other ranks wait too, and wandb's default is 90
 
 
 class Tracker(Protocol):
-    """One such place.  Its methods may raise whatever they like; the caller goes on."""
+    """One tracker.  Its methods may raise anything; the caller continues."""
 
     name: str
 
     def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
-        """One iteration's metrics, and the plan that begins to hold."""
+        """Log one iteration's metrics, and the plan that takes effect."""
 
     def alert(self, title: str, text: str, iteration: int) -> None:
-        """Tell people at once."""
+        """Send an alert at once."""
 
     def go_back(self, iteration: int) -> None:
-        """What was logged of later iterations does not count."""
+        """Discard what was logged for later iterations."""
 
     def finish(self) -> None:
-        """The run ends."""
+        """End of the run."""
 
 
 def check_trackers(config: Config) -> None:
-    """UserError if an option needs a package that is not installed."""
+    """Raise UserError if an option needs a package that is not installed."""
     log = config.logging
     for option, value, package in (
         ("--wandb-project", log.wandb_project, "wandb"), ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
@@ -55,12 +55,12 @@ def check_trackers(config: Config) -> None:
 
 
 def start_trackers(config: Config, run_id: str, iteration: int | None) -> list[Tracker]:
-    """Those that the options ask for, of a run that goes on after an iteration; None: to add to what is there."""
+    """Trackers that the options request, for a run that continues after an iteration; None: append."""
     trackers: list[Tracker] = []
     if config.logging.wandb_project:
         try:
             trackers.append(Wandb(config, run_id))
-        except Exception as error:  # its own errors share no class; an OSError here is of wandb's own files
+        except Exception as error:  # wandb's errors share no base class; an OSError here concerns its own files
             LOGGER.warning(f"wandb cannot start: {one_line(error)}; training goes on, and metrics.jsonl has every row")
     if config.logging.tensorboard_dir:
         trackers.append(TensorBoard(config.logging.tensorboard_dir, iteration))
@@ -68,7 +68,7 @@ def start_trackers(config: Config, run_id: str, iteration: int | None) -> list[T
 
 
 def plan_rows(plan: Plan, predictions: Predictions | None) -> list[list[Any]]:
-    """A row of `PLAN_COLUMNS` for each linear; None for what is not known."""
+    """A row of `PLAN_COLUMNS` per linear, with None for unknown values."""
     rows = []
     for name, p in plan.linears.items():
         known = [predictions.loss_divergence(name, p), predictions.weight_divergence(name, p)] if predictions else []
@@ -77,9 +77,9 @@ def plan_rows(plan: Plan, predictions: Predictions | None) -> list[list[Any]]:
 
 
 class Wandb:
-    """A wandb run whose x axis is the iteration; offline where wandb does not answer at the start.
+    """A wandb run with the iteration as x axis; offline if wandb does not answer at the start.
 
-    The step is logged as a value, because a resumed offline run counts its own steps from 0 again.
+    The step is logged as a value, because a resumed offline run restarts its own step count at 0.
     """
 
     name = "wandb"
@@ -87,7 +87,7 @@ class Wandb:
     def __init__(self, config: Config, run_id: str) -> None:
         wandb = importlib.import_module("wandb")
         log = config.logging
-        folder = Path(log.wandb_save_dir or log.run_dir)  # wandb makes its own folder, wandb/, in it
+        folder = Path(log.wandb_save_dir or log.run_dir)  # wandb creates its own folder, wandb/, in it
         folder.mkdir(parents=True, exist_ok=True)
         init = partial(
             wandb.init,
@@ -111,7 +111,7 @@ class Wandb:
         self.run.define_metric("*", step_metric="iteration")
 
     def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
-        """The row, and of a plan a table and a picture."""
+        """Log the row, and a table and picture of the plan."""
         self.run.log({**row, **(self._shown(plan, predictions) if plan else {})})
 
     def _shown(self, plan: Plan, predictions: Predictions | None) -> dict[str, Any]:
@@ -119,16 +119,16 @@ class Wandb:
             wandb, image = importlib.import_module("wandb"), importlib.import_module("PIL.Image")
             table = wandb.Table(columns=list(PLAN_COLUMNS), data=plan_rows(plan, predictions))
             return {"snip/plan": table, "snip/plan_heatmap": wandb.Image(image.open(_picture(plan)))}
-        except Exception as error:  # a picture less must not cost the row
+        except Exception as error:  # a missing picture must not cost the row
             LOGGER.warning(f"iteration {plan.iteration}: the plan is not shown in wandb: {error}")
             return {}
 
     def alert(self, title: str, text: str, iteration: int) -> None:
-        """wandb's own alert."""
+        """Send wandb's own alert."""
         self.run.alert(title=title, text=text)
 
     def go_back(self, iteration: int) -> None:
-        """wandb keeps both; the x axis is the iteration."""
+        """Does nothing: wandb keeps both, and the x axis is the iteration."""
 
     def finish(self) -> None:
         """End the wandb run."""
@@ -136,9 +136,9 @@ class Wandb:
 
 
 class TensorBoard:
-    """Events in a folder; those of later iterations, of a run that went back, are hidden.
+    """Events in a folder.  After going back, those of later iterations are hidden.
 
-    tensorboard's writer ends for good at the first write that fails: another one then takes its place.
+    tensorboard's writer never recovers from a failed write, so a new one replaces it.
     """
 
     name = "TensorBoard"
@@ -158,7 +158,7 @@ class TensorBoard:
             raise
 
     def log(self, row: Mapping[str, Any], plan: Plan | None, predictions: Predictions | None) -> None:
-        """Every number of the row, and of a plan a table and a picture."""
+        """Log every number of the row, and a table and picture of the plan."""
         step = row["iteration"]
         with self._writing() as writer:
             for name, value in row.items():
@@ -179,23 +179,23 @@ class TensorBoard:
         writer.add_image("snip/plan_heatmap", pixels, step, dataformats="HWC")
 
     def alert(self, title: str, text: str, iteration: int) -> None:
-        """A line among the texts."""
+        """Add a line to the texts."""
         with self._writing() as writer:
             writer.add_text("alerts", f"**{title}**: {text}", iteration)
 
     def go_back(self, iteration: int) -> None:
-        """A new file, which hides what later iterations left."""
+        """Start a new file, which hides later iterations."""
         self.finish()
         self.writer = self._make(purge_step=iteration + 1)
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write pending events."""
         if self.writer is not None:
             self.writer.close()
 
 
 def _picture(plan: Plan) -> Any:
-    # matplotlib takes a second that runs without it need not wait for
+    # matplotlib takes a second to import, which most runs need not spend
     from megatron_snip.train.plan_picture import plan_png
 
     return plan_png(plan)

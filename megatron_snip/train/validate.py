@@ -1,7 +1,7 @@
 """Every rule on options that needs no file and no process group: layout, batches, choices.
 
-Checked before anything is built, so that a mistake costs seconds.  What needs a tokenizer, a plan or a
-registry is checked by `train.setup`.
+Checked before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a tokenizer, a plan
+or a registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule
 
-#: Every numeric option by its range; None, where an option allows it, passes.
+#: Every numeric option by its range; None is accepted where an option allows it.
 RANGES: dict[str, tuple[str, ...]] = {
     "a positive number up to 9999": ("num_layers",),
     "a positive number": (
@@ -46,7 +46,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
-    "0 to 4294967295": ("seed",),  # what numpy's generator takes
+    "0 to 4294967295": ("seed",),  # range of numpy's seeds
     "a share, 0 to 1": ("snip_target", "lr_warmup_fraction"),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
@@ -63,7 +63,7 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
 
 
 def check_ranges(config: Config, *only: str) -> None:
-    """Raise UserError for a number outside its range; ``only``: groups of options to look at, such as snip."""
+    """Raise UserError for a number outside its range.  ``only``: groups of options to check, such as snip."""
     groups = option_groups()
     for kind, names in RANGES.items():
         for name in names:
@@ -71,7 +71,7 @@ def check_ranges(config: Config, *only: str) -> None:
                 continue
             value = getattr(getattr(config, groups[name]), name)
             if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
-                required = getattr(getattr(Config(), groups[name]), name) == 0  # no default is out of range but this
+                required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 
@@ -82,7 +82,7 @@ def _divides(value: int, by: int, what: str, way_out: str) -> None:
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check every layout rule that needs no file, before anything is built.  Raises UserError."""
+    """Check every rule that needs no file, before anything is built.  Raises UserError."""
     check_batches(config.training)
     config = config.with_iterations()
     if not (config.model.num_layers or config.model.hidden_size):
@@ -126,7 +126,7 @@ def validate(config: Config, world_size: int) -> None:
         _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
                  f"({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
-        raise UserError(f"--profile-ranks {odd[0]}: the run's processes are 0 to {world_size - 1}; leave it out")
+        raise UserError(f"--profile-ranks {odd[0]}: the run's ranks are 0 to {world_size - 1}; leave it out")
     _validate_sharding(config, dp)
     for size in t.batch_sizes:
         _validate_stages(config, size // (t.micro_batch_size * dp))
@@ -138,9 +138,9 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
-    """UserError if torchrun may start the run again, but these options would not let it continue.
+    """Raise UserError if torchrun may restart the run but these options would not let it continue.
 
-    requeues: how often SLURM has already done so.
+    requeues: how often SLURM has already restarted it.
     """
     c = config.checkpoint
     if restarts < 1 and requeues < 1:
@@ -188,7 +188,7 @@ def _validate_stages(config: Config, microbatches: int) -> None:
             f"{microbatches} microbatches an iteration cannot fill {pp} pipeline stages; "
             "raise --global-batch-size or lower --micro-batch-size"
         )
-    # torch's interleaved schedule runs them in equal rounds of pp or a few more
+    # torch's interleaved schedule needs rounds of equal size, of pp or a few more microbatches
     rounds = microbatches // pp if interleaved else 1
     _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
 
@@ -203,7 +203,7 @@ def _validate_choices(config: Config) -> None:
     _validate_guard(config)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise UserError(
-            f"--snip-stage-target means --snip-stage-constraint each, and {s.snip_stage_constraint} is given; "
+            f"--snip-stage-target means --snip-stage-constraint each, but {s.snip_stage_constraint} is given; "
             "drop --snip-stage-target"
         )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
@@ -220,20 +220,20 @@ def _validate_choices(config: Config) -> None:
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):
-        raise UserError("--mock-data is given together with paths of real data; drop one of them")
+        raise UserError("--mock-data is given with paths of real data; drop one")
     if d.data_path and (d.train_data_path or d.valid_data_path):
         raise UserError("--data-path and --train-data-path/--valid-data-path exclude each other; keep one kind")
 
 
 def _validate_pairs(config: Config) -> None:
-    """UserError for two options that contradict each other, of which one would quietly win or the run would end."""
+    """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
-        raise UserError("--distributed-backend nccl is for GPUs, and --device is cpu; use gloo, or drop --device")
+        raise UserError("--distributed-backend nccl is for GPUs, but --device is cpu; use gloo, or drop --device")
     if p.device == "cuda" and p.distributed_backend == "gloo" and p.pipeline_model_parallel_size > 1:
         raise UserError(
-            f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, and gloo sends nothing between GPUs' "
-            "memories; use nccl, or one stage"
+            f"--pipeline-model-parallel-size is {p.pipeline_model_parallel_size}, but gloo cannot send between "
+            "GPUs; use nccl, or one stage"
         )
     waits, limit = s.snip_solve_timeout, 60.0 * config.parallel.distributed_timeout_minutes
     if config.precision.precision == "snip" and waits >= limit:
@@ -254,7 +254,7 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.pretrained_checkpoint and config.checkpoint.finetune:
         raise UserError(
-            f"--finetune takes the weights of --load, and --pretrained-checkpoint is "
+            f"--finetune takes the weights of --load, but --pretrained-checkpoint is "
             f"{config.checkpoint.pretrained_checkpoint}; drop one"
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
@@ -267,14 +267,14 @@ def _validate_recompute(config: Config) -> None:
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(t, name) is not None and granularity != "full":
             raise UserError(
-                f"--{name.replace('_', '-')} is given, and --recompute-granularity is {granularity}; "
+                f"--{name.replace('_', '-')} is given, but --recompute-granularity is {granularity}; "
                 "use full, or drop it"
             )
     if unknown := [name for name in modules if name not in MODULES]:
         raise UserError(f"--recompute-modules {unknown[0]} is unknown; known: {', '.join(MODULES)}")
     if modules != TrainingConfig().recompute_modules and granularity != "selective":
         raise UserError(
-            f"--recompute-modules is given, and --recompute-granularity is {granularity}; use selective, or drop it"
+            f"--recompute-modules is given, but --recompute-granularity is {granularity}; use selective, or drop it"
         )
     if granularity == "selective" and t.compile:
         raise UserError("--compile does not go with --recompute-granularity selective; use full, or drop one")
@@ -284,9 +284,7 @@ def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
         if value is not None and not given["dry_run"] and name != "dry_run":
-            raise UserError(
-                f"--{name.replace('_', '-')} {value} is for --dry-run, which is not given; add --dry-run or drop it"
-            )
+            raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 
 def _validate_guard(config: Config) -> None:

@@ -1,12 +1,12 @@
 """When a loss is suspicious: it is not finite, or it spikes.
 
-A spike is a finite loss above the mean of the last good losses by more than --spike-deviations of their standard
-deviations and by more than --spike-nats.  The first bound follows the noise of the run; the second keeps a quiet run
-(large batches, late in training) from calling a harmless wobble a spike.  Suspicious losses are left out of the mean:
-three of them would widen the deviation so far that the fourth passed.  While a loss falls, the mean stands above it
-and the deviation is wide, so that the start of a run raises no alarm.  No spike is told before the window is full.
+A spike is a finite loss that exceeds the mean of the last good losses by more than --spike-deviations of their standard
+deviations and by more than --spike-nats.  The first bound adapts to the run's noise; the second keeps quiet runs (large
+batches, late in training) from reporting harmless fluctuations.  The mean excludes suspicious losses: three of them
+would widen the deviation enough to let the fourth pass.  While the loss falls quickly, the mean is above it and the
+deviation is large, so the start of a run raises no alarm.  There are no spikes before the window is full.
 
-Everything is decided from values that are reduced over all processes, so all of them decide alike.
+Decisions use only reduced values, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_snip.config import TrainingConfig
 
 
 class LossWatch:
-    """The last good losses, in nats a token, and how many suspicious iterations have come in a row."""
+    """The last good losses, in nats per token, and the number of consecutive suspicious iterations."""
 
     def __init__(self, t: TrainingConfig) -> None:
         self.window, self.deviations, self.nats = t.spike_window, t.spike_deviations, t.spike_nats
@@ -27,7 +27,7 @@ class LossWatch:
         self.in_a_row = 0
 
     def limit(self) -> float:
-        """The loss above which the next one spikes; infinite while too few are known."""
+        """The loss above which the next one is a spike; infinite until the window is full."""
         if len(self.losses) < self.window:
             return math.inf
         mean = math.fsum(self.losses) / self.window
@@ -35,13 +35,13 @@ class LossWatch:
         return mean + max(self.deviations * math.sqrt(variance), self.nats)
 
     def suspicious(self, loss: float, grad_norm: float) -> bool:
-        """Whether an iteration with this loss and gradient norm is not to be trusted."""
+        """Whether an iteration with this loss and gradient norm is suspicious."""
         return not (math.isfinite(loss) and math.isfinite(grad_norm)) or loss > self.limit()
 
     def add(self, loss: float, grad_norm: float) -> bool:
-        """Take an iteration in; whether it is suspicious.
+        """Add an iteration; returns whether it is suspicious.
 
-        As many suspicious ones in a row as the window holds are what losses are like from now on: it begins anew.
+        A whole window of consecutive suspicious losses is the new normal: the window starts over.
         """
         if self.suspicious(loss, grad_norm):
             self.in_a_row += 1
@@ -57,9 +57,9 @@ class LossWatch:
         self.losses, self.in_a_row = [], 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"losses": self.losses, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self.losses, self.in_a_row = list(state["losses"])[-self.window :], state["in_a_row"]

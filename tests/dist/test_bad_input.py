@@ -129,7 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train_data_path": "@good", "valid_data_path": "@no_idx", "eval_interval": 1}, ["@no_idx.idx"],
     ),
     "too little data": ({"train_data_path": "@good", "seq_length": 2048}, ["@good has 2000 tokens", "add data"]),
-    "big tokenizer": ({**MOCK, **HF}, ["the tokenizer has 100 tokens, --vocab-size is 64", "raise it or drop it"]),
+    "big tokenizer": ({**MOCK, **HF}, ["the tokenizer has 100 tokens, but --vocab-size is 64", "raise it or drop it"]),
     "missing tokenizer": ({**MOCK, **HF, "tokenizer_model": "@none"}, ["--tokenizer-model @none does not exist"]),
     "world size": (
         {**MOCK, "tensor_model_parallel_size": 2},
@@ -178,16 +178,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "wrong type": ({**MOCK, "hidden_size": "wide"}, ["--hidden-size", "'wide'", "--help"]),
     "checkpoint of another shape": (
         {**MOCK, "load": SAVES, "run_dir": "@trained", "train_iters": 4, "ffn_hidden_size": 256},
-        [f"--ffn-hidden-size is 256, the checkpoint in {SAVES} was trained with 128; give --ffn-hidden-size 128"],
+        [f"--ffn-hidden-size is 256, but the checkpoint in {SAVES} was trained with 128; give --ffn-hidden-size 128"],
     ),
     "checkpoint of another vocabulary": (
         {**MOCK, "load": SAVES, "run_dir": "@trained", "train_iters": 4, "vocab_size": 200},
-        ["iter_0000002: model.embed_tokens.weight has shape [128, 128], the model's is [256, 128]",
+        ["iter_0000002: model.embed_tokens.weight has shape [128, 128], but the model's is [256, 128]",
          "match the model options to its state.json"],
     ),
     "checkpoint of a shallower model": (
         {**MOCK, "load": SAVES, "finetune": True, "num_layers": 2},
-        [f"--num-layers is 2, the checkpoint in {SAVES} was trained with 1; give --num-layers 1"],
+        [f"--num-layers is 2, but the checkpoint in {SAVES} was trained with 1; give --num-layers 1"],
     ),
     "missing checkpoint": (
         {**MOCK, "load": "@none", "exit_on_missing_checkpoint": True}, ["--load @none: no checkpoint is there"],

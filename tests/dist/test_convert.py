@@ -153,12 +153,12 @@ def test_a_dry_run_tells_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures is ['MixtralForCausalLM'], and only Llama"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures is ['MixtralForCausalLM'], but only Llama"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_size": None}, "hidden_size is None: expected int, got null; correct the file"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "config.json: factor of rope_type llama3 is missing"),
-        ({"intermediate_size": 512}, "gate_proj.weight has shape [256, 128], the model's is [512, 128]"),
+        ({"intermediate_size": 512}, "gate_proj.weight has shape [256, 128], but the model's is [512, 128]"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(change, message, tmp_path):
@@ -319,7 +319,7 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     _, options = imported(tmp_path, **CASES["small"])
     for more, message in (
         ({"load": str(tmp_path / "in")}, "holds only weights; give --finetune"),
-        ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, the model in"),
+        ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, but the model in"),
         ({"load": str(tmp_path / "hf"), "ckpt_step": 3}, "has no iterations; drop --ckpt-step"),
     ):
         with pytest.raises(AssertionError) as info:

@@ -36,7 +36,7 @@ def test_neighbours_in_a_pipeline_talk_before_its_first_step():
     ("what", "said"),
     [
         ("checkpoint", "--load somewhere: rank 0 sees iteration 6, rank 1 4; another run may be writing to it"),
-        ("options", "rank 1 was started with other options than rank 0; start all with the same"),
+        ("options", "rank 1 has other options than rank 0; start all with the same"),
         ("nothing", ""),
     ],
 )

@@ -40,7 +40,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start one process a GPU"):
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start one process per GPU"):
         runtime.start("auto", 1.0)
 
 
@@ -106,7 +106,7 @@ def test_nccl_is_bound_to_its_gpu(backend, bound, monkeypatch):
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8, and RANK is not set: each process would train a"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, and RANK is not set"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and RANK is not set"),
-        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start one torchrun a node"),
+        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start one torchrun per node"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is 2, WORLD_SIZE is 2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT is x; start one"),
         (

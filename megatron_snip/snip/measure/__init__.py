@@ -1,1 +1,1 @@
-"""What is seen in a pass: from a forward and backward over the coming batch to `Statistics`."""
+"""Measurement in a pass: from forward and backward over the next batch to `Statistics`."""

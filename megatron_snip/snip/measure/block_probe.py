@@ -1,11 +1,11 @@
-"""What the linears of one block show together: token sums, reduced over tp and squared as each microbatch ends.
+"""Measures the linears of one block together: token sums, reduced over tp and squared at the end of each microbatch.
 
-    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      q's, one number a query token; for k and v alike
+    s[t] = <(G_o W_o)_t, A(q + dq, k, v)_t - A(q, k, v)_t>      for q, one number per query token; likewise for k and v
 
-A is the attention, G_o W_o the gradient of its output O [T, A D].  At the outputs of q, k and v themselves it would
-not do: the softmax bends within errors as large as FP4's and forgets what all keys have in common, and an error of one
-key or value is felt by the losses of many queries, which are independent of each other.  Source: docs/numerics.md.
-T tokens of this process, A query and G key/value heads of this process, D channels of a head, F formats.
+A is the attention, G_o W_o the gradient of its output O [T, A D].  Measuring at the outputs of q, k and v would not
+work.  The softmax is nonlinear within errors as large as FP4's, and ignores what all keys have in common.  An error of
+one key or value also affects the losses of many queries, which are independent of each other.  Source:
+docs/numerics.md.  T local tokens, A query and G key/value heads on this rank, D channels per head, F formats.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant import Operands
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Shown
 
-#: q [T, A D], k [cp T, G D] and v [cp T, G D] of whole sequences, and the row of the first token, which tells the
+#: q [T, A D], k and v [cp T, G D] of whole sequences, and the row of the first token, which identifies the
 #: microbatch -> [T, A D]
 Attend = Callable[..., Tensor]
 
 
 class Failure:
-    """What went wrong first in this process's part of a probe; "" so far.
+    """The first failure in this rank's part of a probe; "" for none.
 
-    Text, not the exception: that would hold the memory of the frames it passed.  ``probes`` are let go of with it.
-    ``elsewhere``: it went wrong on a process that this one cannot go on without.
+    Stores text, because an exception would keep the memory of its frames.  A failure also frees ``probes``.
+    ``elsewhere``: another rank failed, and this one cannot continue without it.
     """
 
     def __init__(self) -> None:
@@ -43,29 +43,29 @@ class Failure:
 
     @property
     def happened(self) -> bool:
-        """Whether measuring is over."""
+        """Whether to stop measuring."""
         return self.elsewhere or bool(self.text)
 
     def note(self, error: BaseException | str) -> None:
-        """Keep the first, and free what was measured: the pass itself may need the memory."""
+        """Record the first failure, and free all measurements: the pass itself may need the memory."""
         self.free()
         kind = f"{type(error).__name__}: " if isinstance(error, BaseException) else ""
         self.text = self.text or f"{kind}{str(error).strip()}".splitlines()[0]
 
     def free(self) -> None:
-        """Let go of what was measured."""
+        """Free all measurements."""
         for probe in self.probes:
             probe.weight_error.clear()
 
 
 class BlockProbe:
-    """Measures a block's linears; ``observer(name)`` is what a linear is given.
+    """Measures a block's linears; ``observer(name)`` is passed to each linear.
 
-    attend: None where no linear is of kind q, k or v.  own: whether it is the model's own, with the same bits.
-    gather: what a process of cp has of all sequences [T, C] -> the whole of them [cp T, C]; None where it has all.
+    attend: None if no linear is of kind q, k or v.  own: whether it is the model's own attention, with the same bits.
+    gather: all-gather over cp, local tokens of sequences [T, C] -> whole sequences [cp T, C]; None without cp.
     progress: called after each linear of each microbatch.
 
-    Whatever fails here is noted and the pass goes on, with as many collectives as the other processes make.
+    Failures here are recorded and the pass continues, with the same number of collectives as on other ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BlockProbe:
         self.probes, self.attend, self.failure, self.own = dict(probes), attend, failure, own
         self.tp, self.cp, self.gather, self.progress = tp, cp, gather, progress
         self.formats = next(iter(self.probes.values())).formats
-        # by the global row of a microbatch's first token: several may be in flight
+        # by the global row of a microbatch's first token, since several microbatches may be in flight
         self._shown: dict[int, dict[str, Shown | None]] = {}
 
     def observer(self, name: str) -> _Observer:
@@ -91,7 +91,7 @@ class BlockProbe:
         return _Observer(self, name)
 
     def see(self, name: str, operands: Operands) -> None:
-        """One linear's backward over one microbatch; with a block's last, its token sums are squared and added."""
+        """Backward of one linear over one microbatch.  After a block's last linear, adds its squared token sums."""
         assert operands.call.key is not None, "the key tells the microbatch"
         row0, counted = operands.call.key.row0, _Counted(operands)
         shown = self._shown.setdefault(row0, {})
@@ -112,13 +112,13 @@ class BlockProbe:
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of what was measured."""
+        """Free all measurements."""
         self.failure.free()
         for shown in self._shown.values():
             shown.update(dict.fromkeys(shown))
 
     def _add(self, shown: Mapping[str, Shown | None], row0: int, tokens: int) -> None:
-        """Squares of the sums over tp of a microbatch's token sums [7 F, T]."""
+        """Add the squares of a microbatch's token sums [7 F, T], summed over tp."""
         if not self.formats:
             return
         device = next(iter(self.probes.values())).device
@@ -135,7 +135,7 @@ class BlockProbe:
         if self.tp.size > 1:
             dist.all_reduce(sums, group=self.tp.group)
         squares = sums.double().square().sum(dim=1).unflatten(0, (-1, len(self.formats)))
-        share = 1.0 if self.tp.is_first else 0.0  # equal on all of tp: counted once
+        share = 1.0 if self.tp.is_first else 0.0  # equal on all tp ranks, so counted once
         for probe, row in zip(self.probes.values(), squares, strict=True):
             for fmt, value in zip(self.formats, row, strict=True):
                 probe.sums.add(f"token/{fmt}", value, share)
@@ -143,7 +143,7 @@ class BlockProbe:
     def _with_whole_sequences(
         self, shown: Mapping[str, Shown | None], cp: Axis, gather: Callable[[Tensor], Tensor]
     ) -> Mapping[str, Shown | None]:
-        """The same with outputs and errors of k and v [cp T, G D], in one collective that all of cp make or none."""
+        """Gather outputs and errors of k and v over cp, [cp T, G D], in one collective of all cp ranks or none."""
         keys = [name for name in self.probes if self.probes[name].shape.kind in ("k", "v")]
         parts = None
         if not self.failure.happened:
@@ -151,7 +151,7 @@ class BlockProbe:
                 ones = {name: cast(Shown, shown[name]) for name in keys}
                 tensors = [x for one in ones.values() for x in (one.output, *one.errors.values()) if x is not None]
                 parts = torch.cat(tensors, dim=1)
-                parts.new_empty(2 * cp.size, *parts.shape)  # what gathering takes, before others wait for it
+                parts.new_empty(2 * cp.size, *parts.shape)  # memory for the all-gather, before other ranks wait for it
             except Exception as error:
                 self._give_up(error)
         failed = torch.tensor([float(parts is None)], device=next(iter(self.probes.values())).device)
@@ -167,11 +167,11 @@ class BlockProbe:
         return {**shown, **ones}
 
     def _token_sums(self, shown: Mapping[str, Shown | None], row0: int) -> Tensor:
-        """[7 F, T] of all linears and formats, partial along tp."""
+        """[7 F, T] for all linears and formats, partial over tp."""
         known = {self.probes[name].shape.kind: one for name, one in shown.items() if one is not None}
         behind = {kind: known[kind] for kind in ("q", "k", "v") if kind in known}
         plain = [one.output for one in behind.values()]
-        if behind and not self.own:  # another's rounding is no error of q and k
+        if behind and not self.own:  # rounding of another implementation is not an error of q and k
             assert self.attend is not None
             known["o"] = dataclasses.replace(known["o"], read=self.attend(*cast(list[Tensor], plain), row0))
         rows = []
@@ -188,19 +188,19 @@ class BlockProbe:
     def _behind_attention(
         self, kind: str, plain: Sequence[Tensor | None], place: int, error: Tensor, read: Shown, row0: int
     ) -> Tensor:
-        """[T] of one error [T,N] of q, k or v, whose outputs are ``plain``."""
+        """[T] for one error [T, N] of q, k or v, whose outputs are ``plain``."""
         q_k_v = [output for output in plain if output is not None]
         assert self.attend is not None and len(q_k_v) == 3 and read.read is not None and read.read_grad is not None
-        if kind == "v":  # in which the attention is linear: no difference of nearly equal numbers
+        if kind == "v":  # attention is linear in v, so this avoids a difference of nearly equal numbers
             change = self.attend(*_replaced(q_k_v, place, error), row0)
         else:
             change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error), row0).sub_(read.read)
-        # products are rounded to the compute dtype, which a sum over thousands of them does not show
+        # products are rounded to the compute dtype, which is negligible in a sum over thousands
         return change.mul_(read.read_grad).sum(dim=1, dtype=torch.float32)
 
 
 class _Observer:
-    """A `LinearObserver` of one linear."""
+    """The `LinearObserver` of one linear."""
 
     def __init__(self, block: BlockProbe, name: str) -> None:
         self.block, self.name = block, name
@@ -212,12 +212,12 @@ class _Observer:
 
 
 class _Counted:
-    """Operands whose collectives over tp are counted, so that those a failure left out can be made up for."""
+    """Operands that count their collectives over tp, so that a failed rank can make up for those it skipped."""
 
     def __init__(self, operands: Operands) -> None:
         self._made = made = Counter[str]()
 
-        # it knows the counts and not their owner: in a circle, operands would stay until Python looks for garbage
+        # holds the counter, not its owner: a reference cycle would keep operands until the garbage collector runs
         def counted(whole: Callable[[Tensor], Tensor], amax: Tensor) -> Tensor:
             made["collectives"] += 1
             return whole(amax)
@@ -227,7 +227,7 @@ class _Counted:
         self._plain, self._device = operands.call.reduce_amax, operands.x.device
 
     def make_up(self, probe: LinearProbe) -> None:
-        """Take part in the collectives that the others make for this linear; 0 is the largest of nothing."""
+        """Join the remaining collectives of other ranks for this linear, with 0 as the neutral element of max."""
         missing = probe.collectives(self._plain.keys()) - self._made["collectives"]
         for whole in list(self._plain.values())[:1]:
             for _ in range(missing):

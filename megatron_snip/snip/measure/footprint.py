@@ -1,14 +1,14 @@
-"""What a probe holds and sends beside a plain iteration, counted from the model's shape and layout.
+"""Memory and communication that a probe adds to a plain iteration, from the model's shape and layout.
 
-Per process, of the stage with the most weights:
+Per rank, for the stage with the most weights:
 
-    held   wgrad's error in some rows of each weight, float32 [R, K] a format, from before the pass until after it;
-           where updates are measured; and of one block and microbatch the outputs of q, k and v with their errors in
-           each format, and the gradient of what o reads
+    held   wgrad's error in some rows of each weight, float32 [R, K] per format, during the whole pass, if updates are
+           measured; and for one block and microbatch, the outputs of q, k and v with their errors in each format, and
+           the gradient of o's input
     sent   over tp, per block and microbatch, the token sums [7 F, T] in float32; over dp, once, those errors of wgrad
 
-Source: linear_probe.py and block_probe.py, against whose tensors and collectives tests hold these counts.
-Convention: bytes are those that a process hands to collectives; T tokens of a microbatch, F formats.
+Source: linear_probe.py and block_probe.py; tests compare these counts with their tensors and collectives.
+Convention: bytes that a rank passes to collectives; T tokens per microbatch, F formats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is cut, and what runs at once: tokens of a microbatch, microbatches of a process."""
+    """How a model is sharded, with tokens per microbatch and microbatches per rank."""
 
     tp: int
     dp: int
@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes a process: errors of weights, outputs and errors in flight; handed to tp's and dp's all-reduces."""
+    """Bytes per rank: errors of weights; outputs and errors in flight; all-reduced over tp and dp."""
 
     weight_errors: int
     outputs: int
@@ -45,12 +45,12 @@ class Footprint:
 
     @property
     def held(self) -> int:
-        """Bytes beside an iteration's own."""
+        """Bytes beyond those of an iteration."""
         return self.weight_errors + self.outputs
 
 
 def footprint(shapes: Sequence[LinearShape], formats: int, layout: Layout, *, updates: bool) -> Footprint:
-    """The footprint of the stage that holds most; ``formats`` counts those that quantise, updates as for a probe."""
+    """The footprint of the largest stage.  ``formats`` counts those that quantise; updates as for a probe."""
     elements: Counter[int] = Counter()
     blocks: dict[int, set[int]] = {}
     for shape in shapes:

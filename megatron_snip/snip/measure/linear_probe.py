@@ -1,14 +1,14 @@
-"""The observer of one linear: what its backward passes show of every candidate format.
+"""The observer of one linear: measures every candidate format during its backward passes.
 
 Per microbatch, X [T,K], W [N,K], G [T,N], and for each format f the operands that f would multiply:
 
     fprop  s_t = <(G E_W)_t, Q(X)_t> + <(G W)_t, (E_X)_t>  = sum_n G[t,n] dY[t,n],   dY = Q(X) Q(W)^T - X W^T
-           (q, k, v: what dY does to the attention's output, see block_probe.py)
+           (q, k, v: the effect of dY on the attention's output, see block_probe.py)
     wgrad  E_w = Q(G)^T Q(X) - G^T X                       [N,K], summed over microbatches
 
 E_A = Q(A) - A.  The fprop form has no difference of nearly equal products, so GEMMs run in the compute dtype.
-Of a large weight's E_w every so many output channels are taken (``row_step``): what a probe holds beside an iteration
-is these.  T tokens, K input and N output channels.  Source: docs/numerics.md.
+For large weights, E_w is kept for every ``row_step``-th output channel; it is most of the memory that a probe adds.
+T tokens, K input and N output channels.  Source: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from megatron_snip.quant.matmul import matmul
 from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.snip.measure.updates import Updates, square
 
-#: Names of the six quantised operands, as statistics name them: "fprop/input", ...
+#: Names of the six quantised operands in statistics: "fprop/input", ...
 OPERANDS = tuple(f"{gemm}/{role}" for gemm in GEMMS for role in REDUCTION_DIM[gemm])
-#: Output channels of a weight that are enough to measure wgrad's error by.
+#: Number of a weight's output channels that suffices to measure wgrad's error.
 ENOUGH_ROWS = 1024
 
 
 def row_step(out_features: int) -> int:
-    """Every how many output channels of a weight wgrad's error is measured; the same on every layout."""
+    """Step between the output channels of a weight whose wgrad error is measured; the same on every layout."""
     return max(1, out_features // ENOUGH_ROWS)
 
 
 @dataclass(frozen=True)
 class Place:
-    """How a linear is cut: along tp, by output channels (column-parallel) or input channels; and over shard.
+    """How a linear is sharded: over tp by output channels (column-parallel) or input channels, and over shard.
 
-    dp_cp counts the processes that see the same weight, replicate those that update the same part of it.
+    dp_cp counts the ranks with the same weight, replicate those that update the same shard of it.
     """
 
     tp: Axis
@@ -54,18 +54,18 @@ class Place:
 
 
 class Sums:
-    """Named sums of one linear over microbatches, kept on the device until they are read once."""
+    """Named sums of one linear over microbatches, kept on the device and read once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor, share: float = 1.0) -> None:
-        """Add a scalar; share 0 where another process along tp counts it."""
+        """Add a scalar; share 0 if another tp rank counts it."""
         value = value.double() * share
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def copy(self, name: str, to: str) -> None:
-        """Another name for a sum."""
+        """Copy a sum to another name."""
         self._sums[to] = self._sums[name]
 
     @property
@@ -79,7 +79,7 @@ class Sums:
 
 
 def _operands(*, updates: bool) -> list[str]:
-    """Those that a probe casts."""
+    """The operands that a probe casts."""
     return [operand for operand in OPERANDS if updates or operand.startswith("fprop")]
 
 
@@ -105,17 +105,17 @@ def _weight_is_shared(fmt: str) -> bool:
 
 
 def _count_nonzero(x: Tensor) -> Tensor:
-    """How many elements of x [...] are not zero: int64 scalar.  Of floats the bits are counted, which is faster."""
+    """Number of nonzero elements of x [...], int64 scalar.  Counts on the bits of floats, which is faster."""
     bits = x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
-    return torch.count_nonzero(bits + bits)  # without the sign: a negative zero is one
+    return torch.count_nonzero(bits + bits)  # shifts out the sign, so that negative zero counts as zero
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a microbatch shows of fprop's error, by format: token sums [T], partial along tp.
+    """A microbatch's fprop errors by format: token sums [T], partial over tp.
 
-    Of q, k and v instead the output [T,N] and its errors [T,N], to be judged behind the attention; of o also what it
-    reads, the attention's output [T,K], and its gradient [T,K].
+    For q, k and v instead the output [T,N] and its errors [T,N], to be judged at the attention's output.  For o also
+    its input, the attention's output [T,K], and the gradient of that [T,K].
     """
 
     token_sums: dict[str, Tensor]
@@ -126,10 +126,10 @@ class Shown:
 
 
 class LinearProbe:
-    """Sums what one linear's backward passes show, in ``sums``; ``weight_error`` is E_w of each format's rows.
+    """Accumulates the measurements of one linear in ``sums``; ``weight_error`` is E_w per format, in some rows.
 
-    Without ``updates`` only fprop's operands are cast and there is no E_w, which is most of what a probe holds beside a
-    plain iteration.
+    Without ``updates``, only fprop's operands are cast and there is no E_w, which is most of the memory that a probe
+    adds.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class LinearProbe:
     ) -> None:
         self.shape, self.formats, self.place, self.device = shape, list(formats), place, device
         self.sums = Sums()
-        # along tp a tensor is either whole on every process, and counted once, or cut into shards
+        # along tp, a tensor is either replicated, and counted once, or sharded
         once = 1.0 if place.tp.is_first else 0.0
         column = place.column_parallel
-        # and a weight is the same on all of dp and cp and in every microbatch
+        # a weight is the same on all of dp and cp and in every microbatch
         self._share = {
             "input": once if column else 1.0,
             "weight": 1.0 / place.dp_cp.size,
@@ -152,9 +152,9 @@ class LinearProbe:
         k = shape.in_features // (1 if column else place.tp.size)
         self._step = row_step(shape.out_features)
         first = -(place.tp.rank * n if column else 0) % self._step
-        self._rows = range(first, n, self._step)  # of this process's output channels
+        self._rows = range(first, n, self._step)  # among this rank's output channels
         self._local_rows = n
-        # now, so that memory that is not there is missed before the pass begins
+        # allocated now, so that a lack of memory shows before the pass starts
         self.updates = updates
         self.weight_error = {
             fmt: torch.zeros(len(self._rows), k, device=device) for fmt in (self.formats if updates else ())
@@ -162,7 +162,7 @@ class LinearProbe:
 
     @torch.no_grad()
     def measure(self, operands: Operands) -> Shown:
-        """Add one microbatch."""
+        """Measure one microbatch."""
         x, w, g = operands.x, operands.w, operands.grad_output
         assert str(operands.call.precision) == "bf16", "products of the pass itself are the exact ones"
         dx = matmul(g, w) if operands.grad_input is None else operands.grad_input
@@ -170,7 +170,7 @@ class LinearProbe:
         judged_behind = self.shape.kind in ("q", "k", "v")
         output = matmul(x, w.T) if judged_behind and self.formats else None
         found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
-        if self.updates:  # only now: casts of W are as large, and gone
+        if self.updates:  # only now, because casts of W are as large, and freed by now
             rows = slice(self._rows.start, None, self._step)
             if self._step == 1 and operands.grad_weight is not None:
                 exact = operands.grad_weight()  # the pass's own
@@ -186,20 +186,20 @@ class LinearProbe:
         return Shown(found)
 
     def collectives(self, cut: Collection[str]) -> int:
-        """How many largest magnitudes over tp a microbatch needs; ``cut``: roles of which a process has a part."""
+        """Number of amax reductions over tp per microbatch.  ``cut``: roles whose tensors tp shards."""
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
         roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
         shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
         return len(tensors) * sum(role in cut for role in roles) - shared
 
     def _fprop_error(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor:
-        """fprop's error token by token [T]; given the ``output`` [T,N], the error of that [T,N]."""
+        """fprop's error per token [T]; or, given the ``output`` [T,N], the error of that [T,N]."""
         qw, w = self._cast(operands, "fprop", "weight", fmt)
         qx, x = self._cast(operands, "fprop", "input", fmt)
         error = matmul(qx, qw.T).sub_(output) if output is not None else None
-        # in the weight cast's own place: a weight's copies are what a probe's memory is made of
+        # in place of the weight cast: copies of a weight dominate a probe's memory
         e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
-        if error is None:  # products are rounded to the compute dtype, which does not show in a long sum of them
+        if error is None:  # products are rounded to the compute dtype, which is negligible in a long sum
             error = _row_sums(matmul(operands.grad_output, e_w).mul_(qx))
             e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
             error.add_(_row_sums(e_x.mul_(dx)))
@@ -208,7 +208,7 @@ class LinearProbe:
         return error
 
     def _add_backward_errors(self, fmt: str, operands: Operands, exact: Tensor) -> None:
-        """wgrad's error in some rows, summed over microbatches, and those of dgrad's and wgrad's operands.
+        """wgrad's error in some rows, summed over microbatches, and errors of dgrad's and wgrad's operands.
 
         exact [R,K]: those rows of wgrad's product without quantisation.
         """
@@ -236,11 +236,11 @@ class LinearProbe:
             self._nonzero[role] = _count_nonzero(tensor)
 
     def _counts(self, operand: str) -> bool:
-        """Whether an operand's scalars are to be summed now: a weight's once."""
+        """Whether to add an operand's scalars now.  A weight's are added once."""
         return not (operand.endswith("/weight") and self._seen)
 
     def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """An operand in a format and as it was; counts the elements lost at both ends."""
+        """The cast operand and the exact one.  Counts elements that underflow or saturate."""
         q, saturated = operands.quantized_with_count(gemm, role, fmt)
         form = operands.call.form(gemm, role, fmt)
         exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
@@ -252,24 +252,24 @@ class LinearProbe:
             assert nonzero is not None
             share = self._share[role]
             self.sums.add(f"nonzero/{operand}", nonzero, share)
-            # what is not zero was not zero before
+            # elements that are nonzero after the cast were nonzero before
             self.sums.add(f"underflow/{operand}", nonzero - _count_nonzero(q), share)
             self.sums.add(f"saturated/{operand}", saturated, share)
         return q, exact
 
     def _add_error(self, operand: str, q: Tensor, exact: Tensor) -> Tensor:
-        """Counts and gives the error of what `_cast` gave, in the cast's place."""
+        """Compute the error of a result of `_cast`, in place of the cast, and add its square."""
         error = q.sub_(exact)
         if self._counts(operand):
             self.sums.add(f"error/{operand}", square(error), self._share[operand.rpartition("/")[2]])
         return error
 
     def add_updates(self, updates: Updates, clip: float) -> None:
-        """Add the update's size and its change by E_w, which by now is the sum over microbatches, dp and cp."""
+        """Add the squared update and its change by E_w, which by now is summed over microbatches, dp and cp."""
         share, shard = 1.0 / self.place.replicate.size, self.place.shard
         whole = updates.changes(self.shape.name, [], clip)[0]
         self.sums.add("update", whole, share)
-        here = -(-self._local_rows // shard.size)  # FSDP2 deals out rows like torch.chunk
+        here = -(-self._local_rows // shard.size)  # FSDP2 shards rows like torch.chunk
         begin = shard.rank * here
         inside = [i for i, row in enumerate(self._rows) if begin <= row < begin + here]
         part = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)

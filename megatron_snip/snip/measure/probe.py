@@ -1,7 +1,7 @@
-"""The probe: one more forward and backward over the coming batch, in BF16 format, without an update.
+"""The probe: one more forward and backward over the next batch, in BF16, without an update.
 
-Each linear's LinearProbe sees X, W, G and every format's error.  Nothing of the training state is changed.  What fails
-on one process is agreed on by all, and ends the probe on all of them alike.  Source: docs/numerics.md.
+Each linear's LinearProbe sees X, W, G and every format's error.  Training state does not change.  All ranks agree on a
+failure of one rank, and all end the probe.  Source: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron_snip.snip.measure.updates import Updates
 
 
 class ProbeFailed(RuntimeError):
-    """A probe came to nothing on some process; every process raises it, with the same message."""
+    """A probe failed on some rank.  Every rank raises it, with the same message."""
 
 
 class ProbedLinear(Protocol):
-    """What a probe and plans need of a parallel linear."""
+    """What probes and plans need from a parallel linear."""
 
     precision: LinearPrecision
     split_dim: int
@@ -38,24 +38,24 @@ class ProbedLinear(Protocol):
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and backward over a batch gives on every process."""
+    """Result of forward and backward over a batch, the same on every rank."""
 
     loss: float  # nats, over the global batch
     grad_norm: float  # of the whole model, before clipping
-    clip: float  # what gradients are multiplied by
-    tokens: int | None = None  # 1 / the weight of a token of this process in the loss, where it is not 1 / Probe.tokens
+    clip: float  # factor applied to gradients
+    tokens: int | None = None  # 1 / weight of a local token in the loss, if that is not 1 / Probe.tokens
 
 
 class PassRunner(Protocol):
-    """Runs one of the coming batches forward and backward and leaves its gradients."""
+    """Runs one of the next batches forward and backward and leaves its gradients."""
 
     def __call__(self, ahead: int = 0, context: StepContext = PLAIN) -> Pass:
-        """``ahead``: 0 for the next batch, 1 for the one after it; context: whatever it says but the iteration."""
+        """``ahead``: 0 for the next batch, 1 for the one after.  context: settings of the pass except the iteration."""
         ...
 
 
 class Probe:
-    """Measures; every process makes one over the linears and blocks of its own stages and calls it alike."""
+    """Runs probes.  Every rank makes one, over the linears and blocks of its own stages, and makes the same calls."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Probe:
         self.shapes = tuple(shapes)  # of the whole model
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.tokens, self.device = mesh, tokens, device
-        self.wide = wide  # as StepContext.wide, where the compute is float32
+        self.wide = wide  # as StepContext.wide, if computation is in float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
         self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
-        self.gather = gather  # under context parallelism: a process's part of sequences [T, C] -> the whole of them
+        self.gather = gather  # under context parallelism: local tokens of sequences [T, C] -> whole sequences
 
     def run(
         self,
@@ -90,12 +90,12 @@ class Probe:
         *,
         updates: bool = True,
     ) -> Statistics:
-        """Measure; of several batches the mean.  ``run_pass`` leaves gradients, ``zero_grad`` drops them again.
+        """Measure one batch, or the mean of several.  ``run_pass`` leaves gradients, ``zero_grad`` drops them.
 
-        updates: also the errors of the backward GEMMs' operands, and what wgrad's error does to the optimiser's
-        update, which weight divergences are made of.
-        Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
-        included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
+        updates: also measure errors of the backward GEMMs' operands, and the effect of wgrad's error on the optimiser's
+        update; weight divergences need both.
+        Raises ProbeFailed on all ranks if the loss is not finite, or if any work beyond that of an iteration fails,
+        such as running out of memory.  Errors in the model's own pass are raised as in any iteration.
         """
         each = (self._one_batch(run_pass, zero_grad, iteration, ahead, updates) for ahead in range(batches))
         return Statistics.mean(list(each))
@@ -120,15 +120,15 @@ class Probe:
             zero_grad()
 
     def _note_idle(self, probes: Mapping[str, LinearProbe], failure: Failure) -> None:
-        """A linear that backward did not come to has nothing to show."""
+        """Fail if backward did not reach a linear."""
         if not self.formats or failure.happened:
             return
         idle = [name for name, probe in probes.items() if not any(s.startswith("token/") for s in probe.sums.names)]
         if idle:
-            failure.note(f"no gradient came to {', '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
+            failure.note(f"no gradient reached {', '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
     def _attempt(self, failure: Failure, work: Callable[[], Any]) -> Any:
-        """What ``work``, which makes no collective, returns, if it went well on all processes."""
+        """Run ``work``, which must not use collectives, and return its result if it succeeded on all ranks."""
         found = None
         try:
             found = work()
@@ -138,7 +138,7 @@ class Probe:
         return found
 
     def _agree(self, failure: Failure) -> None:
-        """Raise ProbeFailed on every process if there is a failure on any; every process calls it."""
+        """Raise ProbeFailed on every rank if any rank failed.  Every rank must call it."""
         texts: list[str | None] = [failure.text]
         if self.mesh.world_size > 1:
             failed = torch.tensor([float(bool(failure.text))], device=self.device)
@@ -163,10 +163,10 @@ class Probe:
         }
 
     def _context(self, probes: Mapping[str, LinearProbe], failure: Failure) -> StepContext:
-        """A pass in BF16 format, in which every linear shows its operands to its probe."""
+        """A pass in BF16 in which every linear passes its operands to its probe."""
         failure.probes = list(probes.values())
         groups: dict[tuple[int, str], dict[str, LinearProbe]] = {}
-        for name, probe in probes.items():  # a linear of no known block or kind is judged alone
+        for name, probe in probes.items():  # a linear without a known block or kind is judged alone
             block, kind = probe.shape.block, probe.shape.kind
             groups.setdefault((block, "" if kind and block in self.attends else name), {})[name] = probe
         observers: dict[str, LinearObserver] = {}
@@ -180,7 +180,7 @@ class Probe:
         return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers, wide=self.wide)
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
-        """Over dp and cp, in place: u is not linear, so errors are summed over the whole batch first."""
+        """Sum over dp and cp, in place.  u is not linear, so errors are first summed over the whole batch."""
         for probe in probes if self.mesh.dp_cp.size > 1 else ():
             for error in probe.weight_error.values():
                 dist.all_reduce(error, group=self.mesh.dp_cp.group)
@@ -191,14 +191,14 @@ class Probe:
             probe.weight_error.clear()
 
     def _reduce(self, probes: Mapping[str, LinearProbe], result: Pass, iteration: int, *, updates: bool) -> Statistics:
-        """One all-reduce over the world of a matrix indexed by global linear."""
-        found = [probe.sums.names for probe in probes.values()]  # none where a process has no blocks
+        """One all-reduce over all ranks of a matrix indexed by global linear."""
+        found = [probe.sums.names for probe in probes.values()]  # empty on a rank without blocks
         names = sorted(set().union(*found) if found else names_of_sums(self.formats, updates=updates))
         table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
                 table[row] = probes[shape.name].sums.read(names)
-        if result.tokens is not None:  # T/2 times token sums is then what this process's tokens cost
+        if result.tokens is not None:  # so that T/2 times the token sums is the cost of this rank's tokens
             table[:, [name.startswith("token/") for name in names]] *= result.tokens / self.tokens
         if self.mesh.world_size > 1:
             dist.all_reduce(table, group=self.mesh.world)

@@ -1,7 +1,7 @@
-"""What a probe measured: a matrix with a row per linear and a named column per number, and its JSON file.
+"""Statistics of a probe: a matrix with a row per linear and a named column per number, and its JSON file.
 
-    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k and v with the
-                      attention's output, its gradient and what dY_f does to it
+    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; for q, k and v with the
+                      attention's output, its gradient and the effect of dY_f on it
     update *          |u(g)|_F^2, the optimiser's update without noise
     own/f *           |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
     norm/A            |A|_F^2 of the operands X, W and G *
@@ -9,11 +9,11 @@
     underflow/...     share of that operand's nonzero elements that became 0
     saturated/...     share of them beyond the format's largest value
 
-* only where updates were measured.
+* only if updates were measured.
 
 Source: docs/numerics.md, "Loss divergence" and "Weight divergence".  T is the tokens of the global batch and
-G = dL/dY contains 1/T.  Values are sums over the batch, the data-parallel ranks and the tensor shards; formats that
-change nothing (bf16) have no column.  NaN is what was not finite: a finding, kept in the file.
+G = dL/dY contains 1/T.  Values are sums over the batch, dp ranks and tp shards.  Formats that change nothing (bf16)
+have no column.  NaN marks values that were not finite; it is kept in the file as a finding.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Floats = NDArray[np.float64]
 
 VERSION = 4
 _WAY_OUT = "collect the statistics again"
-#: How statistics get updates, and the operands of the backward GEMMs.
+#: How to measure updates and the operands of the backward GEMMs.
 WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
-#: No model has more.  Sums of FLOPs over so many linears of such sizes fit 64 bits.
+#: No model has more.  With these sizes, sums of FLOPs over that many linears fit 64 bits.
 MOST_LINEARS, MOST_COLUMNS = 1 << 16, 1 << 12
 _Size = Annotated[int, Meta(ge=1, le=1 << 22)]
 _Columns = Annotated[list[Text], Meta(max_length=MOST_COLUMNS)]
 
 
 class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A linear in a file: the fields of its LinearShape, and a number for each column."""
+    """A linear in a file: the fields of its LinearShape, and one number per column."""
 
     out_features: _Size
     in_features: _Size
@@ -66,14 +66,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: float
     tokens: Count
     columns: _Columns
-    linears: Annotated[dict[Text, Any], Meta(max_length=MOST_LINEARS)]  # a _Linear each, so that errors name it
+    linears: Annotated[dict[Text, Any], Meta(max_length=MOST_LINEARS)]  # each a _Linear, so that errors name it
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
     """Statistics of all linears from the probe before ``iteration``: loss in nats, tokens = T, values [L, columns].
 
-    ``shapes`` [L] name the rows.  Of several probes of one state, all numbers are means.
+    ``shapes`` [L] name the rows.  With several probes of one state, all numbers are means.
     """
 
     iteration: int
@@ -85,7 +85,7 @@ class Statistics:
 
     @property
     def names(self) -> list[str]:
-        """Names of the linears, in the order of the rows."""
+        """Names of the linears, in row order."""
         return [shape.name for shape in self.shapes]
 
     @property
@@ -95,17 +95,17 @@ class Statistics:
 
     @property
     def has_updates(self) -> bool:
-        """Whether updates were measured, which weight divergences are made of."""
+        """Whether updates were measured, as weight divergences require."""
         return "update" in self.columns
 
     @property
     def finite(self) -> NDArray[np.bool_]:
-        """[L]: whether every number of a linear is."""
+        """[L]: whether all numbers of a linear are finite."""
         return np.asarray(np.isfinite(self.values).all(axis=1))
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """Names of the linears with a number that is NaN."""
+        """Names of the linears with a NaN."""
         return tuple(name for name, good in zip(self.names, self.finite) if not good)
 
     def column(self, name: str) -> Floats:
@@ -121,9 +121,9 @@ class Statistics:
 
     @classmethod
     def mean(cls, several: Sequence[Statistics]) -> Statistics:
-        """The mean of every number over several probes of one state; iteration and tokens are the first's.
+        """The mean of every number over several probes of one state, with the first probe's iteration and tokens.
 
-        Token sums come in units of 2 / tokens, and first are converted to the first's: dL is the mean of all dL.
+        Token sums are in units of 2 / tokens and are converted to the first probe's, so that dL is the mean of all dL.
         """
         first = several[0]
         assert all(one.shapes == first.shapes and one.columns == first.columns for one in several)
@@ -133,11 +133,11 @@ class Statistics:
         return cls(first.iteration, loss, first.tokens, first.shapes, first.columns, np.mean(values, axis=0))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, whole or not at all."""
+        """Write JSON, atomically."""
         write_atomic(path, self.to_json())
 
     def to_json(self) -> str:
-        """What ``save`` writes."""
+        """The text that ``save`` writes."""
         linears = {
             shape.name: {**{name: getattr(shape, name) for name in _Linear.__struct_fields__[:-1]}, "values": row}
             for shape, row in zip(self.shapes, self.values.tolist(), strict=True)
@@ -148,7 +148,7 @@ class Statistics:
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
-        """Read ``save``'s file.  Raises UserError naming the file and the field for anything else."""
+        """Read a file from ``save``.  Raises UserError with the file and the field for anything else."""
         values = read_json(path, "statistics", _WAY_OUT)
         if "solver" in values:
             raise UserError(f"{path}: this is a plan, not statistics; give the file that it was made from")
@@ -172,6 +172,6 @@ def _row(name: str, entry: Any, count: int) -> tuple[LinearShape, list[float]]:
     values = shape.pop("values")
     if len(values) != count:
         raise JsonFileError(f"field {where}.values has {len(values)} numbers, but the file has {count} columns")
-    if shape["kind"] not in (*KINDS, ""):  # "": of a model whose linears have no known kinds
+    if shape["kind"] not in (*KINDS, ""):  # "": from a model whose linears have no known kinds
         raise JsonFileError(f"field {where}.kind is {shown(shape['kind'])}, but must be one of {', '.join(KINDS)}")
     return LinearShape(name, **shape), values

@@ -1,6 +1,6 @@
-"""What a pass that nobody trains by must leave as it was: gradients, buffers, and weights that hooks would update.
+"""State that a pass outside training must preserve: gradients, buffers, and weights that hooks would update.
 
-Gradients are those of the model, and of whatever else a loss comes from, such as a head outside the model.
+This covers gradients of the model and of anything else behind a loss, such as a head outside the model.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 class Untouched:
-    """Gradients as they were; none are there while the pass runs.
+    """Saves gradients, and removes them during the pass.
 
-    Hooks that run after a gradient is accumulated are off meanwhile: an optimiser in backward would update by them.
+    Also disables hooks that run after gradient accumulation: an optimiser in backward would update weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,25 +26,25 @@ class Untouched:
                 self._keep(p)
 
     def note(self, loss: Tensor) -> None:
-        """Keep also what is no parameter of the model and gets a gradient by this loss; call it before backward."""
+        """Also save tensors outside the model that get a gradient from this loss.  Call it before backward."""
         for leaf in _leaves(loss):
             if leaf not in self._before:
                 self._keep(leaf)
 
     def _keep(self, p: Tensor) -> None:
         hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-        values = None if p.grad is None else p.grad.clone()  # DDP's are views, into which backward may write
+        values = None if p.grad is None else p.grad.clone()  # DDP's gradients are views that backward may overwrite
         self._before[p] = p.grad, values, dict(hooks)
         hooks.clear()
         p.grad = None
 
     def zero_grad(self) -> None:
-        """Drop gradients of the pass."""
+        """Drop the gradients of the pass."""
         for p in self._before:
             p.grad = None
 
     def restore(self) -> None:
-        """Gradients and hooks as they were."""
+        """Restore gradients and hooks."""
         for p, (grad, values, hooks) in self._before.items():
             p.grad = grad
             if grad is not None and values is not None:
@@ -55,7 +55,7 @@ class Untouched:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Untouched]:
-    """Around passes: gradients and buffers of the model are as they were afterwards, such as BatchNorm's averages."""
+    """Context for passes that restores the model's gradients and buffers afterwards, such as BatchNorm's averages."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -75,7 +75,7 @@ def untouched(model: nn.Module) -> Iterator[Untouched]:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Tensors into whose ``grad`` backward of a loss adds; those within a reentrant recomputation are not known yet."""
+    """Tensors that get a gradient from a loss, except those inside a reentrant recomputation, not yet known."""
     found, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -1,6 +1,6 @@
-"""AdamW's update u as a function of the gradient, and how far a change of the gradient moves it.
+"""AdamW's update u as a function of the gradient, and its change when the gradient changes.
 
-u is elementwise in the clipped gradient, with the optimiser's own moments.  Source: docs/numerics.md.
+u is elementwise in the clipped gradient and uses the optimiser's own moments.  Source: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """AdamW's constants and the clipping, on which its update depends."""
+    """AdamW's constants and the clipping norm, which its update depends on."""
 
     beta1: float
     beta2: float
@@ -24,7 +24,7 @@ class AdamSettings:
 
 
 class OptimizerView(Protocol):
-    """What a probe reads of the optimiser; names are parameters', tensors the local parts."""
+    """What a probe reads from the optimiser, by parameter name; tensors are local shards."""
 
     steps: int
 
@@ -38,28 +38,28 @@ class OptimizerView(Protocol):
 
 
 def square(x: Tensor) -> Tensor:
-    """Squared Frobenius norm of x [...], float64 scalar; rows in float32, of which a CPU adds up no more well."""
+    """Squared Frobenius norm of x [...], float64 scalar.  Rows are summed in float32; longer CPU sums lose accuracy."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
 
 
 def adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, adam: AdamSettings) -> Tensor:
     """AdamW's update without learning rate and weight decay: u(grad), all [...] float32.
 
-    step counts from 1: the update that is about to be made.
+    step: number of the next update, counted from 1.
     """
     bias1, bias2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
-    scale = bias1 * bias1 / bias2  # both corrections at once, which saves two passes over memory
+    scale = bias1 * bias1 / bias2  # both corrections at once saves two passes over memory
     size = (v * (adam.beta2 * scale)).addcmul_(grad, grad, value=(1.0 - adam.beta2) * scale)
     return torch.lerp(m, grad, 1.0 - adam.beta1).div_(size.sqrt_().add_(adam.eps * bias1))
 
 
-#: Elements that updates are computed for at a time: a few of them fit a CPU's cache.
+#: Elements per chunk of updates; a few chunks fit a CPU's cache.
 _CHUNK = {"cpu": 1 << 17}
 _LARGE_CHUNK = 1 << 26
 
 
 def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The same stretches of equally large tensors [...], flat."""
+    """Matching chunks of tensors of equal size [...], flattened."""
     size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
     flat = [tensor.reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), size):
@@ -68,16 +68,16 @@ def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates that an optimiser would make of the gradients as they stand."""
+    """The updates that an optimiser would make from the current gradients."""
 
     optimizer: OptimizerView
     adam: AdamSettings
 
     @torch.no_grad()
     def changes(self, name: str, errors: Sequence[Tensor], clip: float, rows: slice = slice(None)) -> list[Tensor]:
-        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each of the errors [R, K], before clipping; float64 scalars.
+        """|u(g)|^2, and |u(g + e) - u(g)|^2 for each error [R, K], before clipping; float64 scalars.
 
-        rows: those of this process's part of the weight ``name`` [N, K] that are looked at, R of them.
+        rows: selects R rows of the local shard of the weight ``name`` [N, K].
         """
         step, weight = self.optimizer.steps + 1, f"{name}.weight"
         tensors = [self.optimizer.gradient(weight), *self.optimizer.moments(weight)]

@@ -1,7 +1,7 @@
-"""From quality losses to a plan: options, what they save, the integer program and its process, the plan file.
+"""From quality losses to a plan: options and their savings, the integer program and its process, the plan file.
 
-Plan is looked up when it is asked for (PEP 562): it needs torch, and the solver's process, which imports ``ilp``
-from this package, must start without it.
+Plan is imported lazily (PEP 562): it needs torch, and the solver's process, which imports ``ilp`` from this package,
+must start without it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What a precision saves: the FP4 share of the linears' FLOPs, or GEMM time, nominal or by a measured table.
+"""Savings of a precision: FP4's share of the linears' FLOPs, or GEMM time, nominal or from a measured table.
 
 Source: SNIP, arXiv 2602.01410 (efficiency = fraction of FLOPs in FP4).
-Convention: a linear has three GEMMs (fprop, dgrad, wgrad) of 2 N K FLOPs per token each, shapes are those of
-the whole model, whatever tp shards them.  A matrix [L, O] has one row per linear and one column per option.
+Convention: a linear has three GEMMs (fprop, dgrad, wgrad) of 2 N K FLOPs per token each.  Shapes are those of the whole
+model, before tp.  A matrix [L, O] has one row per linear and one column per option.
 
-A table of GEMM times is what tools/profile_gemms.py measured; what casts and memory cost is in a table only:
+tools/profile_gemms.py measures a table of GEMM times.  Only a table includes the cost of casts and memory:
 
     {"version": 1, "hardware": "NVIDIA H200", "about": {"torch": "2.13.0", "tokens": 8192, ...},
      "times": {"fp8": {"fprop": 0.6, "dgrad": 0.6, "wgrad": 0.7}, ...},
      "shapes": {"4096x14336": {"bf16": {"fprop": 0.95, ...}, "fp8": {...}}, ...}}
 
-Times are per FLOP, in units of what BF16 takes for one on average over all that was measured.  ``times`` holds for
-every linear, ``shapes`` (out x in features of the whole model) for linears of that shape and goes first; both "about"
-and "shapes" may be left out.  bf16 takes 1 if not given.  Nominal times are those of tensor cores on paper: in
-proportion to the element's bits, BF16 1, FP8 1/2, FP4 1/4.
+Times are per FLOP, relative to BF16's average over all measurements.  ``times`` applies to every linear, and ``shapes``
+(out x in features of the whole model) overrides it for linears of that shape.  "about" and "shapes" are optional, and
+bf16 defaults to 1.  Nominal times are those of tensor cores on paper, proportional to the element's bits: BF16 1,
+FP8 1/2, FP4 1/4.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 Floats = NDArray[np.float64]
 
 GRANULARITIES = ("linear", "gemm", "fused")
-#: What ``efficiency`` may count: the share of FLOPs in FP4, or modelled GEMM time; and the words of plan files for it.
+#: What ``efficiency`` counts: the share of FLOPs in FP4, or modelled GEMM time; and the names of both in plan files.
 MEASURES = {"fp4": "FP4 share", "time": "modelled time"}
 
 VERSION = 1
@@ -53,7 +53,7 @@ _Time = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 
 class _Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a format, in a file."""
+    """The times of a format in a file."""
 
     fprop: _Time
     dgrad: _Time
@@ -61,7 +61,7 @@ class _Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table's file; see the head of this one.  Tables are checked one by one, so that errors name the format."""
+    """A table's file; see the module's docstring.  Tables are checked one by one, so that errors name the format."""
 
     version: Count
     hardware: Text
@@ -72,7 +72,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class GemmTimes:
-    """A table of times; without ``times`` the nominal ones.  hardware names it in metrics and plans."""
+    """A table of times, nominal if ``times`` is None.  hardware is its name in metrics and plans."""
 
     hardware: str = "nominal"
     times: Table | None = None
@@ -80,7 +80,7 @@ class GemmTimes:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, fmt: str, gemm: str, out_features: int, in_features: int) -> float:
-        """Time per FLOP of a GEMM of a linear in a format; 1 is BF16's mean.  UserError for an unknown format."""
+        """Time per FLOP of a linear's GEMM in a format; 1 is BF16's mean.  Raises UserError for an unknown format."""
         if self.times is None:
             return get_format(fmt).element_bits / 16
         found = self.shapes.get(f"{out_features}x{in_features}", {}).get(fmt) or self.times.get(fmt)
@@ -90,7 +90,7 @@ class GemmTimes:
         return 1.0
 
     def fastest(self, gemm: str, out_features: int, in_features: int) -> float:
-        """The least time per FLOP of any format: of the table, or nominally of FP4."""
+        """The lowest time per FLOP of any format in the table; nominally FP4's."""
         if self.times is None:
             return 0.25
         formats = {"bf16", *self.times}
@@ -107,14 +107,14 @@ class GemmTimes:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, whole or not at all."""
+        """Write the JSON file, atomically."""
         assert self.times is not None, "nominal times need no file"
         values = {"version": VERSION, "hardware": self.hardware, "about": self.about}
         write_atomic(path, json.dumps({**values, "times": self.times, "shapes": self.shapes}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> GemmTimes:
-        """Read ``save``'s file, or one by hand.  Raises UserError naming the file, the field and the way out."""
+        """Read a file from ``save``, or a handwritten one.  Raises UserError with file, field and way out."""
         values = read_json(path, "table of GEMM times", _WAY_OUT)
         try:
             check_version(values, VERSION)
@@ -125,7 +125,7 @@ class GemmTimes:
                     raise JsonFileError(f"field shapes has {shown(shape)}, but must name shapes such as 4096x14336")
                 shapes[shape] = _table(entry, f"shapes.{shape}")
                 if unknown := sorted(shapes[shape].keys() - {"bf16", *times}):
-                    raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times has not")
+                    raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times lacks")
         except JsonFileError as error:
             raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         return cls(found.hardware, times, shapes, found.about)
@@ -135,8 +135,9 @@ NOMINAL = GemmTimes()
 
 
 def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[LinearPrecision]:
-    """Options of a linear.  "linear", "fused": each of ``formats`` (or triples such as "fp4/fp4/fp8") as it
-    stands; "gemm": every combination over the three GEMMs.  Order kept, repeats dropped.
+    """Options of a linear.  "linear", "fused": each of ``formats`` (or triples such as "fp4/fp4/fp8") unchanged;
+    "gemm":
+    every combination over the three GEMMs.  Keeps the order, drops duplicates.
 
     Raises UserError for unknown formats or granularities, no format, and triples in "gemm".
     """
@@ -153,7 +154,7 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
 
 
 def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``ties`` of ilp.solve for granularity "fused", [L]: linears that read the same input share an id."""
+    """``ties`` of ilp.solve for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
@@ -172,9 +173,9 @@ def gemm_flops(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
 def modelled_time(
     shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], times: GemmTimes = NOMINAL
 ) -> Floats:
-    """[L, O]: time of linear l in option o, and of what its shape counts with it, which stays in BF16.
+    """[L, O]: time of linear l in option o, plus the BF16 work that its shape includes.
 
-    As a share of what the whole model takes in BF16 at its mean speed.  Raises as ``gemm_time``.
+    Relative to the whole model in BF16 at its mean speed.  Raises as ``gemm_time``.
     """
     linears = int(gemm_flops(shapes).sum())
     other = np.array([len(GEMMS) * shape.other_flops for shape in shapes])  # backward costs twice forward
@@ -182,9 +183,9 @@ def modelled_time(
 
 
 def gemm_time(shapes: Sequence[LinearShape], options: Sequence[LinearPrecision], times: GemmTimes = NOMINAL) -> Floats:
-    """[L, O]: GEMM time of linear l in option o as a share of all linears' in BF16 at its mean speed.
+    """[L, O]: GEMM time of linear l in option o relative to all linears in BF16 at its mean speed.
 
-    Raises UserError for a format that the table has not.
+    Raises UserError for a format that the table lacks.
     """
     flops = gemm_flops(shapes)
     result = np.zeros((len(shapes), len(options)))
@@ -197,7 +198,7 @@ def gemm_time(shapes: Sequence[LinearShape], options: Sequence[LinearPrecision],
 
 
 def saving(precision: LinearPrecision, measure: str = "fp4") -> float:
-    """What a linear in this precision saves, 0..1: the mean over its three GEMMs, all of one size; nominal times."""
+    """Savings of a linear in this precision, 0..1: the mean over its three equal GEMMs, with nominal times."""
     return float(efficiency([LinearShape("any", 1, 1)], [precision], measure)[0, 0])
 
 
@@ -207,12 +208,12 @@ def efficiency(
     measure: str = "fp4",
     times: GemmTimes = NOMINAL,
 ) -> Floats:
-    """[L, O]: what linear l saves in option o, so that the most that can be saved sums to 1.
+    """[L, O]: savings of linear l in option o.  The largest possible total is 1.
 
-    measure: "fp4", the share of FLOPs in FP4; "time", modelled GEMM time saved against BF16, as a share of what
-    the fastest format of the times saves everywhere (nominally FP4); the one to use when bf16 is among the
-    options, because FP8 counts for nothing in "fp4".  Raises UserError for other names, a format that the table
-    has not, and a table in which nothing is faster than bf16.
+    measure: "fp4", the share of FLOPs in FP4; "time", modelled GEMM time saved against BF16, relative to the fastest
+    format of the times everywhere (nominally FP4).  Use "time" if bf16 is an option, because "fp4" ignores what FP8
+    saves.
+    Raises UserError for other names, a format that the table lacks, and a table in which nothing is faster than bf16.
     """
     if measure not in MEASURES:
         raise UserError(f"unknown measure {measure!r}; known: {', '.join(MEASURES)}")
@@ -241,7 +242,7 @@ def achieved(
     measure: str = "fp4",
     times: GemmTimes = NOMINAL,
 ) -> float:
-    """What a whole assignment saves, at most 1.  ``precisions`` must name every linear of ``shapes``."""
+    """Savings of a whole assignment, at most 1.  ``precisions`` must name every linear of ``shapes``."""
     if not shapes:
         return 0.0
     return float(_chosen(efficiency, shapes, precisions, measure, times).sum())
@@ -250,7 +251,7 @@ def achieved(
 def by_stage(
     shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], times: GemmTimes = NOMINAL
 ) -> dict[int, tuple[float, float]]:
-    """Stage -> (FP4's share of its linears' FLOPs, its modelled time as a share of the whole model's in BF16)."""
+    """Stage -> (FP4's share of its linears' FLOPs, its modelled time relative to the whole model in BF16)."""
     share = _chosen(efficiency, shapes, precisions, "fp4", NOMINAL)
     taken = _chosen(modelled_time, shapes, precisions, times)
     flops, stage = gemm_flops(shapes).sum(axis=1), stages(shapes)
@@ -267,7 +268,7 @@ def _chosen(
     precisions: Mapping[str, LinearPrecision],
     *rest: Any,
 ) -> Floats:
-    """[L]: each linear's entry of a matrix [L, O] of this file in its own precision."""
+    """[L]: each linear's entry, in its own precision, of a matrix [L, O] from this module."""
     options = list(dict.fromkeys(precisions[shape.name] for shape in shapes))
     columns = [options.index(precisions[shape.name]) for shape in shapes]
     return matrix(shapes, options, *rest)[np.arange(len(shapes)), columns]

@@ -1,14 +1,14 @@
-"""Choose one option per linear: least quality loss whose efficiency reaches the target.
+"""Choose one option per linear: the lowest quality loss whose efficiency reaches the target.
 
     minimise  sum_l Q[l, o_l] (+ churn)   subject to   sum_l e[l, o_l] >= target      (or per pipeline stage)
 
 Source: SNIP, arXiv 2602.01410 (one-hot ILP); solver: HiGHS, https://highs.dev.
-Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative;
-e [L, O] any unit, higher saves more; the target is in e's unit.
+Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative; e [L, O] any unit,
+higher saves more; the target is in e's unit.
 
-program.py checks the input: ties make groups, fixed and reserved options rule options out, churn adds to Q.
-``saving_row`` and ``time_row`` are the constraints that are left; milp.py solves a model of such rows.
-Constraints that share no group are solved one after another, which takes a fifth of the time of one model.
+program.py checks the input: ties form groups, fixed and reserved options exclude options, churn adds to Q.
+``saving_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
+Constraints without a common group are solved one after another, in a fifth of the time of one model.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = ["InfeasibleTarget", "Solution", "check_target", "solve", "solve_paret
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What ``solve`` found.
+    """Result of ``solve``.
 
-    choice [L] indices of options; objective = sum of Q over the choice, churn included; bound: no plan is
-    below it; gap = (objective - bound) / (objective - sum of min_o Q), 0 when both are 0, so that a constant
-    added to a linear's row changes nothing; seconds of wall clock.
-    status: "greedy" (its own bound proves the gap), "optimal" (HiGHS proves it), "node_limit" and
-    "time_limit" (the best plan so far), "fallback" (HiGHS failed, the greedy plan).
-    churn: the part of objective that leaving the plan in force costs.  makespan: where ``time`` was given, the
-    bound on a stage's time that the plan keeps, and that objective and bound are about.
+    choice [L]: indices of options.  objective: sum of Q over the choice, including churn.  bound: no plan is below it.
+    gap = (objective - bound) / (objective - sum of min_o Q), 0 if both are 0, so that a constant added to a linear's
+    row changes nothing.  seconds: wall clock.
+    status: "greedy" (its own bound proves the gap), "optimal" (HiGHS proves it), "node_limit" and "time_limit" (the
+    best plan so far), "fallback" (HiGHS failed; the greedy plan).
+    churn: the part of objective for leaving the current plan.  makespan: if ``time`` was given, the bound on a stage's
+    time that the plan keeps, and to which objective and bound refer.
     """
 
     choice: Ints
@@ -89,20 +89,20 @@ def solve(
 ) -> Solution:
     """Choose an option for each of L linears; quality_loss and efficiency are [L, O].
 
-    The whole must save ``target`` in e's unit.
-    stage [L]: with it, every stage s must save target * sum over its linears of max_o e instead.
-    time [L, O], 0 or more: with it, the whole must save the target again, and no stage may take longer than a
-    bound that is minimised first (see ``_solve_makespan``; Solution.makespan is the bound).
-    ties [L]: linears of one non-negative id take one option; -1 is untied.
-    fixed [L]: the option a linear must take; -1 is free.  reserved [O]: true for options that only linears
-    fixed to them take; they count for no stage's max_o e.
-    current [L]: the options in force, -1 for none; churn: what leaving them costs, in Q's unit, for every linear
-    that changes, or [O, O] from one option to another.
-    gap: see Solution; 0 asks for the exact optimum.
-    node_limit (branch-and-bound nodes per stage) keeps the result reproducible; time_limit (seconds, for all
-    stages together) is the emergency stop and the only source of differences between two runs.
+    All linears together must save ``target`` in e's unit.
+    stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
+    time [L, O], 0 or more: then all stages together save the target again, and no stage may exceed a time bound that is
+    minimised first (see ``_solve_makespan``; Solution.makespan is the bound).
+    ties [L]: linears with the same non-negative id take one option; -1 is untied.
+    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options only for linears fixed to
+    them; they do not count in a stage's max_o e.
+    current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
+    [O, O] from one option to another.
+    gap: see Solution; 0 requests the exact optimum.
+    node_limit (branch-and-bound nodes per stage) keeps the result reproducible.  time_limit (seconds, for all stages
+    together) is an emergency stop, and the only possible cause of differences between two runs.
 
-    Raises InfeasibleTarget, or UserError for shapes, ids and non-finite numbers, naming the row.
+    Raises InfeasibleTarget, or UserError with the row for shapes, ids and non-finite numbers.
     """
     begin = clock.perf_counter()
     program = checked(
@@ -131,17 +131,17 @@ def solve(
 def solve_pareto(
     quality_loss: ArrayLike, efficiency: ArrayLike, targets: Sequence[float], **constraints: Any
 ) -> list[Solution]:
-    """One Solution for each of some targets, in their order; constraints and limits as in ``solve``.
+    """One Solution per target, in the order of targets; constraints and limits as in ``solve``.
 
-    A plan that reaches a higher target too is taken for it as it stands: its bound holds there as well.
-    time_limit is each target's own.  Raises as ``solve``, before anything is solved, for the highest target.
+    If a plan also reaches the next higher target, it is that target's solution too, since its bound also holds there.
+    time_limit is per target.  Raises as ``solve``, before anything is solved, for the highest target.
     """
     found: dict[float, Solution] = {}
     if not len(targets):
         return []
     limits = {"gap", "node_limit", "time_limit"}
     terms = {name: value for name, value in constraints.items() if name not in limits}
-    for target in targets:  # what is wrong with one is said before the others are solved
+    for target in targets:  # report all input errors before solving anything
         checked(quality_loss, efficiency, target, **terms)
     check_feasible(checked(quality_loss, efficiency, max(targets), **terms))
     last: Solution | None = None
@@ -154,19 +154,19 @@ def solve_pareto(
 
 
 def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
-    """Raise InfeasibleTarget if no plan reaches the target; efficiency [L, O], constraints as in ``solve``."""
+    """Raise InfeasibleTarget if no plan reaches the target.  efficiency [L, O], constraints as in ``solve``."""
     check_feasible(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
 
 
 def saving_row(program: Program, budget: Budget) -> Row:
-    """What some groups leave unsaved of the most that they can save is at most what their budget leaves."""
+    """Constraint: what groups leave unsaved, of their maximum, is at most what their budget allows."""
     inside = np.zeros((len(program.cost), 1), np.bool_)
     inside[budget.groups] = True
     return whole(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
 
 
 def time_row(program: Program, groups: Ints, makespan: float) -> Row:
-    """What the groups [G'] of a stage take beyond their least time is at most what the makespan leaves."""
+    """Constraint: the time of a stage's groups [G'] beyond their minimum is at most what the makespan allows."""
     times = _times(program, groups)
     least = times.min(axis=1, where=program.allowed, initial=np.inf)
     beyond = np.where(program.allowed, times - least[:, None], 0.0)
@@ -174,13 +174,13 @@ def time_row(program: Program, groups: Ints, makespan: float) -> Row:
 
 
 def _unsaved(program: Program) -> Floats:
-    """[G, O]: what an option saves less than the group's best; 0 where it is ruled out."""
+    """[G, O]: savings that an option gives up against the group's best; 0 for excluded options."""
     most = program.saved.max(axis=1, where=program.allowed, initial=-np.inf)
     return np.where(program.allowed, most[:, None] - program.saved, 0.0)
 
 
 def _times(program: Program, groups: Ints) -> Floats:
-    """[G, O]: the times of some groups, 0 of all others."""
+    """[G, O]: times of some groups, 0 for all others."""
     assert program.time is not None
     times = np.zeros_like(program.time)
     times[groups] = program.time[groups]
@@ -195,24 +195,24 @@ def _slowest(program: Program, choice: Ints) -> float:
 
 
 def _least(program: Program) -> Floats:
-    """[G]: each group's least cost."""
+    """[G]: lowest cost of each group."""
     least: Floats = program.cost.min(axis=1, where=program.allowed, initial=np.inf)
     return least
 
 
 def _model(program: Program, rows: Sequence[Row]) -> Model:
-    """Costs above each group's least under some constraints."""
+    """A model of costs above each group's minimum, under some constraints."""
     return Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows)
 
 
 def _solve_apart(program: Program, search: Search) -> tuple[Best, None]:
-    """Each budget's groups by themselves, as no constraint joins two of them."""
+    """Solve each budget's groups separately, since no constraint joins two budgets."""
     parts = [(budget.groups, _model(program, [saving_row(program, budget)])) for budget in program.budgets]
     return _together(parts, len(program.cost), search), None
 
 
 def _together(parts: Sequence[tuple[Ints, Model]], count: int, search: Search) -> Best:
-    """The plan [G] of models that are solved one after another, each for its groups [G']."""
+    """The plan [G] from models that are solved one after another, each for its groups [G']."""
     choice = np.zeros(count, np.int64)
     cost = bound = 0.0
     status = "greedy"
@@ -226,13 +226,13 @@ def _together(parts: Sequence[tuple[Ints, Model]], count: int, search: Search) -
 def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
     """The best plan whose slowest stage is as fast as the target allows, and the bound M on a stage's time.
 
-        1. M  = the least time of the slowest stage over ideal plans, which may split linears between options, that
-                save exactly the target; raised to what a whole plan can do where none keeps it;
-        2. minimise Q  subject to  target saved by the whole,  time of every stage <= M.
+        1. M  = the lowest time of the slowest stage over relaxed plans, which may split linears between options, that
+                save exactly the target; raised to what an integral plan can do if none keeps it;
+        2. minimise Q  subject to  target saved in total,  time of every stage <= M.
 
-    The target says how much is saved, so M is taken at that amount: without it the fastest plan would always be
-    the one that saves the most.  Where saving and time go together (a GEMM in FP4 saves time, every other takes
-    one time), stages that keep M reach the target by themselves, and are solved apart; else the target joins them.
+    M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
+    If saving and time go together (FP4 GEMMs save time, others take the same time), stages that keep M reach the
+    target on their own and are solved separately; otherwise the target joins them.
     """
     (budget,) = program.budgets
     target = saving_row(program, budget)
@@ -262,7 +262,7 @@ def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
 
 
 def _ideal_makespan(program: Program, budget: Budget) -> float | None:
-    """Step 1's M before it is raised; None without an answer from HiGHS."""
+    """M of step 1, before it is raised; None if HiGHS has no answer."""
     unsaved = _unsaved(program)
     rest = min(max(budget.most - budget.wanted, 0.0), float(unsaved.max(axis=1).sum()))
     at_most = scaled(unsaved, rest)
@@ -272,7 +272,7 @@ def _ideal_makespan(program: Program, budget: Budget) -> float | None:
 
 
 def _longest_model(program: Program, rows: Sequence[Row], least: float) -> tuple[Model, float]:
-    """Minimise the time of the slowest stage, ``least`` or more, under some constraints; and the unit of time."""
+    """Model of the lowest time of the slowest stage, at least ``least``, under some constraints; and the time unit."""
     assert program.time is not None
     top = float(program.time[program.allowed].max()) or 1.0
     stages = [Row(_times(program, groups) / top, 0.0, z=1.0) for groups in program.stages]
@@ -280,7 +280,7 @@ def _longest_model(program: Program, rows: Sequence[Row], least: float) -> tuple
 
 
 def _reaches(program: Program, choice: Ints) -> bool:
-    """Whether a plan [L] of a lower target reaches this one too."""
+    """Whether a plan [L] for a lower target also reaches this one."""
     plan = np.zeros(len(program.cost), np.int64)
     plan[program.group] = choice
     return all(saving_row(program, budget).holds(plan) for budget in program.budgets)

@@ -1,12 +1,11 @@
-"""One option per group at the least cost, as arrays: a model, its bound by a price, and HiGHS.
+"""One option per group at the lowest cost, as arrays: a model, a Lagrangian bound, and HiGHS.
 
     minimise  sum_g cost[g, o_g]   subject to   sum_g row.values[g, o_g] <= row.upper   for every row
 
-Variables are x[g, o] in {0, 1}, one row a group says that they sum to 1, and each further ``Row`` is a constraint.
-Source: HiGHS, https://highs.dev; the price: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), ch. 11.
-Convention: one thread, seed 0, no output; costs are divided by their largest, rows come in units that HiGHS's
-tolerances cannot blur; a model is passed as arrays, since building it by expressions
-takes seconds.
+Variables are x[g, o] in {0, 1}.  They sum to 1 per group, and each further ``Row`` is a constraint.
+Source: HiGHS, https://highs.dev; the bound: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), ch. 11.
+Convention: one thread, seed 0, no output.  Costs are divided by their maximum, and rows have units well above HiGHS's
+tolerances.  Models are passed as arrays, since building them from expressions takes seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import numpy as np
 
 from megatron_snip.snip.plan.program import Floats, Ints
 
-#: From best to worst; the status of a solution is the worst of its parts.
+#: From best to worst; a solution has the worst status of its parts.
 STATUSES = ("greedy", "optimal", "node_limit", "time_limit", "fallback")
-#: Values with a common unit stay exact up to this many of it; others are counted in 2^-20 of their largest.
+#: Values up to this multiple of a common unit stay exact; others are counted in 2^-20 of their maximum.
 EXACT_LIMIT, ROUNDED_STEPS = 2**24, 2**20
-#: A row may be missed by this: nothing where values are whole, elsewhere a part of the largest.
+#: Tolerance of a row: nothing for integers, a fraction of the maximum otherwise.
 ROW_TOLERANCE = 1e-8
 
 
@@ -35,10 +34,10 @@ def worst(*statuses: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A constraint: the sum over groups of values[g, o_g], less ``z`` times the longest, is ``lower`` to ``upper``.
+    """A constraint: the sum over groups of values[g, o_g], minus ``z`` times the longest, is in [``lower``, ``upper``].
 
-    values [G, O], as ``whole`` and ``scaled`` make them; the longest is the one continuous variable, see Model.
-    A constraint on plans has an upper bound alone: ``holds``, ``improve`` and ``part`` know no lower one.
+    values [G, O], from ``whole`` or ``scaled``.  The longest is the only continuous variable, see Model.
+    Constraints on plans have only an upper bound: ``holds``, ``improve`` and ``part`` ignore a lower one.
     """
 
     values: Floats
@@ -47,19 +46,19 @@ class Row:
     z: float = 0.0
 
     def of(self, choice: Ints) -> float:
-        """What a plan [G] sums to."""
+        """The sum for a plan [G]."""
         return float(self.values[np.arange(len(choice)), choice].sum())
 
     def holds(self, choice: Ints) -> bool:
-        """Whether a plan [G] keeps it."""
+        """Whether a plan [G] satisfies the constraint."""
         return self.of(choice) <= self.upper + ROW_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Model:
-    """cost [G, O], inf where an option is ruled out, at least 0, with a 0 in each row; constraints.
+    """cost [G, O], inf for excluded options, at least 0, with a 0 in each row; constraints.
 
-    longest: None; or the least value of a continuous variable, which is then minimised in place of the cost.
+    longest: None, or the lower bound of a continuous variable that is minimised instead of the cost.
     """
 
     cost: Floats
@@ -71,17 +70,17 @@ class Model:
         return float(self.cost[np.arange(len(choice)), choice].sum())
 
     def fits(self, choice: Ints) -> bool:
-        """Whether a plan [G] keeps every row."""
+        """Whether a plan [G] satisfies every row."""
         return all(row.holds(choice) for row in self.rows)
 
     def part(self, groups: Ints) -> Model:
-        """The model of some groups alone, [G']."""
+        """The model of only some groups [G']."""
         return Model(self.cost[groups], [Row(row.values[groups], row.upper) for row in self.rows])
 
 
 @dataclass(frozen=True)
 class Best:
-    """A plan [G], its cost, a bound that no plan's cost is below, and a status of STATUSES."""
+    """A plan [G], its cost, a lower bound on every plan's cost, and a status of STATUSES."""
 
     choice: Ints
     cost: float
@@ -91,7 +90,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Search:
-    """How far to search: gap relative to a plan's cost, nodes a HiGHS run, seconds from now for all of them."""
+    """Limits: gap relative to a plan's cost, nodes per HiGHS run, seconds from now for all runs."""
 
     gap: float
     node_limit: int
@@ -100,11 +99,11 @@ class Search:
 
     @property
     def seconds_left(self) -> float:
-        """Until the time limit; not above 0 once it has passed."""
+        """Seconds until the time limit; 0 or less after it."""
         return self.seconds - (time.perf_counter() - self.begin)
 
     def best(self, model: Model, start: Ints | None = None, bound: float = 0.0) -> Best:
-        """The best plan found; ``start`` [G] keeps the rows, or there is one row and the greedy plan is it."""
+        """The best plan found.  ``start`` [G] satisfies the rows; by default it is the greedy plan for the only row."""
         if start is None:
             start, bound = greedy(model)
         start = improve(model, start)
@@ -113,11 +112,11 @@ class Search:
             return Best(start, cost, min(bound, cost), "greedy")
         if self.seconds_left <= 0:
             return Best(start, cost, bound, "time_limit")
-        # An option that costs more than a whole plan is in no better one; without it costs keep their digits.
+        # No better plan has an option that costs more than a whole plan; without it, costs keep their precision.
         close = Model(np.where(model.cost <= cost * (1 + 1e-9), model.cost, np.inf), model.rows)
         answer = run_highs(close, start, self)
         status, bound = answer.status, min(max(bound, answer.bound), cost)
-        if answer.choice is not None and not model.fits(answer.choice):  # by more than HiGHS's tolerances should
+        if answer.choice is not None and not model.fits(answer.choice):  # violation beyond HiGHS's tolerances
             status = "fallback"
         elif answer.choice is not None and (found := model.cost_of(answer.choice)) < cost:
             start, cost = answer.choice, found
@@ -125,7 +124,7 @@ class Search:
 
 
 def unit_of(values: Floats) -> float | None:
-    """The largest number of which all values are whole multiples, if none is more than EXACT_LIMIT of it."""
+    """The largest number of which all values are integer multiples, unless a multiple would exceed EXACT_LIMIT."""
     distinct = np.unique(values[values > 0])
     if not len(distinct):
         return 1.0
@@ -140,10 +139,10 @@ def unit_of(values: Floats) -> float | None:
 
 
 def whole(values: Floats, upper: float) -> Row:
-    """The row of values [G, O] >= 0 in whole units.
+    """The row of values [G, O] >= 0 in integer units.
 
-    FLOP shares have a common unit and stay exact.  Others are rounded up, and ``upper`` down: a plan that keeps the
-    row does so in truth, and one that keeps it by less than G * 2^-20 of the largest value may be lost.
+    FLOP shares have a common unit and stay exact.  Other values are rounded up, and ``upper`` down: plans that satisfy
+    the row also satisfy the exact one, but plans within G * 2^-20 of the largest value may be excluded.
     """
     if (unit := unit_of(values)) is not None:
         return Row(np.rint(values / unit), float(np.floor(upper / unit)))
@@ -152,17 +151,17 @@ def whole(values: Floats, upper: float) -> Row:
 
 
 def scaled(values: Floats, upper: float) -> Row:
-    """The row of values [G, O] >= 0 as they are, divided by the largest."""
+    """The row of values [G, O] >= 0, divided by their maximum."""
     unit = float(values.max()) or 1.0
     return Row(values / unit, upper / unit)
 
 
 def greedy(model: Model) -> tuple[Ints, float]:
-    """A plan [G] that keeps the model's one row, and the bound of the linear relaxation.
+    """A plan [G] that satisfies the model's only row, and the bound of the linear relaxation.
 
-    The bound at a price of the row's unit is the least of cost + price * values, less price * upper.  Of two plans,
-    the cheap one breaks the row and the dear one keeps it; at the price where they meet a third is better than
-    both and takes the place of one, or the price is the best.
+    The bound at a price per unit of the row is the minimum of cost + price * values, minus price * upper.  Of two
+    plans, the cheap one violates the row and the dear one satisfies it.  At the price where both tie, either a third
+    plan is better and replaces one of them, or the price is optimal.
     """
     (row,) = model.rows
     size = np.where(np.isfinite(model.cost), row.values, np.inf)
@@ -170,12 +169,12 @@ def greedy(model: Model) -> tuple[Ints, float]:
     if row.holds(cheap):
         return cheap, model.cost_of(cheap)
     bound = model.cost_of(cheap)
-    for _ in range(1000):  # it ends by itself; the limit is for rounding's sake
+    for _ in range(1000):  # ends by itself; the limit guards against rounding
         price = (model.cost_of(dear) - model.cost_of(cheap)) / (row.of(cheap) - row.of(dear))
         dual = model.cost + price * row.values
         third = dual.argmin(axis=1)
         least, spent = float(dual.min(axis=1).sum()), price * row.upper
-        bound = max(bound, least - spent - 1e-13 * (least + spent))  # sums carry rounding; a bound is never high
+        bound = max(bound, least - spent - 1e-13 * (least + spent))  # sums round; a bound must not be too high
         met = model.cost_of(dear) + price * row.of(dear)
         if not least < met - 1e-13 * met:
             break
@@ -187,9 +186,9 @@ def greedy(model: Model) -> tuple[Ints, float]:
 
 
 def improve(model: Model, choice: Ints) -> Ints:
-    """Change one group of a plan [G] at a time while that lowers the cost and the rows hold."""
+    """Change one group of a plan [G] at a time while that lowers the cost and satisfies the rows."""
     choice, groups = choice.copy(), np.arange(len(choice))
-    for _ in range(4 * model.cost.size):  # each change lowers the cost; the limit is for rounding's sake
+    for _ in range(4 * model.cost.size):  # each change lowers the cost; the limit guards against rounding
         gain = np.where(np.isfinite(model.cost), model.cost[groups, choice][:, None] - model.cost, 0.0)
         for row in model.rows:
             left = row.upper + ROW_TOLERANCE - row.of(choice)
@@ -203,7 +202,7 @@ def improve(model: Model, choice: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Answer:
-    """What HiGHS came to: a plan [G] or None, a bound, and a status of STATUSES."""
+    """Result of HiGHS: a plan [G] or None, a bound, and a status of STATUSES."""
 
     choice: Ints | None
     bound: float
@@ -211,7 +210,7 @@ class Answer:
 
 
 def run_highs(model: Model, start: Ints, search: Search) -> Answer:
-    """HiGHS on a model from a plan [G] that keeps its rows."""
+    """Run HiGHS on a model, starting from a plan [G] that satisfies its rows."""
     finite = model.cost[np.isfinite(model.cost)]
     scale = float(finite.max()) or 1.0 if model.longest is None else 1.0
     group, option = np.nonzero(np.isfinite(model.cost))
@@ -221,7 +220,7 @@ def run_highs(model: Model, start: Ints, search: Search) -> Answer:
         "threads": 1,
         "random_seed": 0,
         "mip_rel_gap": search.gap,
-        "mip_abs_gap": 1e-12,  # its default of 1e-6 is more than small costs differ by
+        "mip_abs_gap": 1e-12,  # the default of 1e-6 exceeds differences of small costs
         "mip_feasibility_tolerance": 1e-9,
         "primal_feasibility_tolerance": 1e-9,
         "dual_feasibility_tolerance": 1e-9,
@@ -247,7 +246,7 @@ def run_highs(model: Model, start: Ints, search: Search) -> Answer:
 
 
 def least_longest(model: Model) -> float | None:
-    """The least value of ``longest`` if groups may be split between options; None without an answer from HiGHS."""
+    """The lowest ``longest`` if groups may be split between options; None if HiGHS has no answer."""
     highs = highspy.Highs()
     for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.setOptionValue(name, 1e-9)
@@ -259,7 +258,7 @@ def least_longest(model: Model) -> float | None:
 
 
 def _longest(model: Model, choice: Ints) -> float:
-    """What the longest is under a plan [G]; 0 where the model has none."""
+    """The value of longest for a plan [G]; 0 if the model has none."""
     return max([model.longest or 0.0, *((row.of(choice) - row.upper) / row.z for row in model.rows if row.z)])
 
 
@@ -273,7 +272,7 @@ def _status(highs: highspy.Highs) -> str:
 
 
 def _arrays(model: Model, scale: float, kind: highspy.HighsVarType) -> highspy.HighsLp:
-    """Columns x[g, o] and, as the last, the longest; rows: one option a group, then the model's constraints."""
+    """Columns: x[g, o], then the longest.  Rows: one option per group, then the model's constraints."""
     group, option = np.nonzero(np.isfinite(model.cost))
     count, groups = len(group), len(model.cost)
     entries = np.array([np.append(row.values[group, option], -row.z) for row in model.rows])

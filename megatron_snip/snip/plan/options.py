@@ -1,10 +1,10 @@
-"""What each linear may run in and what a plan must keep, as the command line says; the only reader of both.
+"""The options of each linear and the constraints of a plan, from the command line; the only reader of both.
 
     --snip-options fp8,fp4 --snip-granularity gemm --snip-fix "layers.0.*=fp8,layers.*.down_proj=bf16"
     -> Choices(options [O], ties [L], fixed [L], reserved [O]) -> SolveRequest
 
-Convention: columns of the matrices are options; formats of --snip-fix that are no option of the others are
-columns at the end, reserved for the linears fixed to them.
+Convention: columns of matrices are options.  Formats that appear only in --snip-fix are columns at the end, reserved
+for the linears fixed to them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
 from megatron_snip.snip.plan.solver import SolveRequest
 
 Ints = NDArray[np.int64]
-#: What --snip-options auto stands for: what tensor cores multiply that read block scales themselves, and elsewhere.
+#: Values of --snip-options auto: formats of tensor cores that read block scales themselves, and the default elsewhere.
 BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Columns of the matrices, and who may take them.
+    """Columns of the matrices, and which linears may take them.
 
-    ties [L] as in ilp.solve, or None; fixed [L]: index of the option that a linear is fixed to, -1 where free;
-    reserved [O]: true for options that only linears fixed to them take.
+    ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
+    reserved [O]: true for options only for linears fixed to them.
     """
 
     options: tuple[LinearPrecision, ...]
@@ -63,17 +63,17 @@ class Choices:
 
     @property
     def measure(self) -> str:
-        """What a target counts; see ``measure_of``."""
+        """The unit of a target; see ``measure_of``."""
         return measure_of(self.free)
 
 
 def measure_of(options: Sequence[LinearPrecision]) -> str:
-    """What a target counts: FP4's share of the FLOPs; modelled time where BF16 is an option, as FP8 then saves."""
+    """The unit of a target: FP4's share of FLOPs, or modelled time if BF16 is an option, because then FP8 saves too."""
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
 def auto_options(device: torch.device) -> str:
-    """What --snip-options auto stands for on a device."""
+    """Resolve --snip-options auto for a device."""
     try:
         for name in BLOCK_SCALED.split(","):
             check_linear("scaled_mm", LinearPrecision.uniform(name), device)
@@ -83,15 +83,16 @@ def auto_options(device: torch.device) -> str:
 
 
 def measured_options(formats: Iterable[str]) -> str:
-    """What --snip-options auto stands for where statistics of some formats are all there is."""
+    """Resolve --snip-options auto from the formats in statistics."""
     return BLOCK_SCALED if set(BLOCK_SCALED.split(",")) <= set(formats) else AUTO
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """--snip-options, --snip-granularity and --snip-fix for these linears; auto that nobody has resolved is a CPU's.
+    """Read --snip-options, --snip-granularity and --snip-fix for these linears.  Unresolved auto means the CPU's
+    options.
 
-    Raises UserError for formats that are unknown, for fixes that match nothing, disagree, or part what the
-    granularity ties, and for a granularity that would tie nothing.
+    Raises UserError for unknown formats, for fixes that match nothing, conflict, or split a tie, and for a granularity
+    that ties nothing.
     """
     words = AUTO if snip.snip_options == "auto" else snip.snip_options
     try:
@@ -106,7 +107,7 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     if ties is not None:
         if (ties < 0).all():
             raise UserError(
-                f"--snip-granularity fused: nobody knows which of {', '.join(names[:3])}, ... read the same input; "
+                f"--snip-granularity fused: it is not known which of {', '.join(names[:3])}, ... read the same input; "
                 "choose granularity linear, or attach transformers' own Llama or Qwen3"
             )
         fixed = _fix_whole_ties(ties, fixed, names, options)
@@ -114,9 +115,9 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
 
 
 def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
-    """Linear -> the precision that "PATTERN=PRECISION,..." fixes it to; patterns are names or globs.
+    """Parse "PATTERN=PRECISION,..." into linear -> precision; patterns are names or globs.
 
-    Raises UserError for a part that cannot be read, a pattern that matches no linear, and two that disagree.
+    Raises UserError for an invalid part, a pattern that matches no linear, and conflicting patterns.
     """
     fixes: dict[str, tuple[str, LinearPrecision]] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
@@ -139,7 +140,7 @@ def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
 
 
 def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequence[LinearPrecision]) -> Ints:
-    """A fix of one linear holds for all that are tied to it."""
+    """Extend the fix of one linear to all linears tied to it."""
     fixed = fixed.copy()
     for tie in np.unique(ties[ties >= 0]):
         rows = np.flatnonzero(ties == tie)
@@ -155,12 +156,12 @@ def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequ
 
 
 def read_times(snip: SnipConfig) -> GemmTimes:
-    """--gemm-times, or the nominal ones.  Raises UserError for a file that cannot be used."""
+    """Load --gemm-times, or the nominal ones.  Raises UserError for an unusable file."""
     return GemmTimes.load(snip.gemm_times) if snip.gemm_times else NOMINAL
 
 
 def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """``read_choices``, and UserError too for a table without their formats or a target beyond them."""
+    """``read_choices``; also raises UserError for a table without their formats or a target out of reach."""
     choices = read_choices(snip, shapes)
     times = read_times(snip)
     times.check(choices.formats)
@@ -197,10 +198,10 @@ def solve_request(
     held: Ints | None = None,
     current: Mapping[str, LinearPrecision] | None = None,
 ) -> SolveRequest:
-    """What the solver is asked; quality_loss [L, O] over ``choices.options``.
+    """The solver's request; quality_loss [L, O] over ``choices.options``.
 
-    held [L]: options of linears that cannot be judged, -1 elsewhere; --snip-fix goes first, and what is tied to
-    one is held with it.  current: precisions in force, which --snip-churn makes it cost to leave.
+    held [L]: options of linears that cannot be judged, -1 for others; --snip-fix takes precedence, and ties extend
+    both.  current: precisions in force, for --snip-churn.
     """
     fixed = choices.fixed if held is None else _with_held(choices, held)
     constraint = _stage_constraint(snip, shapes)
@@ -221,7 +222,7 @@ def solve_request(
 
 
 def _stage_constraint(snip: SnipConfig, shapes: Sequence[LinearShape]) -> str:
-    """What is asked of each stage: none, each or makespan."""
+    """The constraint on each stage: none, each or makespan."""
     return snip.stage_constraint(len({shape.stage for shape in shapes}))
 
 
@@ -229,7 +230,7 @@ def _with_held(choices: Choices, held: Ints) -> Ints:
     fixed = np.where(choices.fixed >= 0, choices.fixed, held)
     for tie in () if choices.ties is None else np.unique(choices.ties[choices.ties >= 0]):
         rows = np.flatnonzero(choices.ties == tie)
-        fixed[rows] = fixed[rows].max()  # of one tie all fixed are fixed alike, and so are all held
+        fixed[rows] = fixed[rows].max()  # within a tie, all fixed ones agree, and so do all held ones
     return fixed
 
 

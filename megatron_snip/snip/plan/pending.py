@@ -1,4 +1,4 @@
-"""A solve under way: what was asked, for when, and what an answer means."""
+"""A solve in progress: its request, when its plan is due, and how to read its solution."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_snip.snip.plan.solver import SolveRequest
 
 @dataclass(frozen=True)
 class Pending:
-    """A solve under way, known to every process."""
+    """A solve in progress, known to every rank."""
 
     probed: int  # iteration before which statistics were taken
-    due: int  # iteration from which its plan is to hold
-    options: tuple[str, ...]  # what the matrices' columns stand for
+    due: int  # iteration at which its plan takes effect
+    options: tuple[str, ...]  # columns of the matrices
     objective: str
     request: SolveRequest
 
     @property
     def precisions(self) -> list[LinearPrecision]:
-        """The options; those of a resumed run may be others."""
+        """The options, which in a resumed run may differ from its own."""
         return [LinearPrecision.parse(option) for option in self.options]
 
     def plan_of(self, solution: Solution, shapes: Sequence[LinearShape], hardware: str) -> Plan:
-        """The plan of a solution to the request.  hardware: whose GEMM times its efficiencies are of."""
+        """The plan from a solution.  hardware: name of the GEMM times behind its efficiencies."""
         options, reserved = self.precisions, self.request.reserved
         free = [option for i, option in enumerate(options) if reserved is None or not reserved[i]]
         return build_plan(
@@ -43,6 +43,6 @@ class Pending:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Pending:
-        """The value that `to_dict` wrote."""
+        """Read the value from `to_dict`."""
         request = SolveRequest.from_dict(values["request"])
         return cls(values["probed"], values["due"], tuple(values["options"]), values["objective"], request)

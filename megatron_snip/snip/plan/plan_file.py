@@ -1,4 +1,4 @@
-"""A plan: which precision each linear runs in, from which iteration on, and its JSON file.
+"""A plan: the precision of each linear, the iteration at which it takes effect, and its JSON file.
 
     {"version": 2, "iteration": 100, "objective": "snip", "target": 0.75, "achieved": 0.751,
      "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
@@ -7,12 +7,12 @@
      "trial": {"name": "snip", "increase": 0.012, "error": 0.001, "tokens": 8192, "tried": [...]}}
 
 Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
-target_unit says what the target counts: "FP4 share" of the linears' FLOPs, or "modelled time" saved, as a share of what
-the fastest format would save everywhere.  achieved is the FP4 share in both cases.
-The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration
-and linears: what ranks must agree on, not how it was found.
-The solver's bound and gap are proved for the sum of single linears.  What "trial" holds was measured: the loss above
-BF16's in nats and its standard error, of this plan and of every plan that was run beside it; null if none was.
+target_unit is the unit of the target: "FP4 share" of the linears' FLOPs, or "modelled time" saved, relative to the
+fastest format everywhere.  achieved is the FP4 share in both cases.
+The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration and
+linears: what ranks must agree on, and not how it was found.
+The solver proves bound and gap for the sum over single linears.  "trial" holds measurements: the loss above BF16's in
+nats and its standard error, for this plan and all others in the trial; null without a trial.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from megatron_snip.snip.plan.ilp import Solution
 
 VERSION = 2
 _WAY_OUT = "use a plan that a run or tools/generate_plan.py wrote, or make a new plan (--precision snip)"
-#: Sums of shares may differ by their order, and people round.
+#: Sums of shares may differ by their order, and people round them.
 _SHARE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class SolverRecord:
-    """How the solver found a plan; the fields of ilp.Solution.  status "none": nothing was solved."""
+    """How the solver found a plan; fields of ilp.Solution.  status "none": not solved."""
 
     status: str = "none"
     objective: float = 0.0
@@ -63,9 +63,9 @@ class SolverRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """What a trial measured of a plan, called ``name`` there: loss above BF16's and its standard error, in nats.
+    """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
 
-    tried: name, increase and error of every plan that was run, None where the loss was not finite.
+    tried: name, increase and error of every plan in the trial; None if the loss was not finite.
     """
 
     name: str
@@ -76,7 +76,7 @@ class TrialRecord:
 
 
 class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan that was run, in a file."""
+    """A plan of a trial, in a file."""
 
     name: Text
     increase: Finite | None
@@ -112,14 +112,14 @@ class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan's file; see the head of this one."""
+    """A plan's file; see the module's docstring."""
 
     version: Count
     iteration: Count
     objective: Text
     target: Share
     achieved: Share
-    linears: dict[Text, Any]  # a _Linear each, checked one by one, so that errors name the linear
+    linears: dict[Text, Any]  # each a _Linear, checked separately so that errors name it
     solver: _Solver
     hash: PlanHash
     gemm_times: Text
@@ -131,9 +131,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan:
     """Precision of each linear from ``iteration`` on.
 
-    objective: name of the quality objective, or how else it was made; target: what was asked for, in target_unit,
-    one of MEASURES' words; achieved: the share of the linears' FLOPs in FP4.  gemm_times: the hardware whose GEMM
-    times were counted with, "nominal" for none.  trial: what was measured before it took effect, if anything.
+    objective: name of the quality objective, or another origin.  target: the requested savings, in target_unit, one of
+    MEASURES' values.  achieved: the share of the linears' FLOPs in FP4.  gemm_times: hardware of the GEMM times, or
+    "nominal".  trial: measurements before it took effect, if any.
     """
 
     iteration: int
@@ -154,7 +154,7 @@ class Plan:
         *,
         iteration: int = 0,
     ) -> Plan:
-        """Every linear in one precision, given as such or as an option string."""
+        """Every linear in one precision, given directly or as an option string."""
         if isinstance(precision, str):
             precision = LinearPrecision.parse(precision)
         saved = saving(precision)
@@ -164,7 +164,7 @@ class Plan:
     def by_hand(
         cls, linears: Mapping[str, LinearPrecision], shapes: Sequence[LinearShape], *, iteration: int = 0
     ) -> Plan:
-        """Precisions that nobody solved for, of the linears of ``shapes``; target and achieved are what they save.
+        """A plan from given precisions for the linears of ``shapes``; target and achieved are their savings.
 
         Raises UserError if the names do not match.
         """
@@ -173,14 +173,14 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """16 hex digits over iteration and linears; see the head of this file."""
+        """16 hex digits over iteration and linears; see the module's docstring."""
         linears = {name: [getattr(p, gemm) for gemm in GEMMS] for name, p in self.linears.items()}
         content = {"iteration": self.iteration, "linears": linears}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object at the head of this file."""
+        """The JSON object in the module's docstring."""
         linears = {name: {gemm: getattr(p, gemm) for gemm in GEMMS} for name, p in self.linears.items()}
         return {
             "version": VERSION,
@@ -198,7 +198,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
-        """The plan of ``to_dict``.  Raises UserError naming ``source``, the field and the way out."""
+        """The plan from ``to_dict``.  Raises UserError with ``source``, the field and the way out."""
         try:
             if "columns" in values:
                 raise JsonFileError("this is a statistics file, not a plan")
@@ -231,20 +231,20 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, whole or not at all; folders on the way are made."""
+        """Write the JSON file, atomically; creates missing folders."""
         write_atomic(path, self.to_json())
 
     def to_json(self) -> str:
-        """What ``save`` writes."""
+        """The text that ``save`` writes."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read ``save``'s file.  Raises UserError naming the file, the field and the way out."""
+        """Read a file from ``save``.  Raises UserError with the file, the field and the way out."""
         return cls.from_dict(read_json(path, "plan", _WAY_OUT), str(path))
 
     def check_names(self, names: Iterable[str], source: str = "") -> None:
-        """Raises UserError, naming ``source``, field and way out, unless the plan names exactly these linears."""
+        """Raise UserError with ``source``, field and way out, unless the plan names exactly these linears."""
         wanted = set(names)
         where = f"{source}: field linears: " if source else ""
         if unknown := sorted(self.linears.keys() - wanted):
@@ -256,7 +256,7 @@ class Plan:
         raise UserError(f"{where}{said}; give a plan of this model, or this plan's model")
 
     def check_achieved(self, shapes: Sequence[LinearShape], source: str) -> None:
-        """Raises UserError, naming ``source``, field and way out, unless achieved is what the linears save."""
+        """Raise UserError with ``source``, field and way out, unless achieved is the plan's FP4 share."""
         if abs(self.achieved - (share := self.fp4_share(shapes))) > _SHARE_TOLERANCE:
             raise UserError(
                 f"{source}: field achieved is {self.achieved!r}, but in a model of these sizes the plan's linears have "
@@ -265,12 +265,12 @@ class Plan:
 
     @property
     def asked(self) -> str:
-        """The target for people, with its unit where it is not the FP4 share: 75.00%."""
+        """The target for display, with its unit if it is not the FP4 share: 75.00%."""
         unit = "" if self.target_unit == MEASURES["fp4"] else f" in {self.target_unit}"
         return f"{self.target:.2%}{unit}"
 
     def churn(self, other: Plan) -> float:
-        """Share of linears, 0..1, whose precision differs between the plans; a linear of one only differs."""
+        """Share of linears, 0..1, whose precision differs between the plans, including linears of only one plan."""
         names = self.linears.keys() | other.linears.keys()
         changed = sum(self.linears.get(name) != other.linears.get(name) for name in names)
         return changed / len(names) if names else 0.0
@@ -292,9 +292,9 @@ def build_plan(
     measure: str = "fp4",
     gemm_times: str = "nominal",
 ) -> Plan:
-    """The plan of a solution, from ``iteration`` on: linear ``shapes[l]`` runs in ``options[choice[l]]``.
+    """The plan from a solution, effective from ``iteration``: linear ``shapes[l]`` runs in ``options[choice[l]]``.
 
-    measure: what the target counts, a key of MEASURES.
+    measure: unit of the target, a key of MEASURES.
     """
     if len(solution.choice) != len(shapes):
         raise UserError(f"the solution has {len(solution.choice)} linears, the model {len(shapes)}")

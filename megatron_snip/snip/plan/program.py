@@ -1,8 +1,8 @@
-"""The integer program as checked data: what each group of linears may take, costs, saves and must reach.
+"""The integer program as checked data: options, costs and savings of each group of linears, and the target.
 
-Convention: L linears, O options, G groups of linears that take one option; an untied linear is a group of its own.
-Ties, fixed linears, reserved options and churn end here: the first make groups, the next two rule options out,
-the last is part of the cost.
+Convention: L linears, O options, G groups of linears that take one option; an untied linear is its own group.
+Ties, fixed linears, reserved options and churn are resolved here: ties form groups, fixed and reserved exclude options,
+and churn is part of the cost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-#: A plan may miss its budget by this much of the most that can be reached: rounding of e, nothing more.
+#: Tolerance of a budget, relative to the largest reachable savings, only for the rounding of e.
 BUDGET_TOLERANCE = 1e-9
 
 
 class InfeasibleTarget(UserError):
-    """No choice reaches the target.  ``reachable`` is the highest target that some choice reaches; -inf if none is."""
+    """No choice reaches the target.  ``reachable`` is the highest reachable target; -inf if there is none."""
 
     def __init__(self, message: str, reachable: float) -> None:
         super().__init__(message)
@@ -32,10 +32,10 @@ class InfeasibleTarget(UserError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Some groups [G'] that must save ``wanted`` together.
+    """Groups [G'] that must save ``wanted`` together.
 
-    most: what they can save; full: the sum over their linears of the most that an unreserved option saves, whatever
-    is fixed; slack: what most may fall short of wanted by rounding.
+    most: their largest savings.  full: the sum over their linears of the largest savings of an unreserved option,
+    ignoring fixes.  slack: how far most may be below wanted because of rounding.
     """
 
     stage: int
@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def share(self) -> float:
-        """The highest target of a stage: a share of ``full``; -inf if that is nothing."""
+        """The highest target of a stage, a share of ``full``; -inf if full is 0."""
         return self.most / self.full if self.full > 0 else -np.inf
 
 
@@ -55,10 +55,9 @@ class Budget:
 class Program:
     """Checked input.
 
-    group [L]: the group of each linear; churn [L, O]: what leaving the plan in force costs; held: fixed linears.
-    Sums over the linears of each group: cost (churn included), saved and time [G, O], time None where none is
-    given; full [G], see Budget.  allowed [G, O]; stage [G] ids, 0 where there are none.
-    per_stage: the target is each stage's own.
+    group [L]: the group of each linear.  churn [L, O]: cost of leaving the current plan.  held: number of fixed
+    linears.  Sums over the linears of each group: cost (including churn), saved and time [G, O], time may be None; full
+    [G], see Budget.  allowed [G, O].  stage [G]: ids, 0 without stages.  per_stage: each stage has the target.
     """
 
     group: Ints
@@ -80,7 +79,7 @@ class Program:
 
     @property
     def budgets(self) -> list[Budget]:
-        """What the target asks of each stage, or of the whole."""
+        """The savings that the target requires of each stage, or in total."""
         budgets = []
         for groups in self.stages if self.per_stage else [np.arange(len(self.cost))]:
             most = np.where(self.allowed, self.saved, -np.inf)[groups].max(axis=1)
@@ -92,7 +91,7 @@ class Program:
 
 
 def check_feasible(program: Program) -> None:
-    """Raise InfeasibleTarget, saying what is the most that can be reached, if no plan reaches the target."""
+    """Raise InfeasibleTarget with the highest reachable target if no plan reaches the target."""
     short = [budget for budget in program.budgets if budget.most < budget.wanted - budget.slack]
     if not short:
         return
@@ -127,7 +126,7 @@ def checked(
     current: ArrayLike | None = None,
     churn: ArrayLike = 0.0,
 ) -> Program:
-    """Arguments of ``ilp.solve`` as a Program.  Raises UserError naming the argument and the row."""
+    """Arguments of ``ilp.solve`` as a Program.  Raises UserError with the argument and the row."""
     quality = np.array(quality_loss, dtype=np.float64)
     saved = np.array(efficiency, dtype=np.float64)
     if quality.ndim != 2 or 0 in quality.shape or saved.shape != quality.shape:
@@ -163,7 +162,7 @@ def checked(
 
 
 def _groups(ties: Ints) -> Ints:
-    """[L]: numbers of the groups; tied linears are one, an untied linear is one by itself."""
+    """[L]: group numbers.  Tied linears form a group; an untied linear is its own."""
     alone = ties.max() + 1 + np.arange(len(ties))
     groups: Ints = np.unique(np.where(ties >= 0, ties, alone), return_inverse=True)[1].reshape(-1)
     return groups
@@ -177,14 +176,14 @@ def _summed(values: Floats, group: Ints) -> Floats:
 
 
 def _of_groups(values: Ints, group: Ints) -> Ints:
-    """The greatest value among the linears of each group: [L] -> [G]."""
+    """The maximum over the linears of each group: [L] -> [G]."""
     greatest = np.full(int(group.max()) + 1, np.iinfo(np.int64).min)
     np.maximum.at(greatest, group, values)
     return greatest
 
 
 def _allowed(group: Ints, fixed: Ints, reserved: Bools) -> Bools:
-    """[G, O]: a group with a fixed linear takes that option alone, others take none that is reserved."""
+    """[G, O]: a group with a fixed linear takes only that option, others take no reserved one."""
     held = _of_groups(fixed, group)[:, None]
     allowed: Bools = np.where(held >= 0, np.arange(len(reserved)) == held, ~reserved)
     return allowed
@@ -212,7 +211,7 @@ def _times(time: ArrayLike, stages: Ints | None, shape: tuple[int, ...]) -> Floa
 
 
 def _churn(current: ArrayLike | None, churn: ArrayLike, count: int, options: int) -> Floats:
-    """[L, O]: what leaving the plan in force costs."""
+    """[L, O]: cost of leaving the current plan."""
     weight = np.array(churn, dtype=np.float64)
     if weight.shape not in ((), (options, options)) or not (np.isfinite(weight) & (weight >= 0)).all():
         raise UserError(
@@ -235,7 +234,7 @@ def _check_finite(what: str, array: Floats) -> None:
 
 
 def _ids(what: str, values: ArrayLike, count: int, options: int | None = None) -> Ints:
-    """Whole numbers [L]; with ``options``, indices of options or -1."""
+    """Integers [L]; with ``options``, indices of options or -1."""
     array = np.asarray(values)
     if array.shape != (count,) or not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{what} must hold {count} whole numbers, one per linear; got {array.dtype}{list(array.shape)}")

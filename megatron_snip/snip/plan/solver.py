@@ -1,11 +1,11 @@
-"""The ILP in a process of its own, so that training neither waits for a solve nor dies with one.
+"""The ILP in its own process, so that training neither waits for a solve nor dies with it.
 
-``BackgroundSolver(request)`` starts this module as a process of its own, which imports numpy and HiGHS but not torch.
-Its request arrives as one line of JSON on stdin, its answer leaves as the last line on stdout.  Numbers go as Python's
-shortest exact decimals, so the child solves the very same matrices.
+``BackgroundSolver(request)`` starts this module as a process that imports numpy and HiGHS but not torch.  The request
+is one line of JSON on stdin, the answer the last line on stdout.  Numbers are Python's shortest exact decimals, so the
+child solves the very same matrices.
 
-Who ends the child: itself, when done, when stdin closes or its parent is gone (looked at every half second),
-or when its own alarm rings; and the parent, in ``result`` and ``cancel``, which always reap it.
+The child ends when it is done, when stdin closes or its parent is gone (checked every half second), or on its own
+alarm.  The parent ends it in ``result`` and ``cancel``, which always reap it.
 Only tests and this module's own process use ``command``.
 """
 
@@ -34,25 +34,25 @@ from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import Finite, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
 
-#: Seconds beyond the solve's own time limit until child and parent give up: start-up, I/O, a busy machine.
+#: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
 GRACE_SECONDS = 60.0
 _PARENT_CHECK_SECONDS = 0.5
-_MOST_KEPT = 1 << 24  # bytes of what a child says
+_MOST_KEPT = 1 << 24  # bytes of a child's output
 
 
 class SolverTimeout(RuntimeError):
-    """The answer did not come in time; the child has been ended."""
+    """The answer did not come in time, and the child was killed."""
 
 
 class SolverFailed(RuntimeError):
-    """The child died, could not be started, or its answer is no answer."""
+    """The child died, could not start, or gave an invalid answer."""
 
 
 class SolverKilled(SolverFailed):
-    """A signal ended the child, as where memory ran out; the same request may well be solved by another."""
+    """A signal killed the child, perhaps for lack of memory; another try may well succeed."""
 
 
-#: Of the arrays that are not float64.
+#: Dtypes of the arrays that are not float64.
 _KINDS: dict[str, type[np.generic]] = {
     **dict.fromkeys(("stage", "ties", "fixed", "current"), np.int64), "reserved": np.bool_,
 }  # fmt: skip
@@ -62,7 +62,7 @@ _Ids = list[Annotated[int, Meta(ge=-1, le=1 << 20)]]
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request in JSON; sizes are checked against quality_loss's."""
+    """A request in JSON; sizes are checked against quality_loss."""
 
     quality_loss: _Matrix
     efficiency: _Matrix
@@ -83,9 +83,9 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SolveRequest:
     """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
 
-    quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved
-    [O] or None; churn a number or [O, O]; the rest as in ``ilp.solve``.
-    ``to_dict`` gives plain JSON values, ``from_dict`` the same request again, bit for bit.
+    quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved [O] or
+    None; churn a number or [O, O]; the rest as in ``ilp.solve``.
+    ``to_dict`` gives plain JSON values, and ``from_dict`` the same request, bit for bit.
     """
 
     quality_loss: NDArray[np.float64]
@@ -103,13 +103,13 @@ class SolveRequest:
     time_limit: float = 30.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, numbers and None under the fields' names."""
+        """Lists, numbers and None by field name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
-        """The request of ``to_dict``.  Raises UserError for a field of another type, range or size."""
+        """The request from ``to_dict``.  Raises UserError for a field of the wrong type, range or size."""
         found = msgspec.structs.asdict(checked(values, _Request))
         rows, columns = len(found["quality_loss"]), len(found["quality_loss"][0])
         shape_of: dict[str, tuple[int, ...]] = {
@@ -124,7 +124,7 @@ class SolveRequest:
         return cls(**found)
 
     def solve(self) -> Solution:
-        """Solve here and now; see ``ilp.solve``."""
+        """Solve in this process; see ``ilp.solve``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return solve(**values)
 
@@ -132,15 +132,15 @@ class SolveRequest:
 def _array(name: str, values: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """Checked values as an array.  Raises UserError unless they have this shape."""
     if (len(shape) == 2 and any(len(row) != shape[1] for row in values)) or (shape and len(values) != shape[0]):
-        raise UserError(f"field {name} is no table of {' x '.join(map(str, shape))}, as quality_loss tells")
+        raise UserError(f"field {name} is not {' x '.join(map(str, shape))}, the size that quality_loss implies")
     return np.array(values, _KINDS.get(name, np.float64))
 
 
 class BackgroundSolver:
-    """One solve under way.  ``done()`` never waits; ``result()`` waits; ``cancel()`` ends it.
+    """One solve in progress.  ``done()`` never waits, ``result()`` waits, ``cancel()`` ends it.
 
-    command: the child to start instead of this module, for tests.  Raises SolverFailed if it cannot start.
-    Usable as a context manager, which cancels on leaving.
+    command: a child to start instead of this module, for tests.  Raises SolverFailed if it cannot start.
+    As a context manager, it cancels on exit.
     """
 
     def __init__(self, request: SolveRequest, *, command: Sequence[str] | None = None) -> None:
@@ -153,7 +153,7 @@ class BackgroundSolver:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                cwd=megatron_snip.PLACE,  # so that relative places in PYTHONPATH lead to no data either
+                cwd=megatron_snip.PLACE,  # so that relative paths in PYTHONPATH cannot point into data
             )
         except OSError as error:
             raise SolverFailed(f"the solver's process did not start: {error}") from error
@@ -161,7 +161,7 @@ class BackgroundSolver:
         # A child that never reads would block the write of a long request, so a thread does it.
         self._writer = threading.Thread(target=self._write, args=(line,), name="solver-stdin", daemon=True)
         self._writer.start()
-        # Nor must one that talks too much, so others read along: no files, which a full disk would fail.
+        # A chatty child must not block either, so threads read its output; files would fail on a full disk.
         self._output, self._errors = _Reader(self._child.stdout), _Reader(self._child.stderr)
 
     @property
@@ -174,10 +174,10 @@ class BackgroundSolver:
         return self._outcome is not None or self._child.poll() is not None
 
     def result(self, timeout: float | None = None) -> Solution:
-        """The solution; waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
+        """The solution.  Waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
 
-        Raises SolverTimeout if there is none by then (the child is ended: a late answer is dropped),
-        SolverFailed, InfeasibleTarget, or the UserError of ``ilp.solve``.  Later calls repeat the outcome.
+        Raises SolverTimeout if there is none by then (the child is killed; a late answer is dropped), SolverFailed,
+        InfeasibleTarget, or the UserError of ``ilp.solve``.  Later calls repeat the outcome.
         """
         if self._outcome is None:
             self._outcome = self._wait(timeout)
@@ -186,7 +186,7 @@ class BackgroundSolver:
         return self._outcome
 
     def cancel(self) -> None:
-        """End and reap the child; a result that is in already stays.  May be called at any time and again."""
+        """Kill and reap the child, but keep a result that has arrived.  May be called at any time and repeatedly."""
         if self._outcome is None:
             self._end()
             self._outcome = SolverFailed("the solve was cancelled")
@@ -204,7 +204,7 @@ class BackgroundSolver:
             code = self._child.wait(seconds)
         except subprocess.TimeoutExpired:
             self._end()
-            return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds; it was ended")
+            return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds and was ended")
         output, errors = self._output.text(), self._errors.text()
         self._end()
         if code != 0:
@@ -214,7 +214,7 @@ class BackgroundSolver:
         return _parse_answer(output, len(self.request.quality_loss))
 
     def _end(self) -> None:
-        """Kill if alive, reap, close everything."""
+        """Kill the child if alive, reap it, close everything."""
         if self._child.poll() is None:
             self._child.kill()
         self._child.wait()
@@ -229,11 +229,11 @@ class BackgroundSolver:
         assert self._child.stdin is not None
         with contextlib.suppress(OSError):  # a dead child is reported by its exit status
             self._child.stdin.write(line)
-            self._child.stdin.flush()  # and left open: its end tells the child to stop
+            self._child.stdin.flush()  # stays open: its end tells the child to stop
 
 
 class _Reader(threading.Thread):
-    """Keeps the last of what a pipe says, and closes it at its end."""
+    """Keeps the end of a pipe's output, and closes the pipe at its end."""
 
     def __init__(self, pipe: IO[bytes] | None) -> None:
         super().__init__(name="solver-output", daemon=True)
@@ -242,13 +242,13 @@ class _Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until all that could write are gone."""
+        """Read until all writers have closed the pipe."""
         with self._pipe:
             while part := os.read(self._pipe.fileno(), 1 << 16):
                 self._kept = (self._kept + part)[-_MOST_KEPT:]
 
     def text(self) -> str:
-        """What was kept; a grandchild that holds the pipe open is waited for no longer than a second."""
+        """The output kept.  Waits at most a second for a grandchild that holds the pipe open."""
         self.join(1.0)
         return self._kept.decode(errors="replace")
 
@@ -280,7 +280,7 @@ def _parse_answer(output: str, count: int) -> Solution | Exception:
 
 
 def _answer(line: str) -> dict[str, Any]:
-    """The child's work: a request's JSON to an answer's."""
+    """The child's work: from the request's JSON to the answer's."""
     try:
         request = SolveRequest.from_dict(json.loads(line))
         found = request.solve()
@@ -293,10 +293,10 @@ def _answer(line: str) -> dict[str, Any]:
 
 
 def _exit_with_parent(parent: int) -> NoReturn:
-    """End this process once stdin closes or the parent is gone.
+    """End this process when stdin closes or the parent is gone.
 
-    The second check is for a pipe whose other end was inherited by a process forked from the parent.
-    HiGHS lets go of the interpreter while it solves, so this thread runs.
+    The second check covers a pipe whose other end a fork of the parent has inherited.
+    HiGHS releases the GIL while it solves, so this thread keeps running.
     """
     while True:
         readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECONDS)
@@ -305,8 +305,8 @@ def _exit_with_parent(parent: int) -> NoReturn:
 
 
 def main() -> None:
-    """Read one request from stdin, write one answer to stdout; the child's whole life."""
-    parent = int(sys.argv[1])  # who may be gone by now, and somebody else our parent
+    """Entry point of the child: read one request from stdin, write one answer to stdout."""
+    parent = int(sys.argv[1])  # it may be gone by now, with another process as our parent
     # The default action ends the process even where no Python code can run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
@@ -315,13 +315,13 @@ def main() -> None:
     signal.alarm(int(json.loads(line)["time_limit"] + GRACE_SECONDS))
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     answer = json.dumps(_answer(line))
-    sys.stdout.write("\n" + answer + "\n")  # whatever HiGHS printed stays on lines of its own
+    sys.stdout.write("\n" + answer + "\n")  # HiGHS's own output stays on separate lines
     sys.stdout.flush()
-    os._exit(0)  # skip the interpreter's teardown with a thread inside select()
+    os._exit(0)  # skip the interpreter's teardown while a thread is in select()
 
 
 def _read_line() -> str:
-    """One line from file descriptor 0, unbuffered, so that the watching thread sees all that follows."""
+    """One line from file descriptor 0, unbuffered, so that the watching thread sees what follows."""
     parts = bytearray()
     while not parts.endswith(b"\n"):
         part = os.read(0, 1 << 16)

@@ -1,1 +1,1 @@
-"""From statistics to divergences, and from those to the quality loss that a plan minimises; numpy alone."""
+"""From statistics to divergences, and to the quality loss that a plan minimises; only numpy."""

@@ -1,4 +1,4 @@
-"""Divergences [L, O] from statistics, and what they predict for a plan: pure functions of numpy.
+"""Divergences [L, O] from statistics, and predictions for a plan: pure numpy functions.
 
     loss divergence    dL(l, o)    = T/2 * sum_t (sum_n G[t,n] dY_f[t,n])^2           f = o.fprop    nats
                                      (q, k, v: at the attention's output)
@@ -6,8 +6,8 @@
         U^2            = sum over all linears k of |u(g_k)|_F^2
 
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md.
-Convention: T tokens of the global batch; rows are the statistics' linears; bf16 costs nothing; what was not finite is
-NaN.
+Convention: T tokens of the global batch; rows are the statistics' linears; bf16 costs nothing; NaN marks values that
+were not finite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
-    """dL [L, O] in nats: what each option's fprop adds to the loss.  UserError if a format was not measured."""
+    """dL [L, O] in nats: increase of the loss by each option's fprop.  UserError if a format was not measured."""
     return stats.tokens / 2 * _by_format(stats, "token", [option.fprop for option in options])
 
 
@@ -39,12 +39,12 @@ def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> 
     updates = stats.column("update")
     total = float(updates[np.isfinite(updates)].sum())
     own = _by_format(stats, "own", [option.wgrad for option in options])
-    # No update at all (learning has not begun): relative to nothing, but no error of it either.
+    # Without any update (learning has not begun) the total is 0, and no error can change an update.
     return own / total if total > 0 else 0.0 * own
 
 
 def _by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
-    """[L, len(formats)] of a kind of column, NaN in the rows of linears that are not finite."""
+    """[L, len(formats)] of a kind of column, NaN for linears that are not finite."""
     bad = np.where(stats.finite, 0.0, np.nan)
     columns = [stats.column(f"{kind}/{fmt}") if get_format(fmt).quantised else 0.0 for fmt in formats]
     return np.stack([column + bad for column in columns], axis=1)
@@ -54,7 +54,7 @@ def _by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
 class Predictions:
     """dL in nats and rho^2 of every linear with finite statistics: linear -> format -> value.
 
-    A linear's dL goes by the format of its fprop, its rho^2 by that of its wgrad.  None is what was not measured.
+    dL depends on the format of a linear's fprop, rho^2 on that of its wgrad.  None means not measured.
     """
 
     loss: Mapping[str, Mapping[str, float]]
@@ -81,7 +81,7 @@ class Predictions:
         return self.weight.get(name, {}).get(precision.wgrad)
 
     def total_loss_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
-        """Sum of dL over a plan's linears in nats, unknown ones left out; None if a format was not measured."""
+        """Sum of dL over a plan's linears in nats, without unknown ones; None if a format was not measured."""
         return _total([self.loss_divergence(n, p) for n, p in linears.items() if n in self.loss])
 
     def total_weight_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
@@ -94,7 +94,7 @@ class Predictions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Predictions:
-        """The predictions that ``to_dict`` gave."""
+        """The predictions from ``to_dict``."""
         return cls(values["loss"], values["weight"])
 
 

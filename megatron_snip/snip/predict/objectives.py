@@ -1,4 +1,4 @@
-"""Quality objectives Q [L, O] that the solver minimises, by name.  A new one is one function and one entry.
+"""Quality objectives Q [L, O] that the solver minimises, by name.  To add one, write one function and one entry.
 
     snip       dL / L0 + c/2 rho^2, with c = 0 by default
     abs_err    sum of |Q(A) - A|_F over the operands of the three GEMMs
@@ -6,9 +6,9 @@
     random, layer_id, layer_type: rules that measure nothing
 
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md; the rules are its baselines.
-Convention: Q is the difference from the base option: fp8 where it is among the options, else the first.  A rule gives
-each linear a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's FLOPs
-times the precision lost, so that cost per FLOP saved follows the rank alone and large linears are not spared.
+Convention: Q is the difference from the base option: fp8 if it is an option, else the first.  A rule gives each linear
+a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's FLOPs times the
+precision lost.  So the cost per FLOP saved depends only on the rank, and large linears are not spared.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megatron_snip.snip.predict.divergence import loss_divergence, weight_diverg
 Floats = NDArray[np.float64]
 
 BASE = LinearPrecision.uniform("fp8")
-#: Of the rule "layer_type", from the first to leave its precision to the last.  A rule of thumb, not a measurement:
-#: down's input (SwiGLU's product) has the widest outliers, and o and v reach the residual stream unscaled.
+#: For rule "layer_type", in the order in which kinds lose precision.  A rule of thumb, not a measurement: down's input
+#: (SwiGLU's product) has the widest outliers, and o and v reach the residual stream unscaled.
 FIRST_TO_LEAVE = ("gate", "up", "q", "k", "v", "o", "down")
 _TENSOR = {"input": "X", "weight": "W", "grad_output": "G"}
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """What an objective may look at.  Q has a row per shape and a column per option.
+    """Input of an objective.  Q has a row per shape and a column per option.
 
-    stats, of the same linears in the same order, is None for rules; update_weight is c; seed is for "random".
+    stats: of the same linears in the same order, None for rules.  update_weight: c.  seed: for "random".
     """
 
     shapes: Sequence[LinearShape]
@@ -51,7 +51,7 @@ class ObjectiveInputs:
     seed: int = 0
 
     def measured(self) -> Statistics:
-        """The statistics.  Raises UserError if there are none, or they are of other linears."""
+        """The statistics.  Raises UserError if there are none, or they belong to other linears."""
         if self.stats is None:
             raise UserError("this objective needs statistics; probe first, or choose a rule such as random")
         if self.stats.names != [shape.name for shape in self.shapes]:
@@ -61,7 +61,7 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True)
 class Objective:
-    """A quality objective: inputs -> Q [L, O], any unit; NaN in the rows of linears that cannot be judged."""
+    """A quality objective: inputs -> Q [L, O], any unit; NaN for linears that cannot be judged."""
 
     compute: Callable[[ObjectiveInputs], Floats]
     needs_stats: bool = True
@@ -69,32 +69,32 @@ class Objective:
 
 
 def base_option(options: Sequence[LinearPrecision]) -> int:
-    """Index of the option that differences are taken from: fp8 if it is there, else the first."""
+    """Index of the option from which differences are taken: fp8 if present, else the first."""
     return list(options).index(BASE) if BASE in options else 0
 
 
 def get_objective(name: str) -> Objective:
-    """The objective of that name.  Raises UserError for an unknown one, listing the known."""
+    """The objective of that name.  Raises UserError for an unknown one, with the known names."""
     if name not in OBJECTIVES:
         raise UserError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")
     return OBJECTIVES[name]
 
 
 def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.int64]]:
-    """Q [L, O] of a named objective, and the option [L] at which a linear is to be held: -1 for most.
+    """Q [L, O] of a named objective, and the option [L] at which to hold a linear: -1 for most.
 
     Linears with statistics that are not finite are held at the base option; their rows are zero.
-    Raises UserError for an unknown name, listing the known ones, and what the objective itself raises.
+    Raises UserError for an unknown name, and errors of the objective itself.
     """
     values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
     values = values - values[:, [base]]
-    unknown = inputs.stats.not_finite if inputs.stats else ()  # rules do not look at them
+    unknown = inputs.stats.not_finite if inputs.stats else ()  # rules ignore statistics
     bad = np.isnan(values.sum(axis=1)) | np.array([shape.name in unknown for shape in inputs.shapes])
     return np.where(bad[:, None], 0.0, values), np.where(bad, base, -1)
 
 
 def _loss(stats: Statistics) -> float:
-    """L0.  Raises UserError if it is no positive number."""
+    """L0.  Raises UserError unless it is positive."""
     if not (np.isfinite(stats.loss) and stats.loss > 0):
         raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
     return stats.loss
@@ -140,15 +140,15 @@ def _rule(rank: Callable[[Sequence[LinearShape], int], Floats]) -> Callable[[Obj
 
 
 def random_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
-    """[L] uniform in (0, 1]; depends on the seed and the name, not on the other linears."""
+    """[L] uniform in (0, 1]; depends only on the seed and the name, not on other linears."""
     draws = [np.random.default_rng([seed, zlib.crc32(shape.name.encode())]).random() for shape in shapes]
     return 1.0 - np.array(draws)
 
 
 def layer_id_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
-    """[L] distance of the linear's block from the middle of the model: the first and the last rank highest.
+    """[L] distance of the linear's block from the middle of the model: the first and last blocks rank highest.
 
-    The later of two blocks at one distance ranks higher.  Ignores the seed.
+    Of two blocks at the same distance, the later ranks higher.  Ignores the seed.
     """
     blocks = np.array([shape.block for shape in shapes])
     last = int(blocks.max())
@@ -157,10 +157,10 @@ def layer_id_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 
 
 def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
-    """[L] place of the linear's kind in FIRST_TO_LEAVE; within a kind later blocks rank higher.  Ignores the seed."""
+    """[L] position of the linear's kind in FIRST_TO_LEAVE; later blocks rank higher in a kind.  Ignores the seed."""
     count = 1 + max(shape.block for shape in shapes)
     if unknown := next((shape.name for shape in shapes if shape.kind not in FIRST_TO_LEAVE), None):
-        raise UserError(f"rule layer_type: {unknown} is no linear of a Llama's; choose random or layer_id")
+        raise UserError(f"rule layer_type: {unknown} is not a linear of a Llama; choose random or layer_id")
     places = [FIRST_TO_LEAVE.index(shape.kind) + (shape.block + 1) / count for shape in shapes]
     return np.array(places) / len(FIRST_TO_LEAVE)
 

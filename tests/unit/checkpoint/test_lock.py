@@ -125,7 +125,7 @@ def test_whoever_lost_the_lock_writes_no_checkpoint(saver, tmp_path):
     elsewhere(tmp_path)
     with pytest.raises(LockLost):
         one._lock.check()
-    with pytest.raises(ValueError, match=r"run theirs on node7 \(process 1\) took this folder over"):
+    with pytest.raises(ValueError, match=r"run theirs on node7 \(process 1\) took over this folder"):
         one.save(1, tensors(1.0), {"iteration": 1}, finite=True, last=False)
     assert not (tmp_path / "iter_0000001").exists()
     one.close()
@@ -135,7 +135,7 @@ def test_whoever_lost_the_lock_writes_no_checkpoint(saver, tmp_path):
 def test_a_lock_that_was_removed_names_no_other_run(tmp_path):
     one = FolderLock(tmp_path, "mine")
     (tmp_path / LOCK).unlink()
-    with pytest.raises(LockLost, match=f"^{tmp_path}/{LOCK} is gone or cannot be read: somebody removed it"):
+    with pytest.raises(LockLost, match=f"^{tmp_path}/{LOCK} is gone or unreadable: it was removed"):
         one.check()
     one.release()
 

@@ -41,7 +41,7 @@ def test_a_damaged_tracker_is_named(content, tmp_path):
 def test_a_lost_tracker_is_no_empty_folder(save, tmp_path):
     save(tmp_path, 5, 1.0)
     (tmp_path / TRACKER).unlink()
-    with pytest.raises(ValueError, match=f"holds checkpoints up to iteration 5 and no {TRACKER}; write .* or --load"):
+    with pytest.raises(ValueError, match=f"holds checkpoints up to iteration 5 but no {TRACKER}; write .* or --load"):
         tracked_iteration(tmp_path)
 
 
@@ -50,7 +50,7 @@ def test_a_tracker_that_names_nothing(save, tmp_path):
     (tmp_path / TRACKER).write_text("6\n")
     iteration, passed_over = newest(tmp_path)
     assert iteration == 5
-    assert passed_over == [f"{tmp_path}/iter_0000006: there is no such folder, though {TRACKER} names it"]
+    assert passed_over == [f"{tmp_path}/iter_0000006: there is no such folder, although {TRACKER} names it"]
     shutil.rmtree(tmp_path / "iter_0000005")
     with pytest.raises(ValueError, match=r"holds no checkpoint that can be continued; .*0006: there is no such"):
         newest(tmp_path)
@@ -85,11 +85,11 @@ def cut_shard(folder):
 
 
 DAMAGES = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "it has no manifest.json, so its save did not end"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "it has no manifest.json: its save did not finish"),
     "cut manifest": (cut_manifest, "manifest.json cannot be read"),
     "no object": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "edited manifest": (edited_manifest, "manifest.json is not what was written: its SHA-256 or its form differs"),
-    "later version": (later_manifest, f"has version {VERSION + 1}, and this code reads version {VERSION}"),
+    "later version": (later_manifest, f"has version {VERSION + 1}, but this code reads version {VERSION}"),
     "other iteration": (other_iteration, "manifest.json is from iteration 3"),
     "other state": (lambda f: (f / "state.json").write_text("{}"), "state.json is not what was written"),
     "no state": (lambda f: (f / "state.json").unlink(), r"state.json cannot be read \(No such file"),
@@ -157,7 +157,7 @@ INT64 = 1 << 63
 FORGERIES = {
     "a device": (lambda b: b["small"].update({"/dev/zero": [1, 2]}), r"manifest.json cannot be read: .*small"),
     "a file above": (lambda b: b["small"].update({"../state.json": [1, 2]}), r"manifest.json cannot be read: .*small"),
-    "no state": (lambda b: b["small"].pop("state.json"), "manifest.json does not tell of state.json"),
+    "no state": (lambda b: b["small"].pop("state.json"), "manifest.json does not list state.json"),
     "a name of another tensor": (lambda b: b["tensors"].update({"a/b": b["tensors"]["model.a"]}), ".*tensors"),
     "an unknown field": (lambda b: b.update(more=1), "manifest.json cannot be read: field more is unknown"),
     "a missing field": (lambda b: b.pop("layout"), "manifest.json cannot be read: field layout is missing"),
@@ -166,8 +166,8 @@ FORGERIES = {
     "no iteration": (lambda b: b.update(iteration=None), "manifest.json cannot be read: field iteration: expected int"),
     "a path as run": (lambda b: b.update(run_id="x/../../../home"), "manifest.json cannot be read: field run_id: "),
     "tensors in a list": (lambda b: b.update(tensors=[]), "manifest.json cannot be read: field tensors: "),
-    "integers": (lambda b: b["tensors"]["model.a"].update(dtype="int32"), f"{A} is of type 'int32', and checkpoints "),
-    "no type at all": (lambda b: b["tensors"]["model.a"].update(dtype="load"), f"{A} is of type 'load', and"),
+    "integers": (lambda b: b["tensors"]["model.a"].update(dtype="int32"), f"{A} is of type 'int32', but checkpoints "),
+    "no type at all": (lambda b: b["tensors"]["model.a"].update(dtype="load"), f"{A} is of type 'load', but"),
     "another shape": (lambda b: b["tensors"]["model.a"].update(shape=[30, 5]), f"{A} .* not have every value once"),
     "other dims": (lambda b: b["tensors"]["model.a"].update(shape=[120]), f"{A} has 1 dims, and a shard in __0_0.dis"),
     "many dims": (lambda b: b["tensors"]["model.a"].update(shape=[1] * 9), "manifest.json cannot be read: .*shape"),
@@ -253,7 +253,7 @@ def test_a_manifest_in_another_form_or_too_large(save, tmp_path):
         with pytest.raises(Damaged, match=said):
             check(tmp_path, 5)
     os.truncate(folder / "manifest.json", 1 << 40)
-    with pytest.raises(Damaged, match=r"manifest.json has 1099511627776 bytes, and at most 67108864 are read"):
+    with pytest.raises(Damaged, match=r"manifest.json has 1099511627776 bytes, but at most 67108864 can be read"):
         check(tmp_path, 5)
 
 
@@ -288,13 +288,13 @@ def test_shards_as_meshes_cut_them_fill_a_tensor(grid):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"{", "this state is no JSON"),
-        (b"\xff", "this state is no JSON"),
+        (b"{", "this state is not JSON"),
+        (b"\xff", "this state is not JSON"),
         (b"3", "this state holds a JSON int, not an object"),
-        (b"[" * 100_000, "this state is no JSON (it is nested too deeply"),
-        (b'{"iteration": ' + b"5" * 5000 + b"}", "this state is no JSON"),
-        (b"{}", "version is None, and this code reads "),
-        (json.dumps({"version": 99}).encode(), "version is 99, and this code reads "),
+        (b"[" * 100_000, "this state is not JSON (it is nested too deeply"),
+        (b'{"iteration": ' + b"5" * 5000 + b"}", "this state is not JSON"),
+        (b"{}", "version is None, but this code reads "),
+        (json.dumps({"version": 99}).encode(), "version is 99, but this code reads "),
         (
             json.dumps({"version": VERSION, "iteration": 4}).encode(),
             "it is from iteration 4",

@@ -153,7 +153,7 @@ def test_old_ones_are_deleted_as_asked(save, tmp_path):
 
 def test_what_could_not_be_read_again_is_not_saved(saver, tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match="bytes, and at most 100 are read.*, and the run ends with it"):
+    with pytest.raises(ValueError, match="bytes, but at most 100 can be read.*, and it was the run's last"):
         saver(tmp_path).save(1, tensors(1.0), state_of(1, 1.0) | {"more": "." * 100}, finite=True, last=True)
     assert iterations(tmp_path) == []
 
@@ -202,7 +202,7 @@ def test_why_tensors_could_not_be_written_is_told(async_save, saver, tmp_path):
     big = {"model.a": torch.zeros(1 << 20)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(ValueError, match=r"failed on rank 0 \(\[Errno 27\] File too large\), and the run ends"):
+        with pytest.raises(ValueError, match=r"failed on rank 0 \(\[Errno 27\] File too large\), and it was"):
             one.save(1, big, state_of(1, 1.0), finite=True, last=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -215,7 +215,7 @@ def test_too_many_failed_saves_end_the_run(async_save, saver, tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"No space left on device.*, 3 in a row; free space or give another --save"):
         for iteration in range(1, 5):
             one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=False)
-    with pytest.raises(ValueError, match="and the run ends with it; free space or give another --save"):
+    with pytest.raises(ValueError, match="and it was the run's last; free space or give another --save"):
         one.save(9, tensors(1.0), state_of(9, 1.0), finite=True, last=True)
     assert names(tmp_path) == [LOCK], "what was written of them would keep the disk full"
 
@@ -281,7 +281,7 @@ def test_no_room_is_made_of_the_last_whole_one(tells, saver, save, tmp_path, mon
         disk(patch, tmp_path, 1, tells=tells)
         for options in ({}, {"keep_last": 2, "keep_every": 2}, {"keep_last": 1}):
             one = saver(tmp_path, **options)
-            with pytest.raises(ValueError, match="No space left on device.*, and the run ends with it"):
+            with pytest.raises(ValueError, match="No space left on device.*, and it was the run's last"):
                 one.save(7, tensors(7.0), state_of(7, 7.0), finite=True, last=True)
             one.close()
             left = {(): [6, 5, 4, 3, 2, 1], (2,): [6, 5, 4, 2, 1], (1,): [6, 5, 4, 1]}[tuple(options.values())[:1]]
@@ -334,4 +334,4 @@ def test_closing_does_not_hide_why_the_run_ends(saver, tmp_path, monkeypatch, ca
             raise KeyError("the reason")
         finally:
             one.close()
-    assert "the last save in the background failed" in caplog.text
+    assert "the last background save failed" in caplog.text

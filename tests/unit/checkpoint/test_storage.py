@@ -25,7 +25,7 @@ def test_a_checkpoint_of_another_model(save, tmp_path):
     for wanted, said in (
         (
             tensors(0.0) | {"optim.a.exp_avg": torch.zeros(4, 30)},
-            "exp_avg has shape [30, 4], the model's is [4, 30];",
+            "exp_avg has shape [30, 4], but the model's is [4, 30];",
         ),
         (tensors(0.0) | {"model.b": torch.zeros(1)}, "holds no model.b; it is a checkpoint of another model"),
     ):
@@ -88,12 +88,12 @@ def test_values_come_back_whatever_they_are_read_into(change, saver, tmp_path):
 
 
 def test_values_that_do_not_lie_row_by_row_are_not_written(saver, tmp_path):
-    with pytest.raises(CheckpointException, match=r"model.matrix is not contiguous, and checkpoints hold values row"):
+    with pytest.raises(CheckpointException, match=r"model.matrix is not contiguous, but checkpoints hold values row"):
         saver(tmp_path).save(5, {"model.matrix": torch.zeros(7, 5).t()}, {}, finite=True, last=True)
 
 
 def test_a_tensor_of_a_type_that_is_not_read_is_not_written(saver, tmp_path):
-    with pytest.raises(CheckpointException, match=r"model.a is of type int64, and checkpoints hold float32 and bfl"):
+    with pytest.raises(CheckpointException, match=r"model.a is of type int64, but checkpoints hold float32 and bfl"):
         saver(tmp_path).save(5, {"model.a": torch.zeros(3, dtype=torch.int64)}, {}, finite=True, last=True)
 
 
@@ -114,5 +114,5 @@ def test_a_shard_that_was_exchanged_for_a_pipe_waits_for_nobody(save, tmp_path):
     manifest, path = check(tmp_path, 5), folder_of(tmp_path, 5) / "__0_0.distcp"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(Damaged, match=r"__0_0.distcp cannot be read \(it is no regular file\)"):
+    with pytest.raises(Damaged, match=r"__0_0.distcp cannot be read \(it is not a regular file\)"):
         load_tensors(tmp_path, 5, tensors(0.0), manifest)

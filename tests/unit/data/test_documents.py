@@ -175,9 +175,7 @@ def test_a_folders_other_files_are_told_and_hidden_ones_are_left_out(tmp_path, c
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(LINES)
     assert files_of(str(tmp_path)) == [str(tmp_path / name) for name in ("a.jsonl", "more/b.jsonl")]
-    assert caplog.messages == [
-        f"{tmp_path}: reads 2 files and leaves out 1 of other kinds, such as {tmp_path / 'c.json'}"
-    ]
+    assert caplog.messages == [f"{tmp_path}: reads 2 files and skips 1 of other kinds, such as {tmp_path / 'c.json'}"]
 
 
 def test_folders_that_cannot_be_taken(tmp_path):
@@ -191,7 +189,7 @@ def test_folders_that_cannot_be_taken(tmp_path):
         files_of(str(tmp_path))
     for content in ({}, {"_data_files": 5}, {"_data_files": [{"filename": 5}]}):
         (tmp_path / "state.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"state.json does not tell the dataset's files \(field _data_files"):
+        with pytest.raises(ValueError, match=r"state.json does not list the dataset's files \(field _data_files"):
             files_of(str(tmp_path))
     for name in ("/etc/passwd", "../secret.jsonl"):  # which lies in another folder
         (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))

@@ -76,7 +76,7 @@ def test_the_record_refuses_a_small_vocabulary_and_is_only_for_its_pair(tmp_path
     shutil.copy(tmp_path / "b.ids.json", tmp_path / "a.ids.json")
     with caplog.at_level("WARNING", logger="megatron_snip"):
         dataset.check_recorded_ids(59)
-    assert "a.ids.json is not used" in caplog.text and "it is of another pair" in caplog.text
+    assert "a.ids.json is ignored" in caplog.text and "it belongs to another dataset" in caplog.text
     (tmp_path / "a.ids.json").unlink()
     dataset.check_recorded_ids(1)
 
@@ -87,7 +87,7 @@ def test_a_damaged_record_is_left_alone(tmp_path, text, caplog):
     (tmp_path / "a.ids.json").write_text(text)
     with caplog.at_level("WARNING", logger="megatron_snip"):
         dataset.check_recorded_ids(1)
-    assert "a.ids.json is not used" in caplog.text
+    assert "a.ids.json is ignored" in caplog.text
 
 
 def test_negative_ids_are_recorded(tmp_path):

@@ -262,7 +262,7 @@ def test_ids_far_beyond_the_vocabulary_are_refused(folder):
     found = json.loads(path.read_text())
     found["model"]["vocab"]["zz"] = 2**32 - 1
     path.write_text(json.dumps(found))
-    with pytest.raises(UserError, match=r"gives 'zz' the id 4294967295, and has [0-9]+ tokens; give another"):
+    with pytest.raises(UserError, match=r"gives 'zz' the id 4294967295, but has [0-9]+ tokens; give another"):
         build_tokenizer("HuggingFaceTokenizer", str(folder))
     found["model"]["vocab"]["zz"] = 5000  # models leave some ids free
     path.write_text(json.dumps(found))

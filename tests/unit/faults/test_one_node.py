@@ -42,5 +42,5 @@ def test_it_opens_no_port():
 
 
 def test_several_nodes_are_refused():
-    with pytest.raises(ValueError, match="--nnodes is 2, and --rdzv-backend one_node is for one; leave it out"):
+    with pytest.raises(ValueError, match="--nnodes is 2, but --rdzv-backend one_node needs 1; leave it out"):
         OneNode(parameters(2))

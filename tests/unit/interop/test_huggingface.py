@@ -118,7 +118,7 @@ def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(lone_mesh, tmp_
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight; set tie_word_embeddings to"):
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight; set tie_word"):
         model_options(tmp_path)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -232,7 +232,7 @@ def test_a_part_of_a_tensor_does_not_pass_for_the_whole(lone_mesh, tmp_path):
     offsets["model.norm.weight"] = {"saved_offsets": [60]}
     about = {"DCP_SHARDING_INFO": json.dumps(offsets)}
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors", metadata=about)
-    with pytest.raises(UserError, match=r"model.norm.weight is a part of a tensor"):
+    with pytest.raises(UserError, match=r"model.norm.weight is a shard of a tensor"):
         load_hf(tmp_path, dict(stage.named_parameters()), LLAMA)
 
 
@@ -299,7 +299,7 @@ def test_older_configurations_are_read(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor of rope_type llama3 is missing"),
         ({"architectures": [["x"]]}, r"architectures\[0\] is \['x'\]: expected str, got array"),
         ({"architectures": {"LlamaForCausalLM": 1}}, "architectures is {'LlamaForCausalLM': 1}: expected array"),
-        ({"hidden_act": ["silu"] * 10**5}, r"hidden_act is \[.{,80}\], and this package supports only 'silu'"),
+        ({"hidden_act": ["silu"] * 10**5}, r"hidden_act is \[.{,80}\], but this package supports only 'silu'"),
         ({"quantization_config": {"quant_method": ["x"] * 10**5}}, "the weights are quantised .{,80}; give"),
     ],
 )
@@ -318,10 +318,10 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
     assert (m.head_dim, m.max_position_embeddings) == (
         transformers.Qwen3Config().head_dim, transformers.Qwen3Config().max_position_embeddings,
     )  # fmt: skip
-    with pytest.raises(UserError, match="--model-name comes to llama, the model in .* has qwen3; give its own"):
+    with pytest.raises(UserError, match="--model-name comes to llama, but the model in .* has qwen3; give its own"):
         check_model(tmp_path, dataclasses.replace(m, model_name="llama"))
     (tmp_path / "config.json").write_text(json.dumps({**found, "use_sliding_window": True}))
-    with pytest.raises(UserError, match="use_sliding_window is True, and this package supports only False"):
+    with pytest.raises(UserError, match="use_sliding_window is True, but this package supports only False"):
         model_options(tmp_path)
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in Qwen3-0.6B-FP8
     (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": quantised}))
@@ -329,7 +329,7 @@ def test_a_qwen3_s_configuration_is_read(tmp_path):
         model_options(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": ["GPT2LMHeadModel"]}))
     known = ", ".join(spec.architecture for spec in MODELS.values())
-    with pytest.raises(UserError, match=f"architectures is .'GPT2LMHeadModel'., and only {known} can be read"):
+    with pytest.raises(UserError, match=f"architectures is .'GPT2LMHeadModel'., but only {known} can be read"):
         model_options(tmp_path)
 
 

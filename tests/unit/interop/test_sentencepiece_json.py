@@ -45,9 +45,9 @@ def test_ids_are_the_models(model_type, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"normalization_rule_name": "nmt_nfkc"}, r"a tokenizer.json of .*a\.model would make other tokens of"),
-        ({"remove_extra_whitespaces": True}, "would make other tokens of"),
-        ({"add_dummy_prefix": False}, "would make other tokens of"),
+        ({"normalization_rule_name": "nmt_nfkc"}, r"a tokenizer.json of .*a\.model would give other tokens for"),
+        ({"remove_extra_whitespaces": True}, "would give other tokens for"),
+        ({"add_dummy_prefix": False}, "would give other tokens for"),
         ({"model_type": "unigram", "vocab_size": 285}, r"a\.model is a unigram model"),
     ],
     ids=str,

@@ -99,11 +99,11 @@ def test_they_are_megatrons():
         (8, 4, {LAST: 1}, "--decoder-last-pipeline-num-layers 1 leaves 7 of 8 blocks to 3 other stages; give"),
         (8, 1, {LAST: 1, FIRST: 7}, "leaves 0 of 8 blocks to -1 other stages"),
         (8, 2, {LAST: 1, LOSS: True}, "drop it or --account-for-...-in-pipeline-split"),
-        (8, 2, {EACH: 2, CHUNKS: 2}, f"--{EACH.replace('_', '-')} 2 and --{CHUNKS.replace('_', '-')} 2 say the same"),
+        (8, 2, {EACH: 2, CHUNKS: 2}, f"--{EACH.replace('_', '-')} 2 and --{CHUNKS.replace('_', '-')} 2 mean the same"),
         (8, 2, {EACH: 1, FIRST: 6}, "use --num-virtual-stages-per-pipeline-rank"),
         (8, 2, {CHUNKS: 3}, "layers a stage by virtual stages: 4 is not a multiple of 3; change --num-virtual"),
-        (8, 2, {CHUNKS: 0}, "--num-virtual-stages-per-pipeline-rank is 0 and --pipeline-model-parallel-size 2; give 1"),
-        (8, 1, {CHUNKS: 2}, "--num-virtual-stages-per-pipeline-rank is 2 and --pipeline-model-parallel-size 1; give 1"),
+        (8, 2, {CHUNKS: 0}, "--num-virtual-stages-per-pipeline-rank is 0 and --pipeline-model-parallel-size 2; give"),
+        (8, 1, {CHUNKS: 2}, "--num-virtual-stages-per-pipeline-rank is 2 and --pipeline-model-parallel-size 1; give"),
     ],
 )
 def test_what_cannot_be_dealt_out(num_layers, pp, options, told):

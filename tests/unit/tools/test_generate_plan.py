@@ -270,7 +270,7 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="config.json: .*; give the model's shape by --load or"):
         generate(stats=damaged)
-    with pytest.raises(ValueError, match="iter_1.json: this statistics is no JSON"):
+    with pytest.raises(ValueError, match="iter_1.json: this statistics is not JSON"):
         generate("--load", str(finished_run / "checkpoints"), stats=damaged)
     Plan.uniform(["layers.0.mlp.up_proj"], "fp4").save(tmp_path / "plan.json")
     with pytest.raises(

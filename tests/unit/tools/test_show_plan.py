@@ -82,7 +82,7 @@ def test_stages(finished_run, tmp_path, capsys):
     plan().save(tmp_path / "other.json")
     for words, complaint in (
         (load, "plan of iteration 100 names no such linear"),
-        (["--pipeline-model-parallel-size", "2"], "--num-layers is missing or 0; give the model's shape by --load"),
+        (["--pipeline-model-parallel-size", "2"], "--num-layers is missing or 0; give the model's shape with --load"),
         ([*load, "--pipeline-model-parallel-size", "3"], "--num-layers by pipeline parallel: 2 is not a multiple of 3"),
         (["--agains", "x"], "unknown option --agains"),
     ):

@@ -47,7 +47,7 @@ def test_a_run_that_was_ending_already_tells_why():
     """Seen once in 200 faults: a process was stopped just as the third save on a full disk had failed."""
     stopped = "error [rank 3]: rank 2 (process 7 on vm) is stopped; its last checkpoint is iteration 6, continue it"
     full = (
-        "error: the save in the background to x/checkpoints failed on rank 0 ([Errno 27] File too large), 3 in a row; "
+        "error: the background save to x/checkpoints failed on rank 0 ([Errno 27] File too large), 3 in a row; "
         "free space or give another --save, and continue with --load x/checkpoints"
     )
     warned = full.replace("error:", "2026-11-22 14:00:56 [rank 0]").replace(", 3 in a row; free space", "; training")

@@ -74,7 +74,7 @@ def test_another_global_batch_size_is_refused(train_here, tmp_path):
     before = sorted(p for p in tmp_path.rglob("*"))
     with pytest.raises(
         ValueError,
-        match="--global-batch-size is 4, the checkpoint in .* was trained with 2; give --global-batch-size 2, or start",
+        match="--global-batch-size is 4, but the checkpoint in .* was trained with 2; give --global-batch-size 2, or",
     ):
         train_here(train_iters=4, global_batch_size=4, load=str(tmp_path / "run/checkpoints"))
     assert sorted(p for p in tmp_path.rglob("*")) == before
@@ -166,7 +166,7 @@ def test_a_named_checkpoint_is_not_replaced_by_another(train_here, tmp_path):
             train_here(train_iters=4, save=str(saves), **options)
     with pytest.raises(ValueError, match="no whole checkpoint of iteration 7 is there; those of this folder: 3, 2, 1"):
         train_here(train_iters=4, load=str(saves), ckpt_step=7)
-    with pytest.raises(ValueError, match="iter_0000002 is from iteration 2, --ckpt-step is 3; drop one"):
+    with pytest.raises(ValueError, match="iter_0000002 is from iteration 2, but --ckpt-step is 3; drop one"):
         train_here(train_iters=4, load=str(saves / "iter_0000002"), ckpt_step=3)
     shutil.copytree(saves / "iter_0000001", saves / "iter_2")  # a name that no save gives
     with pytest.raises(ValueError, match="iter_2: no checkpoint is there"):  # it was iter_0000002 that was loaded

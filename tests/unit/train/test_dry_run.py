@@ -129,7 +129,7 @@ def test_what_does_not_help_alone_is_named_too(peaks) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dry_run": False}, "--world-size 4 is for --dry-run, which is not given; add --dry-run or drop it"),
+        ({"dry_run": False}, "--world-size 4 needs --dry-run; add it, or drop this option"),
         ({"world_size": 3}, "world size 3 is not a multiple of tensor x pipeline parallel = 1 x 2"),
         ({"dry_run_json": "/proc/none/out.json"}, "--dry-run-json"),
     ],

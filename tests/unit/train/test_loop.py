@@ -137,14 +137,14 @@ def test_what_a_run_will_not_come_to_is_told(train_here, tmp_path, monkeypatch, 
     monkeypatch.setattr(setup, "build_datasets", lambda *args: (real(*args)[0], None))
     assert [line.partition("; ")[0] for line in told(snip_start=2, eval_interval=1, profile=True)] == [
         "no plan will take effect: a probe is due at iteration 2, its plan 1 later, and the last iteration is 2",
-        "--eval-interval is 1, and there is no validation data",
-        "no profile will be written: --profile-step-start is 10, and this run makes iterations 1 to 2",
+        "--eval-interval is 1, but there is no validation data",
+        "no profile will be written: --profile-step-start is 10, but this run makes iterations 1 to 2",
     ]
     resumed = told(load=saves, train_iters=3, snip_start=2, profile=True, profile_step_start=2)
     assert resumed[0].endswith("; all linears stay in bf16, unless you raise --train-iters")
     assert [line.partition("; ")[0] for line in resumed] == [
         "no plan will take effect: a probe is due at iteration 4, its plan 1 later, and the last iteration is 3",
-        "no profile will be written: --profile-step-start is 2, and this run makes iterations 3 to 3",
+        "no profile will be written: --profile-step-start is 2, but this run makes iterations 3 to 3",
     ]
     assert told(load=saves, train_iters=2) == [
         "nothing is left to train: iteration 3 is done, and --train-iters is 2; raise it"

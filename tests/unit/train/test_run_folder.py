@@ -219,7 +219,7 @@ def test_weights_alone_need_a_checkpoint(tmp_path):
     for option in ("finetune", "no_load_optim"):
         for load in (None, str(tmp_path / "none")):
             said = refused(options(tmp_path / "new", load=load, **{option: True}), tmp_path)
-            assert said.startswith(f"--{option.replace('_', '-')} needs a checkpoint, --load is {load}")
+            assert said.startswith(f"--{option.replace('_', '-')} needs a checkpoint, but --load is {load}")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_model_or_order_is_refused(name, value, finetune
     old = next(group[name] for group in Config().to_dict().values() if name in group)
     said = refused(options(tmp_path / "new", load=load, **{name: value}), tmp_path)
     option = f"--{name.replace('_', '-')}"
-    assert said.startswith(f"{option} is {value}, the checkpoint in {load} was trained with {old}; give {option} {old}")
+    assert said.startswith(f"{option} is {value}, but the checkpoint in {load} was trained with {old}; give {option} ")
     tuned = options(tmp_path / "new", load=load, finetune=True, **{name: value})
     if finetune_too:
         assert "was trained with" in refused(tuned, tmp_path)
@@ -259,12 +259,12 @@ def test_a_ramp_stays_what_it_was(tmp_path):
     was = Config().replace(**grown, **ramp).to_dict()
     checkpoint(Path(load), 7, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown), tmp_path)
-    assert said.startswith(f"--rampup-batch-size is not given, the checkpoint in {load} was trained with 2 2 12; give")
+    assert said.startswith(f"--rampup-batch-size is not given, but the checkpoint in {load} was trained with 2 2 12;")
     assert find_start(options(tmp_path / "run", **grown, **ramp)).iteration == 7
     was["training"]["rampup_batch_size"] = []
     checkpoint(Path(load), 8, ABC, config=was)
     said = refused(options(tmp_path / "run", **grown, **ramp), tmp_path)
-    assert "--rampup-batch-size is 2 2 12, the" in said and "without it; leave --rampup-batch-size out, or" in said
+    assert "--rampup-batch-size is 2 2 12, but the" in said and "without it; leave --rampup-batch-size out, or" in said
 
 
 def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
@@ -283,7 +283,7 @@ def test_a_lost_tracker_starts_nothing_anew(tmp_path):
     run = used(tmp_path / "run", ABC, 7)
     (run / "checkpoints/latest_checkpointed_iteration.txt").unlink()
     said = refused(options(run, load=str(run / "checkpoints")), tmp_path)
-    assert "checkpoints up to iteration 7 and no latest_checkpointed_iteration.txt; write the iteration" in said
+    assert "checkpoints up to iteration 7 but no latest_checkpointed_iteration.txt; write the iteration" in said
     assert "already holds checkpoints up to iteration 7" in refused(options(run), tmp_path)
     named = options(run, load=str(run / "checkpoints/iter_0000007"))
     assert find_start(named).iteration == 7

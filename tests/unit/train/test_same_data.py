@@ -113,7 +113,7 @@ def test_the_part_of_a_file_that_is_read_counts(run, data, tmp_path):
     split = {"train_data_path": (), "data_path": ("2", data, "1", write(tmp_path / "other", shift=5))}
     run(exit_interval=2, **split)
     whole = {"train_data_path": split["data_path"]}
-    with pytest.raises(ValueError, match=rf"{data} has changed: its sequences \[0, 60\) are read, before \[0, 58\)"):
+    with pytest.raises(ValueError, match=rf"{data} has changed: its sequences \[0, 60\) are read instead of \[0, 58\)"):
         run(more=True, **whole)
     assert len(run(more=True, exit_interval=4, **split)) == 4
     assert len(run(more=True, accept_changed_data=True, **whole)) == 6
@@ -235,8 +235,8 @@ def test_an_order_that_another_number_of_samples_gives_is_told(run, data, caplog
     run(more=True, train_iters=3)
     assert "another order" not in caplog.text, "of one epoch all samples are in order"
     rows = run(more=True, train_iters=300, exit_interval=4)
-    assert f"some come again early: training data {data} is shuffled as " in caplog.text and rows[:2] == first
-    assert "epochs, before as 1. The order depends on" in caplog.text
+    assert f"some repeat early: training data {data} is shuffled as " in caplog.text and rows[:2] == first
+    assert "epochs instead of 1. The order depends on" in caplog.text
 
 
 def test_identities_of_a_resume():

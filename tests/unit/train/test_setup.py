@@ -59,7 +59,7 @@ def test_a_gpu_that_is_not_there(config, precision, monkeypatch):
 
 def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
     said = refused(config.replace(vocab_size=39, **tokenizer(tmp_path, 40)))
-    assert said == "the tokenizer has 40 tokens, --vocab-size is 39; raise it or drop it"
+    assert said == "the tokenizer has 40 tokens, but --vocab-size is 39; raise it or drop it"
 
 
 @pytest.mark.parametrize(

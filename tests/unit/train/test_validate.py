@@ -135,7 +135,7 @@ CASES = [
     ({"num_layers": 7}, ["--num-layers by pipeline parallel: 7 is not a multiple of 2"]),
     ({"num_layers_per_virtual_pipeline_stage": 3}, ["layers a virtual stage: 4 is not a multiple of 3"]),
     ({"decoder_first_pipeline_num_layers": 8}, ["--decoder-first-pipeline-num-layers 8 leaves 0 of 8 blocks to 1"]),
-    ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give 1 or more"]),
+    ({"num_layers_per_virtual_pipeline_stage": 0}, ["--num-layers-per-virtual-pipeline-stage is 0", "give at least 1"]),
     (
         {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
         ["--num-layers-per-virtual-pipeline-stage is 2", "--pipeline-model-parallel-size 1"],
@@ -152,7 +152,7 @@ CASES = [
     ({"max_position_embeddings": 255}, ["--seq-length 256 is beyond --max-position-embeddings 255", "raise the limit"]),
     ({"global_batch_size": 25}, ["25 is not a multiple of 6", "(2 x 3)", "the number of processes"]),
     ({"global_batch_size": 6}, ["1 microbatches an iteration cannot fill 2 pipeline stages", "lower --micro-batch"]),
-    ({"recompute_method": "uniform"}, ["--recompute-method is given, and --recompute-granularity is none; use full"]),
+    ({"recompute_method": "uniform"}, ["--recompute-method is given, but --recompute-granularity is none; use full"]),
     (
         {"recompute_num_layers": 2, "recompute_granularity": "selective"},
         ["--recompute-num-layers is given", "is selective; use full"],
@@ -181,18 +181,18 @@ CASES = [
     ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
     (
         {"snip_stage_target": True, "snip_stage_constraint": "makespan"},
-        ["--snip-stage-target means --snip-stage-constraint each, and makespan is given", "drop --snip-stage-target"],
+        ["--snip-stage-target means --snip-stage-constraint each, but makespan is given", "drop --snip-stage-target"],
     ),
     (
         {"snip_stage_target": True, "snip_stage_constraint": "none"},
-        ["--snip-stage-target means --snip-stage-constraint each, and none is given", "drop --snip-stage-target"],
+        ["--snip-stage-target means --snip-stage-constraint each, but none is given", "drop --snip-stage-target"],
     ),
     ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),
     ({"mock_data": False}, ["no data: give --data-path, --train-data-path or --mock-data"]),
     ({"mock_data": False, "data_path": ("a",), "train_data_path": ("b",)}, ["exclude each other"]),
     ({"mock_data": False, "data_path": ("a",), "valid_data_path": ("b",)}, ["exclude each other"]),
-    ({"data_path": ("a",)}, ["--mock-data is given together with paths of real data; drop one"]),
+    ({"data_path": ("a",)}, ["--mock-data is given with paths of real data; drop one"]),
 ]
 
 
@@ -222,21 +222,21 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             {"profile": True, "profile_step_start": 13},
             "--profile-step-end 12 is before --profile-step-start 13; change",
         ),
-        ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's processes are 0 to 11; leave it out"),
+        ({"profile_ranks": (0, 12)}, "--profile-ranks 12: the run's ranks are 0 to 11; leave it out"),
         ({"lr": 1e-3, "lr_warmup_init": 2e-3}, "--lr-warmup-init 0.002 is above --lr 0.001"),
         (
             {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
             "--lr-warmup-fraction and --lr-warmup-iters",
         ),
-        ({"lr_warmup_samples": 2}, "--lr-warmup-samples is for runs that are given in samples; give --train-samples"),
-        ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is for runs that are given"),
+        ({"lr_warmup_samples": 2}, "--lr-warmup-samples counts samples; give --train-samples"),
+        ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size counts samples; give"),
         ({"rampup_batch_size": (4, 4, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 4 9; give START INCREM"),
         ({"rampup_batch_size": (6, 2, 9), "global_batch_size": 6}, "--rampup-batch-size is 6 2 9; give START INCREM"),
         ({"rampup_batch_size": (4, 0, 9), "global_batch_size": 6}, "--rampup-batch-size is 4 0 9; give START INCREM"),
         ({"rampup_batch_size": (4, 2), "global_batch_size": 6}, "--rampup-batch-size is 4 2; give START INCREMENT"),
-        ({"train_samples": 90}, "--train-iters is 10, and --train-samples 90 makes 3; drop one"),
+        ({"train_samples": 90}, "--train-iters is 10, but --train-samples 90 makes 3; drop one"),
         ({"train_samples": 9, "train_iters": 0}, "--train-samples is 9, less than --global-batch-size 24; change one"),
-        ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters is for runs that are given"),
+        ({"train_samples": 90, "train_iters": 0, "lr_warmup_iters": 3}, "--lr-warmup-iters counts iterations, but"),
         (
             {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
             "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
@@ -250,7 +250,7 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
             "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
         ),
-        ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, and --lr-decay-style is cosine; use WSD"),
+        ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, but --lr-decay-style is cosine; use WSD"),
         ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, how long it decays at the end"),
         (
             {"lr_decay_style": "WSD", "train_samples": 240, "train_iters": 0},
@@ -263,11 +263,11 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint needs --load"),
         (
             {"device": "cpu", "distributed_backend": "nccl"},
-            "--distributed-backend nccl is for GPUs, and --device is cpu",
+            "--distributed-backend nccl is for GPUs, but --device is cpu",
         ),
         (
             {"device": "cuda", "distributed_backend": "gloo"},
-            "--pipeline-model-parallel-size is 2, and gloo sends nothing between GPUs' memories; use nccl, or one",
+            "--pipeline-model-parallel-size is 2, but gloo cannot send between GPUs; use nccl, or one",
         ),
     ],
 )

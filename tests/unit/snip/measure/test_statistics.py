@@ -89,7 +89,7 @@ def test_errors(tmp_path, change, field):
         Statistics.load(path)
     assert str(path) in str(caught.value) and "again" in str(caught.value)
     path.write_text("{")
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         Statistics.load(path)
 
 

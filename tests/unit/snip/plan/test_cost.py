@@ -164,7 +164,7 @@ def times_with(gemm, value):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ("{", "this table of GEMM times is no JSON"),
+        ("{", "this table of GEMM times is not JSON"),
         ({**FILE, "version": 2}, "field version is 2, but this code reads version 1"),
         ({name: v for name, v in FILE.items() if name != "hardware"}, "field hardware is missing"),
         ({**FILE, "speed": 1}, "field speed is unknown"),
@@ -175,7 +175,7 @@ def times_with(gemm, value):
         (times_with("dgrad", 0), "field times.fp8.dgrad is 0: expected float > 0.0"),
         (times_with("wgrad", "fast"), "field times.fp8.wgrad is 'fast': expected float, got str"),
         ({**FILE, "shapes": {"8": {"fp8": HALF}}}, "field shapes has '8', but must name shapes such as 4096x14336"),
-        ({**FILE, "shapes": {"8x4": {"nvfp4": HALF}}}, "field shapes.8x4 has format nvfp4, which times has not"),
+        ({**FILE, "shapes": {"8x4": {"nvfp4": HALF}}}, "field shapes.8x4 has format nvfp4, which times lacks"),
         ({**FILE, "shapes": {"8x4": {"fp8": {**HALF, "fprop": -1}}}}, "field shapes.8x4.fp8.fprop is -1"),
     ],
 )
