@@ -15,7 +15,7 @@ FP8_POW2 = register(Format(name="fp8_pow2", element=E4M3, scale="fp32_pow2"))
 FP4_POW2 = register(
     Format(name="fp4_pow2", element=E2M1, scale="fp32_pow2", stochastic_roles=frozenset({"grad_output"}))
 )
-# OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, for weights too.  The scales of FP8 are
+# OCP Microscaling Formats (MX) v1.0, sec. 5: 32 elements along the reduction dim, for weights too.  FP8 scales are
 # rounded up, so that nothing saturates: arXiv 2506.08027, Transformer Engine's MXFP8BlockScaling and torchao's RCEIL.
 MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, scale="e8m0_ceil"))
 MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0_ceil"))
