@@ -13,7 +13,6 @@ What is under way (matrices and due iteration) is part of the checkpoint.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,7 +39,7 @@ from megatron_snip.snip.plan.solver import BackgroundSolver, SolverKilled
 from megatron_snip.snip.plan_metrics import Metrics, divergence_metrics, modelled_metrics, trial_metrics
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
-from megatron_snip.snip.trial import Proposals, TrialFailed, TrialRunner, Trials, first_plans, with_record
+from megatron_snip.snip.trial import Proposals, TrialFailed, TrialRunner, Trials, first_plans, try_plan
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
@@ -264,20 +263,13 @@ class Coordinator:
             if self.mesh.rank == 0:
                 propose = self._proposals(pending, plan)
             assert self.predictions is not None, "an objective that measures nothing is taken at its word"
-            predicted = self.predictions.total_loss_divergence(plan.linears)
-            tried = trials.run(propose, self.snip.snip_trials, -math.inf if predicted is None else predicted)
+            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)
-        best = with_record(tried, trials.tokens)
         if best is None:
             return None, metrics | self._keep(plan.iteration, "no plan has a finite loss in the trial")
-        assert best.trial is not None
-        name, measured = best.trial.name, f"{best.trial.increase:.4g} +- {best.trial.error:.2g} nats above BF16"
-        LOGGER.info(
-            f"iteration {plan.iteration}: of {len(tried)} plans on {trials.tokens} tokens {name!r} is best, {measured}"
-        )
-        if name == "in_force":
+        if best.trial is not None and best.trial.name == "in_force":
             return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
         return best, metrics
 

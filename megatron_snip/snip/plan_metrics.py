@@ -50,13 +50,18 @@ def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, ti
 
 
 def trial_metrics(tried: Sequence[Tried], tokens: int, passes: int, seconds: float) -> Metrics:
-    """What a trial measured: of the best plan, and of those that have a name of their own."""
+    """What a trial measured and the probe predicts, of the best plan and of those that have a name of their own."""
     metrics: Metrics = {
         "snip/trial_passes": passes, "snip/trial_tokens": tokens, "snip/trial_seconds": seconds,
     }  # fmt: skip
     for one in tried:
         if one.taken:
-            metrics |= {"snip/trial_increase": one.increase, "snip/trial_increase_standard_error": one.error}
+            metrics |= {
+                "snip/trial_name": one.name,
+                "snip/trial_increase": one.increase,
+                "snip/trial_increase_standard_error": one.error,
+                "snip/trial_predicted": one.predicted,
+            }
         if " " not in one.name and np.isfinite(one.increase):
-            metrics[f"snip/trial/{one.name}"] = one.increase
-    return metrics
+            metrics |= {f"snip/trial/{one.name}": one.increase, f"snip/trial_predicted/{one.name}": one.predicted}
+    return {key: value for key, value in metrics.items() if value is not None}
