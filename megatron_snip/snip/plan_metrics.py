@@ -12,7 +12,9 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved, by_stage
 from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
+from megatron_snip.snip.predict.sampling import cost_error, top_token
 from megatron_snip.snip.trial import Tried
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -32,6 +34,21 @@ def divergence_metrics(stats: Statistics, options: Sequence[LinearPrecision]) ->
                 key = f"snip/{name}/{group}"
                 metrics[key] = metrics.get(key, 0.0) + value
     return metrics
+
+
+def sampling_metrics(
+    stats: Statistics, options: Sequence[LinearPrecision], request: SolveRequest, tokens: int
+) -> Metrics:
+    """How well a probe's tokens determine the plan's cost, and the largest share of a linear's that one token has."""
+    shares = np.nan_to_num(top_token(stats, options).max(axis=1))
+    row, error = int(shares.argmax()), cost_error(stats, options, request)
+    known = "" if error is None else f"the plan's cost is known within {error:.1%}; "
+    LOGGER.info(
+        f"iteration {stats.iteration}: probe of {tokens} tokens: {known}top token: {shares[row]:.1%} of the loss "
+        f"divergence of {stats.names[row]}"
+    )
+    found = {} if error is None else {"snip/cost_error": error}
+    return {"snip/probe_tokens": tokens, "snip/top_token": float(shares[row]), **found}
 
 
 def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes) -> Metrics:
