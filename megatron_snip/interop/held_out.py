@@ -45,7 +45,8 @@ def check_held_out(held_out: TokenLosses | Sequence[TokenLosses] | None) -> list
 def losses_of(held_out: Sequence[TokenLosses], mesh: Mesh, device: torch.device) -> Tensor:
     """Losses [T] of this process's tokens, without gradients; every call draws the same random numbers.
 
-    Every process calls it.  TrialFailed on every process if the model fails on one; UserError for another result.
+    Every process calls it.  TrialFailed on every process if something fails on one, unless others already wait for it
+    within the model's forward, as in any iteration; UserError for another result.
     """
     found, failed = [], ""
     try:
