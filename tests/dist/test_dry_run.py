@@ -60,6 +60,8 @@ def test_a_trial_s_microbatches_that_are_left_out_change_nothing(pp: int) -> Non
     }  # fmt: skip
     with ProcessPoolExecutor(2, CONTEXT) as pool:
         for few, whole in pool.map(few_and_whole_trials, [options] * pp, [pp] * pp, range(pp)):
+            for counts in (few.counts, whole.counts):
+                del counts["read",]  # among them one for each sequence's number, which is on the host already
             assert few.counts == whole.counts and few.counts["flops",] > 0
 
 
