@@ -350,9 +350,9 @@ def try_plan(
     best = with_record(tried, trials.tokens)
     if best is not None:
         taken = next(one for one in reversed(tried) if one.taken)
+        which = f"best of {len(tried)} plans" if len(tried) > 1 else "one plan"
         LOGGER.info(
-            f"iteration {solved.iteration}: best of {len(tried)} plans tried on {trials.tokens} tokens, in nats above "
-            f"BF16: {taken}"
+            f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
         )
         if len(tried) > 1:
             LOGGER.info(f"iteration {solved.iteration}: all plans that were tried: {', '.join(map(str, tried))}")
