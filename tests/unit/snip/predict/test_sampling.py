@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -117,13 +118,13 @@ def test_without_a_plan_or_a_cost_nothing_is_missing():
     )
 
 
-def test_stages_and_time_do_not_matter():
-    """The rough plan is one for the whole, greedy, and the same on every process."""
+@pytest.mark.parametrize("time", [None, np.tile([2.0, 1.0], (4, 1))])
+def test_stages_and_time_do_not_matter(time):
+    """The rough plan is one for the whole, greedy, and the same on every process; that of stages is another."""
     stats = of_tokens(drawn(0))
     plain = request(stats, 0.5)
-    staged = SolveRequest(
-        plain.quality_loss, plain.efficiency, 0.5, stage=np.array([0, 0, 1, 1]), time=np.ones((4, 2)), gap=0.0
-    )
+    staged = dataclasses.replace(plain, stage=np.array([0, 0, 1, 1]), time=time)
+    assert staged.solve().choice.tolist() != plain.solve().choice.tolist()
     assert cost_error(stats, OPTIONS, staged) == cost_error(stats, OPTIONS, plain)
 
 
