@@ -11,6 +11,9 @@
         optimizer.zero_grad()
         snip.step()
 
+``solve(target=0.75, held_out=lambda: token_losses(model(**other).logits, other["labels"]))`` runs the plan over a batch
+that the probe did not see, and others if it costs more than predicted, and returns the best.
+
 Linears, probe and solver are those of ``pretrain_llama.py``.  The loss must be a mean over tokens.  In Hugging Face's
 Llama and Qwen3, errors of q, k and v are judged at the attention's output, assuming causal attention over whole
 sequences without padding.  Other models' linears are judged at their own output.  Only the trainer measures the weight
@@ -20,35 +23,27 @@ divergence.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.interop.any_model import plain_name, shapes_of, unwrapped
+from megatron_snip.interop.attached_linear import PLAIN_PRECISION, AttachedLinear
+from megatron_snip.interop.held_out import TokenLosses, check_held_out, losses_of, token_losses
 from megatron_snip.interop.huggingface import attention_of
-from megatron_snip.mesh import Axis, Mesh
-from megatron_snip.quant import (
-    PLAIN,
-    Casts,
-    LinearCall,
-    LinearPrecision,
-    RoundingKey,
-    StepContext,
-    check_linear,
-    name_stream,
-    run_linear,
-)
+from megatron_snip.mesh import data_parallel_mesh
+from megatron_snip.quant import PLAIN, StepContext, check_linear
 from megatron_snip.quant.rounding import mix64
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
@@ -57,13 +52,18 @@ from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request
 from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.trial import Proposals, TrialFailed, Trials, first_plans, try_plan
 
-_PLAIN = LinearPrecision.uniform("bf16")
-#: Modules with this name produce logits, and stay unquantised unless requested.
+__all__ = ["Snip", "attach", "token_losses"]
+
+LOGGER = logging.getLogger("megatron_snip")
+
+#: Modules of this name turn hidden states into logits, and stay as they are unless they are asked for.
 _OUTPUT = "lm_head"
-#: Options of SnipConfig, without ``snip_``, that define a plan.
-_SOLVED_BY = ("churn", "fix", "granularity", "objective", "options")
+#: Options of SnipConfig, without ``snip_``, that say what a plan is.
+_SOLVED_BY = ("churn", "fix", "granularity", "objective", "options", "trials")
 
 
 def attach(
@@ -137,8 +137,8 @@ class Snip:
         self.lengths: dict[int, int] = {}  # tokens per sequence in the current pass, by its first row
         self.context = PLAIN  # of the current pass, since other models do not pass a context to their linears
         device = next(iter(linears.values())).weight.device
-        self._mesh = _mesh()
-        self.seed = mix64(seed) ^ self._mesh.rank  # ranks have different tokens
+        self._mesh = data_parallel_mesh()
+        self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
         self.impl, self._plain_seed = impl, seed
         self.sharded = bool(_fsdp(model))
         attends = attention_of(model, self.lengths.__getitem__) or {}
@@ -183,8 +183,7 @@ class Snip:
         if not torch.is_grad_enabled():
             raise UserError("probe: gradients are off; call it outside torch.no_grad()")
         self._check_wrapped()
-        for module in _fsdp(self.model):
-            module.reshard()  # after a forward without backward, parameters would be the unsharded ones
+        self._forget_forwards()
         rows = {name: linear.rows_seen for name, linear in self.linears.items()}
         device = self._probe.device
         devices = [device] if device.type == "cuda" else []  # otherwise fork_rng saves every GPU of the node
@@ -243,12 +242,21 @@ class Snip:
             if vars(linear.module).get("forward") is not linear:
                 raise UserError(f"{name} is no longer attached; call attach again")
 
-    def solve(self, target: float = 0.75, **options: Any) -> Plan:
-        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4.
+    def solve(
+        self, target: float = 0.75, *, held_out: TokenLosses | Sequence[TokenLosses] | None = None, **options: Any
+    ) -> Plan:
+        """The cheapest plan that has a share ``target`` of the linears' FLOPs in FP4, by the last probe.
 
-        If bf16 is an option, ``target`` is the share of modelled time that the plan saves.
-        options: churn, fix, granularity, objective and options, as --snip-churn and so on, such as granularity="gemm"
-        or fix="layers.0.*=fp8".  Call it on every rank.  Raises UserError on every rank if the options cannot be met.
+        If bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
+        held_out: for a trial.  Each runs the model forward over a batch that the probe did not see, and returns the
+        losses of its tokens, as ``token_losses`` gives them; some thousand tokens are enough.  With it, the plan is run
+        before it is returned, and others beside it if it costs more than predicted, as docs/how_snip_decides.md says.
+        The one that measures best is returned, with the record of all in ``plan.trial``.  If the trial fails, one line
+        is logged, and the plan in force is returned.  trials=0 switches it off.
+        options: churn, fix, granularity, objective, options and trials, as --snip-churn and so on, such as
+        granularity="gemm" or fix="layers.0.*=fp8".
+
+        Call it on every process.  UserError on every process if the options cannot be met.
         """
         if not isinstance(target, (int, float)) or not 0 <= target <= 1:
             raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
@@ -257,12 +265,17 @@ class Snip:
             known = f"snip_{unknown[0]}" in {field.name for field in dataclasses.fields(SnipConfig)}
             what = f"{unknown[0]!r} is only for the trainer" if known else f"unknown option {unknown[0]!r}"
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
+        snip = dataclasses.replace(self._options, snip_target=target, **named)
+        if not isinstance(snip.snip_trials, int) or snip.snip_trials < 0:
+            raise UserError(f"solve: trials is {snip.snip_trials!r}; give a number of forward passes, 0 or more")
+        losses, propose = check_held_out(held_out), None
         answer: list[Any] = [None, ""]
         failed: Exception | None = None
         if self._mesh.rank == 0:
             try:
-                answer[0] = self._solved(dataclasses.replace(self._options, snip_target=target, **named)).to_dict()
-            except Exception as error:  # must not raise: the other ranks are blocked in the broadcast
+                plan, propose = self._solved(snip)
+                answer[0] = plan.to_dict()
+            except Exception as error:  # whatever it is, the others wait for an answer
                 failed, answer[1] = error, str(error) or repr(error)
         if self._mesh.world_size > 1:
             dist.broadcast_object_list(answer, src=0)
@@ -270,9 +283,13 @@ class Snip:
             raise failed
         if answer[1]:
             raise UserError(answer[1])
-        return Plan.from_dict(answer[0], "plan from rank 0")
+        plan = Plan.from_dict(answer[0], "plan from rank 0")
+        if losses and snip.snip_trials > 1 and self.statistics and get_objective(snip.snip_objective).needs_stats:
+            return self._best(plan, propose, losses, snip.snip_trials, Predictions.of(self.statistics))
+        return plan
 
-    def _solved(self, snip: SnipConfig) -> Plan:
+    def _solved(self, snip: SnipConfig) -> tuple[Plan, Proposals]:
+        """The solver's plan, and what a trial runs with it."""
         if get_objective(snip.snip_objective).needs_operands:
             raise UserError(
                 f"solve: objective {snip.snip_objective!r} needs what only the trainer measures; choose snip"
@@ -282,10 +299,50 @@ class Snip:
         quality, held = quality_loss(snip.snip_objective, inputs)
         current = self.plan.linears if self.plan else None
         request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
-        return build_plan(
-            request.solve(), self.shapes, choices.options, iteration=self.iteration, objective=snip.snip_objective,
-            target=snip.snip_target, measure=measure_of(choices.free), gemm_times="nominal",
+        plan_of = partial(
+            build_plan, shapes=self.shapes, options=choices.options, iteration=self.iteration,
+            objective=snip.snip_objective, target=snip.snip_target, measure=measure_of(choices.free),
+            gemm_times="nominal",
         )  # fmt: skip
+        plan = plan_of(request.solve())
+        first = partial(first_plans, plan, request, self.shapes, choices.options, plan_of, self.plan, self._plain_seed)
+        return plan, Proposals(first, request, self.shapes, choices.options, plan_of)
+
+    def _best(
+        self, plan: Plan, propose: Proposals | None, held_out: Sequence[TokenLosses], passes: int, known: Predictions
+    ) -> Plan:
+        """The plan that measures best of the solver's and others, or the one in force if the trial fails."""
+        self._check_wrapped()
+
+        def run(context: StepContext = PLAIN) -> Tensor:
+            with self._in(context):
+                return losses_of(held_out, self._mesh, self._probe.device)
+
+        best, why = None, "no plan has a finite loss"
+        self._forget_forwards()
+        try:
+            with untouched(self.model):
+                trials = Trials(run, self.linears, self._mesh, self._probe.device)
+                _, best = try_plan(trials, propose, passes, plan, known)
+        except TrialFailed as error:
+            why = str(error)
+        finally:
+            self._forget_forwards()
+        if best is None and self._mesh.rank == 0:
+            LOGGER.warning(f"update {self.iteration}: the trial failed, keeping the current plan: {why}")
+        return best or self.plan or self._unplanned()
+
+    def _unplanned(self) -> Plan:
+        """What the linears compute in before the first plan."""
+        return Plan.by_hand(dict.fromkeys(self.linears, PLAIN_PRECISION), self.shapes, iteration=self.iteration)
+
+    def _forget_forwards(self) -> None:
+        """Forget what forwards without backward leave: parameters that FSDP2 gathered, and casts of weights."""
+        for module in _fsdp(self.model):
+            module.reshard()
+        for linear in self.linears.values():
+            if linear.casts is not None:
+                linear.casts.clear()
 
     def apply(self, plan: Plan | str | Path) -> None:
         """Run the linears under a plan or plan file.  Raises UserError if its linears differ or it cannot run here."""
@@ -319,8 +376,8 @@ class Snip:
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:
-        """Within the block, linears compute as without SNIP.  With activation recomputation, include backward."""
-        with self._in(StepContext(precision=_PLAIN)):
+        """Within it, linears compute as without SNIP; if activations are recomputed, run backward within it too."""
+        with self._in(StepContext(precision=PLAIN_PRECISION)):
             yield
 
     @contextmanager
@@ -332,67 +389,5 @@ class Snip:
             self.context = before
 
 
-class AttachedLinear:
-    """Replaces the forward of an ``nn.Linear``.
-
-    keeps: whether the weight keeps its memory between uses, so that its casts can be kept.
-    """
-
-    split_dim = 0
-
-    def __init__(self, snip: Snip, name: str, module: nn.Linear, *, keeps: bool) -> None:
-        self.snip, self.name, self.module = snip, name, module
-        self.precision = _PLAIN
-        self.rows_seen = 0  # tokens since the last update, an input of stochastic rounding
-        self.casts = Casts() if keeps else None
-        self._stream = name_stream(name)
-        module.forward = self  # type: ignore[method-assign,assignment]
-
-    def __reduce__(self) -> Any:
-        """In a copied or pickled model, the linear computes as before ``attach``."""
-        return getattr, (self.module, "forward")  # the class's forward, since a copy has no other
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
-        module, device, context = self.module, x.device.type, self.snip.context
-        precision, observer = context.precision or self.precision, context.observers.get(self.name)
-        if observer is None and precision == _PLAIN:
-            return F.linear(x, module.weight, module.bias)
-        weight = module.weight  # recomputed at each access if parametrised
-        if isinstance(weight, DTensor):
-            raise UserError(
-                f"{self.name}: the weight is a DTensor in forward, as under tensor parallelism, which attach does not "
-                "know; leave it out of linears"
-            )
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(
-                f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32; convert the model, or "
-                "choose another dtype of torch.autocast"
-            )
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        if observer is not None:
-            self.snip.lengths[self.rows_seen] = x.shape[-2] if x.ndim > 2 else len(rows)
-        key = RoundingKey(self.snip.seed, self.snip.iteration, self._stream, row0=self.rows_seen)
-        call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
-        if torch.is_grad_enabled():
-            self.rows_seen += len(rows)
-        y = run_linear(rows, weight, call, self.snip.impl)
-        y = y if module.bias is None else y + module.bias.to(dtype)
-        return y.reshape(*x.shape[:-1], module.out_features)
-
-
 def _fsdp(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _mesh() -> Mesh:
-    """All ranks as data parallel; a single process needs no process group."""
-    nobody = cast(Any, None)
-    lone, size, rank = Axis(1, 0, nobody), 1, 0
-    dp = lone
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        size, rank = dist.get_world_size(), dist.get_rank()
-        dp = Axis(size, rank, cast(Any, dist.group.WORLD))
-    alone = dict.fromkeys(("pp", "cp", "tp", "tp_cp", "shard"), lone)
-    return Mesh(nobody, dp=dp, dp_cp=dp, replicate=dp, **alone, rank=rank, world_size=size)

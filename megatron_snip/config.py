@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Union
 
 from megatron_snip.errors import UserError
 
@@ -243,7 +243,9 @@ class SnipConfig:
     snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
-    snip_probe_tokens: int = 8192  # A probe takes whole batches until it has seen this many tokens.
+    # A probe takes whole batches until it has seen this many tokens; auto: 8192, or more while the plan's cost is not
+    # known within a tenth.
+    snip_probe_tokens: Union[int, Literal["auto"]] = 8192
     snip_trials: int = 16  # Forward passes that measure plans before one takes effect; 0: the solver's plan, untried.
     snip_trial_tokens: int = 8192  # Tokens of each such pass, or a little more to fill microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.

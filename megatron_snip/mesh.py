@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -199,3 +199,15 @@ def _connect(axis: Axis, device_type: str, *, pairs: bool) -> None:
             dist.send(one, group_dst=second, group=axis.group)
         elif axis.rank == second:
             dist.recv(one, group_src=first, group=axis.group)
+
+
+def data_parallel_mesh() -> Mesh:
+    """All processes as data parallel ones; one alone needs no process group."""
+    nobody = cast(Any, None)
+    lone, size, rank = Axis(1, 0, nobody), 1, 0
+    dp = lone
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        dp = Axis(size, rank, cast(Any, dist.group.WORLD))
+    alone = dict.fromkeys(("pp", "cp", "tp", "tp_cp", "shard"), lone)
+    return Mesh(nobody, dp=dp, dp_cp=dp, replicate=dp, **alone, rank=rank, world_size=size)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_snip.attach import attach
+from megatron_snip.attach import attach, token_losses
 
 
 def load(folder: str | None, text: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -44,13 +44,19 @@ def main() -> None:
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if args.model is None else 2e-5)
     snip = attach(model)
+
+    def draw(samples: int) -> torch.Tensor:
+        starts = torch.randint(len(ids) - 128, (samples,))
+        return torch.stack([ids[i : i + 128] for i in starts.tolist()]).to(device)
+
     for step in range(args.steps):
-        starts = torch.randint(len(ids) - 128, (4,))
-        batch = torch.stack([ids[i : i + 128] for i in starts.tolist()]).to(device)
+        batch = draw(4)
         with torch.autocast(device, torch.bfloat16):
             if step >= 10 and (step - 10) % args.every == 0:
                 stats = snip.probe(lambda batch=batch: model(input_ids=batch, labels=batch).loss)
-                snip.apply(snip.solve(args.target))
+                other = draw(16)  # for a trial, which needs some thousand tokens
+                held_out = lambda other=other: token_losses(model(input_ids=other).logits, other)  # noqa: E731
+                snip.apply(snip.solve(args.target, held_out=held_out))
                 print(f"step {step}: loss {stats.loss:.4f}, {snip.plan.achieved:.1%} of the linears' FLOPs in FP4")
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()

@@ -31,9 +31,11 @@ from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.interop.huggingface import check_model
-from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan.options import read_times
+from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
 from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
 from megatron_snip.train.state_file import new_state
@@ -106,13 +108,20 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     parts, batch, iteration = prepare(config, start, batches)
     assert parts.coordinator is not None
     begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)
+    probe, made = parts.coordinator.probe, (parts.coordinator.shapes, parts.coordinator.choices)
+
+    def enough(stats: Statistics, tokens: int) -> bool:
+        planner = Planner(config, stats, *made, read_times(config.snip))
+        return tokens >= LEAST_TOKENS and suffices(stats, made[1].options, planner.request("snip"))
+
+    auto = config.snip.snip_probe_tokens == "auto"
     try:
-        stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches)
+        stats = probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches, enough=enough if auto else None)
     except ProbeFailed as error:  # on every process alike
         raise UserError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
     finally:
         parts.train_loader.close()
-    LOGGER.info(f"probed {batches} batches: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
+    LOGGER.info(f"probed {probe.seen} tokens: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
     return stats, parts.mesh.rank == 0
 
 

@@ -13,7 +13,6 @@ What is under way (matrices and due iteration) is part of the checkpoint.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,11 +35,18 @@ from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
-from megatron_snip.snip.plan.solver import BackgroundSolver, SolverKilled
-from megatron_snip.snip.plan_metrics import Metrics, divergence_metrics, modelled_metrics, trial_metrics
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverKilled
+from megatron_snip.snip.plan_metrics import (
+    Metrics,
+    divergence_metrics,
+    modelled_metrics,
+    sampling_metrics,
+    trial_metrics,
+)
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
-from megatron_snip.snip.trial import Proposals, TrialFailed, TrialRunner, Trials, first_plans, with_record
+from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
+from megatron_snip.snip.trial import Ints, Proposals, TrialFailed, TrialRunner, Trials, first_plans, try_plan
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
@@ -58,11 +64,6 @@ def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     except ValueError as error:
         raise UserError(f"--snip-warmup-precision {snip.snip_warmup_precision}: {error}") from None
     return check_choices(snip, shapes)
-
-
-def batches_of(snip: SnipConfig, tokens: int) -> int:
-    """Batches of so many tokens that have --snip-probe-tokens."""
-    return -(-snip.snip_probe_tokens // tokens)
 
 
 class Coordinator:
@@ -181,7 +182,23 @@ class Coordinator:
         if not objective.needs_stats:
             return None
         everything = objective.needs_operands or self.snip.snip_weight > 0
-        return self.probe.run(run_pass, zero_grad, iteration, batches, updates=everything)
+        enough = self._suffices if self.snip.snip_probe_tokens == "auto" else None
+        return self.probe.run(run_pass, zero_grad, iteration, batches, updates=everything, enough=enough)
+
+    def _suffices(self, stats: Statistics, tokens: int) -> bool:
+        """Whether so many tokens determine the plan's cost; alike on every process."""
+        try:
+            return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._request(stats)[0])
+        except ValueError:  # told when the plan is asked for
+            return True
+
+    def _request(self, stats: Statistics | None) -> tuple[SolveRequest, Ints]:
+        """What the solver is asked, and options of linears that cannot be judged; UserError without an objective."""
+        inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
+        quality, held = quality_loss(self.snip.snip_objective, inputs)
+        current = self.plan.linears if self.plan else None
+        ask = partial(solve_request, self.snip, self.shapes, self.choices, quality)
+        return ask(times=self.times, held=held, current=current), held
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
@@ -195,23 +212,15 @@ class Coordinator:
             self.predictions = Predictions.of(stats)
             metrics |= divergence_metrics(stats, self.options)
             self._write(stats, "stats", iteration)
-        inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
         try:
-            quality, held = quality_loss(self.snip.snip_objective, inputs)
+            request, held = self._request(stats)
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
+        if stats is not None and stats.has_spread:
+            metrics |= sampling_metrics(stats, self.options, request, self.probe.seen)
         columns = zip(self.shapes, held, self.choices.fixed)
         if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):
             LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
-        request = solve_request(
-            self.snip,
-            self.shapes,
-            self.choices,
-            quality,
-            times=self.times,
-            held=held,
-            current=self.plan.linears if self.plan else None,
-        )
         options = tuple(str(option) for option in self.options)
         due = iteration + self.snip.snip_apply_lag
         self._start(Pending(iteration, due, options, self.snip.snip_objective, request))
@@ -264,20 +273,13 @@ class Coordinator:
             if self.mesh.rank == 0:
                 propose = self._proposals(pending, plan)
             assert self.predictions is not None, "an objective that measures nothing is taken at its word"
-            predicted = self.predictions.total_loss_divergence(plan.linears)
-            tried = trials.run(propose, self.snip.snip_trials, -math.inf if predicted is None else predicted)
+            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)
-        best = with_record(tried, trials.tokens)
         if best is None:
             return None, metrics | self._keep(plan.iteration, "no plan has a finite loss in the trial")
-        assert best.trial is not None
-        name, measured = best.trial.name, f"{best.trial.increase:.4g} +- {best.trial.error:.2g} nats above BF16"
-        LOGGER.info(
-            f"iteration {plan.iteration}: of {len(tried)} plans on {trials.tokens} tokens {name!r} is best, {measured}"
-        )
-        if name == "in_force":
+        if best.trial is not None and best.trial.name == "in_force":
             return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
         return best, metrics
 

@@ -12,7 +12,9 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved, by_stage
 from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
+from megatron_snip.snip.predict.sampling import cost_error, top_token
 from megatron_snip.snip.trial import Tried
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -34,6 +36,21 @@ def divergence_metrics(stats: Statistics, options: Sequence[LinearPrecision]) ->
     return metrics
 
 
+def sampling_metrics(
+    stats: Statistics, options: Sequence[LinearPrecision], request: SolveRequest, tokens: int
+) -> Metrics:
+    """How well a probe's tokens determine the plan's cost, and the largest share of a linear's that one token has."""
+    shares = np.nan_to_num(top_token(stats, options).max(axis=1))
+    row, error = int(shares.argmax()), cost_error(stats, options, request)
+    known = "" if error is None else f"the plan's cost is known within {error:.1%}; "
+    LOGGER.info(
+        f"iteration {stats.iteration}: probe of {tokens} tokens: {known}top token: {shares[row]:.1%} of the loss "
+        f"divergence of {stats.names[row]}"
+    )
+    found = {} if error is None else {"snip/cost_error": error}
+    return {"snip/probe_tokens": tokens, "snip/top_token": float(shares[row]), **found}
+
+
 def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes) -> Metrics:
     """Savings in the target's unit; per stage, FP4 share and modelled time relative to everything in BF16."""
     metrics: Metrics = {"snip/gemm_times": times.hardware}
@@ -50,13 +67,18 @@ def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, ti
 
 
 def trial_metrics(tried: Sequence[Tried], tokens: int, passes: int, seconds: float) -> Metrics:
-    """Results of a trial: for the best plan, and for plans with their own name."""
+    """What a trial measured and the probe predicts, of the best plan and of those that have a name of their own."""
     metrics: Metrics = {
         "snip/trial_passes": passes, "snip/trial_tokens": tokens, "snip/trial_seconds": seconds,
     }  # fmt: skip
     for one in tried:
         if one.taken:
-            metrics |= {"snip/trial_increase": one.increase, "snip/trial_increase_standard_error": one.error}
+            metrics |= {
+                "snip/trial_name": one.name,
+                "snip/trial_increase": one.increase,
+                "snip/trial_increase_standard_error": one.error,
+                "snip/trial_predicted": one.predicted,
+            }
         if " " not in one.name and np.isfinite(one.increase):
-            metrics[f"snip/trial/{one.name}"] = one.increase
-    return metrics
+            metrics |= {f"snip/trial/{one.name}": one.increase, f"snip/trial_predicted/{one.name}": one.predicted}
+    return {key: value for key, value in metrics.items() if value is not None}

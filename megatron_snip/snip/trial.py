@@ -17,8 +17,9 @@ must measure better by as many to be taken in place of the one before it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,8 +36,10 @@ from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, TrialRecord
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
+LOGGER = logging.getLogger("megatron_snip")
 Ints = NDArray[np.int64]
 
 #: Standard errors by which a plan must measure better.
@@ -68,14 +71,20 @@ class Tried:
     error: float
     taken: bool  # better than what was best until then
     improves: bool  # better than the plan that it was made from
+    predicted: float | None = None  # by the probe's sum of single linears, nats
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for logs and plan files."""
-        return {"name": self.name, "increase": _number(self.increase), "error": _number(self.error)}
+        values = {"increase": self.increase, "error": self.error, "predicted": self.predicted}
+        return {"name": self.name, **{key: _number(value) for key, value in values.items()}}
+
+    def __str__(self) -> str:
+        predicted = "" if self.predicted is None else f" (predicted {self.predicted:.4g})"
+        return f"{self.name} {self.increase:.4g} +- {self.error:.2g}{predicted}"
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -189,20 +198,19 @@ class Trials:
 class Proposals:
     """What rank 0 proposes, one plan after another: the first ones, then plans that hold linears.
 
-    first: makes the first ones when they are needed.  request: what the solver's plan answers.  plan_of: the plan of
-    a solution.
+    first: makes the first ones, each when it is needed.  request: what the solver's plan answers.  plan_of: the plan
+    of a solution.
     """
 
     def __init__(
         self,
-        first: Callable[[], list[tuple[str, Plan]]],
+        first: Callable[[], Iterable[tuple[str, Plan]]],
         request: SolveRequest,
         shapes: Sequence[LinearShape],
         options: Sequence[LinearPrecision],
         plan_of: Callable[[Solution], Plan],
     ) -> None:
-        self._make_first, self._request, self._plan_of = first, request, plan_of
-        self._first: list[tuple[str, Plan]] | None = None
+        self._first, self._request, self._plan_of = iter(first()), request, plan_of
         self._names, self._options = [shape.name for shape in shapes], list(options)
         self._asked: set[int] = set()
         self._holds: dict[str, tuple[int, ...]] = {}  # the rows that a proposal holds
@@ -213,10 +221,8 @@ class Proposals:
         return next((proposal for proposal in self._rest(tried) if proposal.plan.linears not in known), None)
 
     def _rest(self, tried: Sequence[Tried]) -> Iterator[Proposal]:
-        if self._first is None:
-            self._first = self._make_first()
-        while self._first:
-            yield Proposal(*self._first.pop(0))
+        for name, plan in self._first:
+            yield Proposal(name, plan)
         base = next(
             one for one in reversed(tried) if one.name == "solver" or (one.name in self._holds and one.improves)
         )
@@ -274,29 +280,30 @@ def first_plans(
     plan_of: Callable[[Solution], Plan],
     in_force: Plan | None,
     seed: int,
-) -> list[tuple[str, Plan]]:
-    """The solver's plan and what it has to be better than: all save what the request asks for, by name."""
+) -> Iterator[tuple[str, Plan]]:
+    """The solver's plan and what it has to be better than: all save what the request asks for, by name.
+
+    A rule's plan is solved only when it is asked for: most trials end with the first plan.
+    """
+
+    def named(name: str, plan: Plan, objective: str) -> tuple[str, Plan]:
+        return name, dataclasses.replace(plan, achieved=achieved(shapes, plan.linears), objective=objective)
+
     column = {option: index for index, option in enumerate(options)}
-    found = [("solver", solved)]
+    yield named("solver", solved, solved.objective)
     if in_force is not None:
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
         if min(choice) >= 0 and _keeps(request, np.array(choice)):
-            found.append(("in_force", in_force))
+            yield named("in_force", in_force, in_force.objective)
     everywhere = {shape.name: options[option] for shape, option in zip(shapes, _lowest(request), strict=True)}
-    found.append(("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord())))
+    yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
             solution = dataclasses.replace(request, quality_loss=quality, current=None, churn=0.0).solve()
         except UserError:  # a rule that knows nothing of these linears
             continue
-        found.append((rule, plan_of(solution)))
-    shares = {name: achieved(shapes, plan.linears) for name, plan in found}
-    objective = {"solver": solved.objective, "in_force": in_force.objective if in_force else ""}
-    return [
-        (name, dataclasses.replace(plan, achieved=shares[name], objective=objective.get(name, name)))
-        for name, plan in found
-    ]
+        yield named(rule, plan_of(solution), rule)
 
 
 def _lowest(request: SolveRequest) -> Ints:
@@ -328,3 +335,25 @@ def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
         return None
     record = TrialRecord(best.name, best.increase, best.error, tokens, tuple(one.to_dict() for one in tried))
     return dataclasses.replace(best.plan, trial=record)
+
+
+def try_plan(
+    trials: Trials, propose: Propose | None, passes: int, solved: Plan, predictions: Predictions
+) -> tuple[list[Tried], Plan | None]:
+    """Run the solver's plan and what ``propose`` gives on rank 0: all that was tried, and the best with its record.
+
+    The plan is None if none had a finite loss.  Every process calls it.  Raises TrialFailed on all of them.
+    """
+    predicted = predictions.total_loss_divergence(solved.linears)
+    found = trials.run(propose, passes, -math.inf if predicted is None else predicted)
+    tried = [dataclasses.replace(one, predicted=predictions.total_loss_divergence(one.plan.linears)) for one in found]
+    best = with_record(tried, trials.tokens)
+    if best is not None:
+        taken = next(one for one in reversed(tried) if one.taken)
+        which = f"best of {len(tried)} plans" if len(tried) > 1 else "one plan"
+        LOGGER.info(
+            f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
+        )
+        if len(tried) > 1:
+            LOGGER.info(f"iteration {solved.iteration}: all plans that were tried: {', '.join(map(str, tried))}")
+    return tried, best

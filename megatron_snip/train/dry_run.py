@@ -1,9 +1,9 @@
 """`--dry-run`: a run's own code on fake tensors, which have a shape but no memory, one rank after another.
 
-Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training.  Collectives use torch's fake process
-group, and nothing is read from or written to a run folder.  The dry run measures the first and last pipeline stages,
-and the second if it has more blocks than the first: an iteration in each precision that the run may use, and a probe,
-each with a whole --global-batch-size.
+Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
+process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
+stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
+and a probe, each of a whole --global-batch-size; and a forward pass of a trial.
 
 Not counted: memory that kernels allocate internally (cuBLAS's workspace), NCCL's buffers, and fragmentation of the
 caching allocator.
@@ -48,13 +48,13 @@ from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel.data import local_of
 from megatron_snip.runtime import Runtime
-from megatron_snip.snip.coordinator import batches_of
 from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.snip.plan.cost import efficiency, stages
 from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.train.dry_run_counts import Measured, Stretch, Tracker
 from megatron_snip.train.dry_run_device import as_on, device_of
-from megatron_snip.train.dry_run_report import as_json, as_text
+from megatron_snip.train.dry_run_report import PROBE, TRIAL, as_json, as_text, trial_passes, trial_samples
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 from megatron_snip.train.validate import validate
 
@@ -237,14 +237,18 @@ class _Stretches:
             stretches.append(self._stretch(f"iteration, {self.config.snip.snip_warmup_precision}", self._iteration))
             self._plan_at_target()
             stretches.append(self._stretch("iteration, plan", self._iteration))
-            stretches.append(self._stretch("probe", self._probe, self._batches()))
+            stretches.append(self._stretch(PROBE, self._probe, self._batches()))
+            if trial_passes(self.config):
+                stretches.append(self._trial())
         return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches))
 
-    def _stretch(self, name: str, run: Callable[[], None], batches: int = 1) -> Stretch:
+    def _stretch(
+        self, name: str, run: Callable[[], object], batches: int = 1, left_out: tuple[int, int] | None = None
+    ) -> Stretch:
         self.tracker.begin()
         run()
         counts, laps = self.tracker.counts, self.tracker.laps
-        times, forwards = self.left_out
+        times, forwards = left_out or self.left_out
         if times:
             further = Counter(laps[-1])
             further.subtract(laps[-1 - forwards])
@@ -272,6 +276,17 @@ class _Stretches:
         coordinator.probe.run(
             marked, self.parts.optimizer.zero_grad, 1, self._batches(), updates=self.config.snip.snip_weight > 0
         )
+
+    def _trial(self) -> Stretch:
+        """One pass of a trial, under the plan."""
+        dp = self.parts.mesh.dp.size
+        few, *left_out = _few_microbatches(self.config.replace(global_batch_size=trial_samples(self.config, dp)), dp)
+        tokens, labels, samples = (
+            part[:1].expand(few.num_microbatches(dp), *part.shape[1:])
+            for part in (self.batch.tokens, self.batch.labels, self.batch.sample_index)
+        )
+        run = self.parts.stepper.trial_runner(Batch(tokens, labels, samples), 1)
+        return self._stretch(TRIAL, run, left_out=(left_out[0], left_out[1]))
 
     def _plan_at_target(self) -> None:
         """A plan that saves --snip-target of each stage, by giving its first linears the option that saves most."""

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.model.stages import stage_blocks
 from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.predict.objectives import get_objective
+from megatron_snip.snip.trial import samples_of
 from megatron_snip.train.dry_run_counts import KINDS, Measured, Stretch
 from megatron_snip.train.dry_run_device import device_of
 from megatron_snip.train.setup import snip_shapes
 
 _GIB = 2**30
+#: Names of stretches.
+PROBE, TRIAL = "probe", "pass of a trial"
 
 
 def _layout(config: Config, world_size: int) -> dict[str, int]:
@@ -28,6 +33,67 @@ def plan_size(config: Config) -> tuple[int, int]:
     """Number of linears and options of a plan's integer program."""
     shapes = snip_shapes(config)
     return len(shapes), len(read_choices(config.snip, shapes).options)
+
+
+def trial_passes(config: Config) -> int:
+    """Forward passes of a trial at most; 0 where plans are not tried."""
+    snip = config.snip
+    if (
+        config.precision.precision != "snip"
+        or snip.snip_trials < 2
+        or not get_objective(snip.snip_objective).needs_stats
+    ):
+        return 0
+    return snip.snip_trials
+
+
+def trial_samples(config: Config, dp: int) -> int:
+    """Sequences of each."""
+    together, stages = config.training.micro_batch_size * dp, config.parallel.pipeline_model_parallel_size
+    return samples_of(config.snip.snip_trial_tokens, config.model.seq_length, together, stages)
+
+
+def _in_iterations(config: Config, world_size: int, one: Measured) -> dict[str, float]:
+    """What a probe and a trial of all its passes cost, in plain iterations.
+
+    By a process's FLOPs, and by what its pipeline waits: a trial's few microbatches do not fill it for long.
+    """
+    found, dp = {stretch.name: stretch for stretch in one.stretches}, config.data_parallel_size(world_size)
+    pp, stages = config.parallel.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, config.parallel)
+    waits = (pp - 1) * pp / len(stages)  # microbatches, less where stages are interleaved
+
+    def time(stretch: Stretch, samples: int) -> float:
+        microbatches = samples // (config.training.micro_batch_size * dp)
+        return float(stretch.counts["flops",]) * (1 + waits / microbatches)
+
+    batch = config.training.global_batch_size
+    plain, costs = time(one.stretches[0], batch), {}
+    if PROBE in found and plain:
+        costs["probe"] = time(found[PROBE], batch) / plain
+    if TRIAL in found and plain:
+        costs["trial"] = trial_passes(config) * time(found[TRIAL], trial_samples(config, dp)) / plain
+    return costs
+
+
+def _costs(config: Config, world_size: int, one: Measured) -> list[str]:
+    """Sentences about probes and trials of one process."""
+    costs, interval, lines = _in_iterations(config, world_size, one), config.snip.snip_interval, []
+    sent = {s.name: sum(size for _, size in _collectives(s).values()) / _GIB for s in one.stretches}
+    share = f"of a run at --snip-interval {interval}"
+    if "probe" in costs:
+        cost = costs["probe"]
+        lines.append(
+            f"a probe: {cost:.2f} plain iterations by FLOPs, {sent[PROBE]:.2f} GiB in collectives (an iteration: "
+            f"{sent[one.stretches[0].name]:.2f}); {cost / interval:.3%} {share}"
+        )
+    if "trial" in costs:
+        cost, passes = costs["trial"], trial_passes(config)
+        tokens = trial_samples(config, config.data_parallel_size(world_size)) * config.model.seq_length
+        lines.append(
+            f"a trial: {passes} forward passes of {tokens} tokens at most, 2 if the plan costs what was predicted: "
+            f"{cost:.2f} plain iterations, {passes * sent[TRIAL]:.2f} GiB in collectives; {cost / interval:.3%} {share}"
+        )
+    return lines
 
 
 def _gemms(stretch: Stretch) -> list[dict[str, Any]]:
@@ -61,6 +127,7 @@ def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> di
                 "rank": one.rank,
                 "stage": one.stage,
                 "parameters": one.parameters,
+                "in_iterations": _in_iterations(config, world_size, one),
                 "stretches": [
                     {
                         "name": stretch.name,
@@ -98,6 +165,8 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
     for one in measured:
         lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, holds {one.parameters / 1e9:.3f}e9 parameters", ""]
         lines += _aligned(_rows(one))
+        if costs := _costs(config, world_size, one):
+            lines += ["", *costs]
     return "\n".join(lines)
 
 

@@ -19,14 +19,17 @@ from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import write_atomic
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
+from megatron_snip.snip.predict.sampling import top_token
 from megatron_snip.train import report_pictures as pictures
 from megatron_snip.train.evaluations import read_evaluations, score_rows
 from megatron_snip.train.report_page import Section, folded, page, table
+from megatron_snip.train.report_trials import trials
 from megatron_snip.train.run_folder import saved_options
 from megatron_snip.train.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
 from megatron_snip.train.setup import snip_shapes
@@ -128,6 +131,11 @@ def _divergences(run: Run) -> Section | None:
         if values := _by_linear(run, kind):
             figure = pictures.divergence_heatmap(values, unit)
             figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
+    if run.stats is not None and run.stats.formats and run.stats.has_spread:
+        options = [LinearPrecision.uniform(fmt) for fmt in run.stats.formats]
+        shares = dict(zip(run.stats.names, np.nan_to_num(top_token(run.stats, options).max(axis=1)).tolist()))
+        figure = pictures.divergence_heatmap(shares, "of its loss divergence")
+        figures.append(figure | {"title": "Top token: the share of each linear's loss divergence that one token has"})
     text = "Each linear in its costliest format, on a log scale. Empty cells have no finite value above 0."
     return Section("Divergences", text, figures) if figures else None
 
@@ -169,6 +177,10 @@ def _measured(run: Run) -> Section | None:
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:
     return float(row[key]) if is_finite(row.get(key)) else None
+
+
+def _trials(run: Run) -> Section | None:
+    return trials(run.plans)
 
 
 def _trade_off(run: Run) -> Section | None:
@@ -299,5 +311,5 @@ def _shown(value: Any) -> str:
 
 #: Sections after the loss, in the page's order.
 _SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-    _plans, _divergences, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+    _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
 )  # fmt: skip

@@ -28,7 +28,7 @@ MOST_POINTS, MOST_MARKS, MOST_COLUMNS = 4000, 200, 200
 MOST_CELLS = 1_000_000  # linears of all plans that the slider holds
 _COLOURS = {"bf16": "#aab4c2", "fp8": "#5b8fbf", "fp4": "#e8893c"}
 _SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#6b8f4e", "#a5482f")
-_PALETTE = ("#3d7fc4", "#d9752b", *_SPARE_COLOURS)
+PALETTE = ("#3d7fc4", "#d9752b", *_SPARE_COLOURS)
 _RAW, _MARK = "#9db7d6", "#d9752b"
 
 
@@ -78,7 +78,7 @@ def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, flo
     """Loss over iterations.  runs: name -> (training, validation); marks: iteration and FP4 share of new plans."""
     data: list[Figure] = []
     for number, (name, (training, validation)) in enumerate(runs.items()):
-        colour, prefix = _PALETTE[number % len(_PALETTE)], f"{name}: " if len(runs) > 1 else ""
+        colour, prefix = PALETTE[number % len(PALETTE)], f"{name}: " if len(runs) > 1 else ""
         window = max(2, len(training[0]) // 100) if len(training[0]) >= 50 else 0
         raw = line(f"{prefix}training", training, _RAW if window else colour, width=1)
         if window and len(runs) > 1:
@@ -89,7 +89,7 @@ def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, flo
             data.append(line(f"{prefix}mean of {2 * window + 1}", mean, colour))
         if len(validation[0]):
             data.append(line(f"{prefix}validation", validation, colour, mode="lines+markers", dash="dot"))
-    layout = _layout("iteration", "loss (nats a token)")
+    layout = axes("iteration", "loss (nats a token)")
     if marks:
         data.append(_new_plans(marks))
         layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
@@ -110,7 +110,7 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
     parts = np.array_split(np.asarray(common, np.float64), len(common) // window)  # each [W, 2]
     xs, means = [int(part[:, 0].mean()) for part in parts], [float(part[:, 1].mean()) for part in parts]
     sizes = " or ".join(map(str, sorted({len(part) for part in parts})))  # parts that differ do so by one
-    data = [line(f"mean of {sizes}" if window > 1 else f"{name} - {other}", (xs, means), _PALETTE[0])]
+    data = [line(f"mean of {sizes}" if window > 1 else f"{name} - {other}", (xs, means), PALETTE[0])]
     if window > 1:
         errors = [2 * part[:, 1].std(ddof=1) / math.sqrt(len(part)) for part in parts]
         low, high = (_rounded([m + sign * e for m, e in zip(means, errors)]) for sign in (-1, 1))
@@ -119,7 +119,7 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
             "mode": "none", "fillcolor": "rgba(61,127,196,0.25)", "name": "two standard errors",
         }  # fmt: skip
         data.insert(0, band)
-    layout = _layout("iteration", f"{name} - {other} (nats)")
+    layout = axes("iteration", f"{name} - {other} (nats)")
     layout["yaxis"] |= {"zeroline": True, "zerolinecolor": "#8792a2"}
     return {"data": data, "layout": layout}
 
@@ -177,10 +177,10 @@ def shares(all_plans: Sequence[Plan]) -> Figure:
     """What plans save and how much each changes, over iterations."""
     at = [plan.iteration for plan in all_plans]
     changed = [plan.churn(before) for before, plan in pairwise(all_plans)]
-    data = [line("in FP4", (at, [plan.achieved for plan in all_plans]), _PALETTE[1], shape="hv")]
+    data = [line("in FP4", (at, [plan.achieved for plan in all_plans]), PALETTE[1], shape="hv")]
     if changed:
-        data.append(line("linears changed", (at[1:], changed), _PALETTE[0], mode="lines+markers"))
-    layout = _layout("iteration", "share")
+        data.append(line("linears changed", (at[1:], changed), PALETTE[0], mode="lines+markers"))
+    layout = axes("iteration", "share")
     layout["yaxis"] |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
     return {"data": data, "layout": layout}
 
@@ -199,11 +199,11 @@ def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
 def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
     """One line for each name, on a log scale."""
     data = [
-        line(name, (xs, [y if y > 0 else math.nan for y in ys]), _PALETTE[i % len(_PALETTE)], mode="lines+markers")
+        line(name, (xs, [y if y > 0 else math.nan for y in ys]), PALETTE[i % len(PALETTE)], mode="lines+markers")
         for i, (name, (xs, ys)) in enumerate(curves.items())
     ]
     ticks = _log_ticks([y for _, ys in curves.values() for y in ys if y > 0])
-    layout = _layout("iteration", what)
+    layout = axes("iteration", what)
     layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     return {"data": data, "layout": layout}
 
@@ -214,7 +214,7 @@ def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
     at = [at[i] for i in picked(len(at), MOST_COLUMNS)]
     rows = [dict(zip(*curve)) for curve in curves.values()]
     table = [[row[i] if row.get(i, 0) > 0 else None for i in at] for row in rows]
-    layout = _layout("iteration", "block")
+    layout = axes("iteration", "block")
     layout["xaxis"] |= {"type": "category", "nticks": 8}
     layout["yaxis"] |= {"autorange": "reversed", "nticks": 10}
     layout["height"] = 160 + 12 * min(max(len(rows), 5), 40)
@@ -234,18 +234,18 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
     bars = {"type": "data", "array": [2 * p[2] if p[2] is not None else 0.0 for p in points], "thickness": 1.2}
     at, means = [p[0] for p in points], [p[1] for p in points]
     known = [(p[0], p[3]) for p in points if p[3] is not None]
-    data = [line("measured", (at, means), _PALETTE[0], mode="markers", error_y=bars)]
+    data = [line("measured", (at, means), PALETTE[0], mode="markers", error_y=bars)]
     if known:
-        data.append(line("predicted", tuple(zip(*known)), _PALETTE[1], mode="lines+markers"))
-    figures: list[Figure] = [{"data": data, "layout": _layout("iteration", "loss divergence (nats)")}]
+        data.append(line("predicted", tuple(zip(*known)), PALETTE[1], mode="lines+markers"))
+    figures: list[Figure] = [{"data": data, "layout": axes("iteration", "loss divergence (nats)")}]
     both = [(p[3], p[1], p[2], p[0]) for p in points if p[3] is not None]
     if len(both) > 1:
         ends = [min(p[0] for p in both), max(p[0] for p in both)]
         bars = {**bars, "array": [2 * error if error is not None else 0.0 for _, _, error, _ in both]}
-        scatter = line("plans", ([p[0] for p in both], [p[1] for p in both]), _PALETTE[0], mode="markers", error_y=bars)
+        scatter = line("plans", ([p[0] for p in both], [p[1] for p in both]), PALETTE[0], mode="markers", error_y=bars)
         scatter |= {"text": [f"iteration {p[3]}" for p in both]}
-        equal = line("as predicted", (ends, ends), _PALETTE[1], dash="dot")
-        layout = _layout("predicted (nats)", "measured (nats)")
+        equal = line("as predicted", (ends, ends), PALETTE[1], dash="dot")
+        layout = axes("predicted (nats)", "measured (nats)")
         figures.append({"data": [equal, scatter], "layout": layout})
     return figures
 
@@ -254,15 +254,13 @@ def pareto(
     frontier: Sequence[tuple[float, float]], others: Mapping[str, Sequence[tuple[float, float, str]]], what: str
 ) -> Figure:
     """Quality loss over the share saved: solved plans as a line, others as points with their text; what: the x axis."""
-    data = [line("solved for each share", tuple(zip(*frontier)), _PALETTE[0], mode="lines+markers")]
+    data = [line("solved for each share", tuple(zip(*frontier)), PALETTE[0], mode="lines+markers")]
     symbols = ("star", "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
     for number, (name, points) in enumerate(others.items()):
-        dots = line(
-            name, ([p[0] for p in points], [p[1] for p in points]), (*_PALETTE[1:],)[number % 7], mode="markers"
-        )
+        dots = line(name, ([p[0] for p in points], [p[1] for p in points]), (*PALETTE[1:],)[number % 7], mode="markers")
         dots["marker"] = {"symbol": symbols[number % len(symbols)], "size": 15 if number == 0 else 8}
         data.append({**dots, "text": [text for _, _, text in points]})
-    layout = _layout(what, "quality loss")
+    layout = axes(what, "quality loss")
     layout["xaxis"] |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
     return {"data": data, "layout": layout}
 
@@ -271,11 +269,11 @@ def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
     """(stage, FP4 share, modelled time) as bars."""
     names = [f"stage {stage}" for stage, _, _ in found]
     bars = {
-        "type": "bar", "x": names, "y": _rounded([time for _, _, time in found]), "marker": {"color": _PALETTE[0]},
+        "type": "bar", "x": names, "y": _rounded([time for _, _, time in found]), "marker": {"color": PALETTE[0]},
         "text": [f"{share:.1%} in FP4" for _, share, _ in found],
         "name": "modelled time", "showlegend": False, "width": 0.5,
     }  # fmt: skip
-    layout = _layout("", "modelled time, share of all in BF16")
+    layout = axes("", "modelled time, share of all in BF16")
     slowest = max(time for _, _, time in found)
     layout["shapes"] = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": slowest, "y1": slowest,
@@ -286,9 +284,9 @@ def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
 
 def curves(lines: Mapping[str, Curve], what: str, tickformat: str = "") -> Figure:
     """Plain lines over iterations; what: the y axis."""
-    layout = _layout("iteration", what)
+    layout = axes("iteration", what)
     layout["yaxis"] |= {"rangemode": "tozero", "tickformat": tickformat}
-    data = [line(name, curve, _PALETTE[i % len(_PALETTE)], width=1.3) for i, (name, curve) in enumerate(lines.items())]
+    data = [line(name, curve, PALETTE[i % len(PALETTE)], width=1.3) for i, (name, curve) in enumerate(lines.items())]
     return {"data": data, "layout": layout}
 
 
@@ -337,12 +335,13 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
     return [float(f"1e{power}") for power in range(low, high + 1, -(-(high - low) // 5))]
 
 
-def _layout(x: str, y: str) -> Figure:
+def axes(x: str, y: str) -> Figure:
+    """A layout whose axes have these titles."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
 
 
 def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
-    layout = _layout("block", "")
+    layout = axes("block", "")
     layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], "tickformat": "d"}
     layout["yaxis"] |= {"showgrid": False, "zeroline": False, "ticktext": list(kinds)}
     layout["height"] = 130 + 30 * max(len(kinds), 3)

@@ -149,7 +149,9 @@ def summary_of(run: Run) -> dict[str, Any]:
     first_loss, last_loss = ends("lm loss")
     first_validation, last_validation = ends("lm loss validation")
     probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
-    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
+    trials = [row for row in run.metrics if "snip/trial_passes" in row]
+    trying = total("snip/trial_seconds")
+    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may turn back to its warm-up
     last_plan = run.plans[-1] if run.plans and in_force else None
     return {
         "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of initial weights
@@ -170,8 +172,16 @@ def summary_of(run: Run) -> dict[str, Any]:
         "seconds": seconds,
         "probe_seconds": probing,
         "solver_seconds": solving,
+        "trial_seconds": trying,
         "probe_share": probing / seconds if probing is not None and seconds else None,
         "solver_share": solving / seconds if solving is not None and seconds else None,
+        "trial_share": trying / seconds if trying is not None and seconds else None,
+        "trials": len(trials),
+        "trials_overruled": sum(row.get("snip/trial_name", "solver") != "solver" for row in trials),
+        "trial_increase": ends("snip/trial_increase")[1],
+        "trial_error": ends("snip/trial_increase_standard_error")[1],
+        "trial_predicted": ends("snip/trial_predicted")[1],
+        "top_token": ends("snip/top_token")[1],
     }
 
 
@@ -204,6 +214,11 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     iterations = str(values["iterations"])
     if values["skipped"]:
         iterations += f" ({values['skipped']} skipped)"
+    tried = []
+    if values["trials"]:
+        tried = [("trials", _trials(values)), ("time in trials", time(values["trial_seconds"], values["trial_share"]))]
+    if values["top_token"] is not None:
+        tried += [("top token", f"{values['top_token']:.1%} of a linear's loss divergence, in the last probe")]
     return [
         ("validation loss", pair("first_validation_loss", "last_validation_loss")),
         ("training loss", pair("first_loss", "last_loss")),
@@ -212,8 +227,20 @@ def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("iterations", iterations),
         ("time in probes", time(values["probe_seconds"], values["probe_share"])),
         ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
+        *tried,
         ("time in all iterations", time(values["seconds"], None)),
     ]
+
+
+def _trials(values: Mapping[str, Any]) -> str:
+    """What trials found, in words."""
+    others = values["trials_overruled"]
+    text = f"{values['trials']} ({others or 'none'} took another plan than the solver's)"
+    if values["trial_increase"] is not None:
+        error = f" ± {values['trial_error']:.2g}" if values["trial_error"] is not None else ""
+        text += f"; the last plan costs {values['trial_increase']:.4g}{error} nats above BF16"
+        text += f", predicted {values['trial_predicted']:.4g}" if values["trial_predicted"] is not None else ""
+    return text
 
 
 def _share_of_file(run: Run) -> float | None:

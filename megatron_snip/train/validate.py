@@ -70,8 +70,8 @@ def check_ranges(config: Config, *only: str) -> None:
             if only and groups[name] not in only:
                 continue
             value = getattr(getattr(config, groups[name]), name)
-            if value is not None and not (math.isfinite(value) and _WITHIN[kind](value)):
-                required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
+            if value not in (None, "auto") and not (math.isfinite(value) and _WITHIN[kind](value)):
+                required = getattr(getattr(Config(), groups[name]), name) == 0  # no default is out of range but this
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 

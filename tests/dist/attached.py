@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from megatron_snip.attach import Snip, attach
+from megatron_snip.attach import Snip, attach, token_losses
 from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import hf_config
 from megatron_snip.model.spec import spec_of
@@ -95,6 +96,40 @@ def over_processes(wrapped: str) -> dict[str, Any]:
         both = nn.parallel.DistributedDataParallel(model)
         return _plan_of(both, attach(both, options="fp8,fp4"), samples)
     return _plan_of(model, attach(model, options="fp8,fp4"), samples)
+
+
+def tried_over_processes(wrapped: str) -> dict[str, Any]:
+    """What a trial measures, each process with its share of four sequences, and gradients after it.
+
+    wrapped: "" for one process; then also what a trial says that fails on the last process.
+    """
+    model, samples = tiny_llama(), tokens_of(8)
+    seen, other = samples.split(4)
+    if dist.is_initialized():
+        seen, other = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in (seen, other))
+    if wrapped == "fsdp2":
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    elif wrapped == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    snip = attach(model, options="fp8,fp4")
+    snip.probe(lambda: model(input_ids=seen, labels=seen).loss)
+
+    def losses() -> torch.Tensor:
+        return token_losses(model(input_ids=other).logits, other)
+
+    def failing() -> torch.Tensor:
+        found = losses()  # whose forward waits for the others: DDP sends buffers
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("no memory")
+        return found
+
+    plan = snip.solve(0.5, held_out=losses)
+    model(input_ids=seen, labels=seen).loss.backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    kept = snip.solve(0.5, held_out=failing) if wrapped == "ddp" else None
+    return {"plan": plan, "norm": float(sum(g.square().sum() for g in grads)), "kept": kept}
 
 
 def of_unequal_batches() -> Statistics:

@@ -77,6 +77,14 @@ def few_and_whole(options: dict[str, Any], world_size: int, rank: int) -> tuple[
     return few, whole, left_out
 
 
+def few_and_whole_trials(options: dict[str, Any], world_size: int, rank: int) -> tuple[Stretch, Stretch]:
+    """A dry run's pass of a trial, of few microbatches and of all."""
+    config = options_of(options)
+    few = dry_run.measure(config, world_size, rank).stretches[-1]
+    with mock.patch.object(dry_run, "_few_microbatches", lambda config, dp: (config, 0, 1)):
+        return few, dry_run.measure(config, world_size, rank).stretches[-1]
+
+
 def real_rises(options: dict[str, Any]) -> list[int]:
     """The most bytes at once that an iteration and a probe allocate beside what is there, by torch's profiler."""
     _, runs = _runs(options)

@@ -12,6 +12,7 @@ from tests.dist.attached import (
     failing_solve,
     of_unequal_batches,
     over_processes,
+    tried_over_processes,
 )
 from tests.dist.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
@@ -54,6 +55,20 @@ def test_data_parallel_processes_plan_together(wrapped):
     means = [sum(each) / 2 for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert means == pytest.approx(alone["losses"], rel=2e-3), "training under the plan goes the same way"
     assert means[-1] < means[0]
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+def test_data_parallel_processes_try_plans_together(wrapped):
+    (alone,) = run_ranks(tried_over_processes, 1, "")
+    for rank in run_ranks(tried_over_processes, 2, wrapped):
+        plan, expected = rank["plan"], alone["plan"]
+        assert plan.hash == expected.hash and plan.trial.name == expected.trial.name
+        assert plan.trial.tokens == expected.trial.tokens == 4 * 127
+        assert plan.trial.increase == pytest.approx(expected.trial.increase, rel=0.02, abs=2e-5)
+        assert plan.trial.error == pytest.approx(expected.trial.error, rel=0.02)
+        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-4), "training goes on as without it"
+        if rank["kept"] is not None:
+            assert set(map(str, rank["kept"].linears.values())) == {"bf16"}, "it failed on the other process"
 
 
 def test_processes_with_unequal_batches_count_alike():

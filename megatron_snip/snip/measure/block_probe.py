@@ -134,11 +134,14 @@ class BlockProbe:
             sums = torch.zeros(len(self.probes) * len(self.formats), tokens, device=device)
         if self.tp.size > 1:
             dist.all_reduce(sums, group=self.tp.group)
-        squares = sums.double().square().sum(dim=1).unflatten(0, (-1, len(self.formats)))
-        share = 1.0 if self.tp.is_first else 0.0  # equal on all tp ranks, so counted once
-        for probe, row in zip(self.probes.values(), squares, strict=True):
-            for fmt, value in zip(self.formats, row, strict=True):
-                probe.sums.add(f"token/{fmt}", value, share)
+        squares = sums.double().square()
+        found = [squares.sum(dim=1), squares.square().sum(dim=1), squares.amax(dim=1)]
+        share = 1.0 if self.tp.is_first else 0.0  # equal on all of tp: counted once
+        places = [(probe, fmt) for probe in self.probes.values() for fmt in self.formats]
+        for (probe, fmt), total, spread, top in zip(places, *found, strict=True):
+            probe.sums.add(f"token/{fmt}", total, share)
+            probe.sums.add(f"spread/{fmt}", spread, share)
+            probe.sums.most(f"top_token/{fmt}", top)
 
     def _with_whole_sequences(
         self, shown: Mapping[str, Shown | None], cp: Axis, gather: Callable[[Tensor], Tensor]

@@ -64,6 +64,11 @@ class Sums:
         value = value.double() * share
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def most(self, name: str, value: Tensor) -> None:
+        """Keep the largest of some scalars under a name."""
+        value = value.double()
+        self._sums[name] = torch.maximum(self._sums[name], value) if name in self._sums else value
+
     def copy(self, name: str, to: str) -> None:
         """Copy a sum to another name."""
         self._sums[to] = self._sums[name]
@@ -87,7 +92,7 @@ def names_of_sums(formats: Sequence[str], *, updates: bool) -> set[str]:
     """Names of all sums of a linear's probe."""
     names = {"norm/X", "norm/W", *(["norm/G", "update"] if updates else [])}
     for fmt in formats:
-        names |= {f"token/{fmt}", *([f"own/{fmt}"] if updates else [])}
+        names |= {f"token/{fmt}", f"spread/{fmt}", f"top_token/{fmt}", *([f"own/{fmt}"] if updates else [])}
         for operand in _operands(updates=updates):
             names |= {f"{kind}/{fmt}/{operand}" for kind in ("nonzero", "underflow", "saturated", "error")}
     return names

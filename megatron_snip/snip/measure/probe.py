@@ -76,7 +76,8 @@ class Probe:
         self.shapes = tuple(shapes)  # of the whole model
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.tokens, self.device = mesh, tokens, device
-        self.wide = wide  # as StepContext.wide, if computation is in float32
+        self.seen = 0  # tokens of the last run's batches together
+        self.wide = wide  # as StepContext.wide, where the compute is float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
         self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
         self.gather = gather  # under context parallelism: local tokens of sequences [T, C] -> whole sequences
@@ -89,16 +90,23 @@ class Probe:
         batches: int = 1,
         *,
         updates: bool = True,
+        enough: Callable[[Statistics, int], bool] | None = None,
     ) -> Statistics:
         """Measure one batch, or the mean of several.  ``run_pass`` leaves gradients, ``zero_grad`` drops them.
 
-        updates: also measure errors of the backward GEMMs' operands, and the effect of wgrad's error on the optimiser's
-        update; weight divergences need both.
-        Raises ProbeFailed on all ranks if the loss is not finite, or if any work beyond that of an iteration fails,
-        such as running out of memory.  Errors in the model's own pass are raised as in any iteration.
+        enough: whether the statistics of so many tokens will do; by default ``batches`` are taken, and never more.
+        updates: also the errors of the backward GEMMs' operands, and what wgrad's error does to the optimiser's
+        update, which weight divergences are made of.
+        Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
+        included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
         """
-        each = (self._one_batch(run_pass, zero_grad, iteration, ahead, updates) for ahead in range(batches))
-        return Statistics.mean(list(each))
+        found: list[Statistics] = []
+        for ahead in range(batches):
+            found.append(self._one_batch(run_pass, zero_grad, iteration, ahead, updates))
+            self.seen = sum(one.tokens for one in found)
+            if enough is not None and enough(Statistics.mean(found), self.seen):
+                break
+        return Statistics.mean(found)
 
     def _one_batch(
         self, run_pass: PassRunner, zero_grad: Callable[[], None], iteration: int, ahead: int, updates: bool
@@ -191,17 +199,22 @@ class Probe:
             probe.weight_error.clear()
 
     def _reduce(self, probes: Mapping[str, LinearProbe], result: Pass, iteration: int, *, updates: bool) -> Statistics:
-        """One all-reduce over all ranks of a matrix indexed by global linear."""
-        found = [probe.sums.names for probe in probes.values()]  # empty on a rank without blocks
+        """All-reduces over the world of a matrix indexed by global linear: sums, and largest token sums."""
+        found = [probe.sums.names for probe in probes.values()]  # none where a process has no blocks
         names = sorted(set().union(*found) if found else names_of_sums(self.formats, updates=updates))
         table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
                 table[row] = probes[shape.name].sums.read(names)
-        if result.tokens is not None:  # so that T/2 times the token sums is the cost of this rank's tokens
-            table[:, [name.startswith("token/") for name in names]] *= result.tokens / self.tokens
+        if result.tokens is not None:  # T/2 times token sums is then what this process's tokens cost
+            table[:, [name.startswith(("token/", "top_token/")) for name in names]] *= result.tokens / self.tokens
+            table[:, [name.startswith("spread/") for name in names]] *= (result.tokens / self.tokens) ** 2
         if self.mesh.world_size > 1:
+            tops = [column for column, name in enumerate(names) if name.startswith("top_token/")]
+            most = table[:, tops].nan_to_num(nan=math.inf)  # a maximum may lose NaN
             dist.all_reduce(table, group=self.mesh.world)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.world)
+            table[:, tops] = most
         sums = dict(zip(names, table.T.cpu().numpy()))
         columns: dict[str, Floats] = {}
         for name, values in sums.items():

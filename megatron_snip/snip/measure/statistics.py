@@ -1,7 +1,8 @@
 """Statistics of a probe: a matrix with a row per linear and a named column per number, and its JSON file.
 
-    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; for q, k and v with the
-                      attention's output, its gradient and the effect of dY_f on it
+    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k and v with the
+                      attention's output, its gradient and what dY_f does to it
+    spread/f          sum_t of the fourth powers of the same, nats^4; top_token/f: the largest of the squares, nats^2
     update *          |u(g)|_F^2, the optimiser's update without noise
     own/f *           |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
     norm/A            |A|_F^2 of the operands X, W and G *
@@ -99,6 +100,11 @@ class Statistics:
         return "update" in self.columns
 
     @property
+    def has_spread(self) -> bool:
+        """Whether it was measured how the tokens' shares differ; files of older versions have nothing of it."""
+        return all(f"spread/{fmt}" in self.columns for fmt in self.formats)
+
+    @property
     def finite(self) -> NDArray[np.bool_]:
         """[L]: whether all numbers of a linear are finite."""
         return np.asarray(np.isfinite(self.values).all(axis=1))
@@ -123,14 +129,20 @@ class Statistics:
     def mean(cls, several: Sequence[Statistics]) -> Statistics:
         """The mean of every number over several probes of one state, with the first probe's iteration and tokens.
 
-        Token sums are in units of 2 / tokens and are converted to the first probe's, so that dL is the mean of all dL.
+        Token sums come in units of 2 / tokens, and first are converted to the first's: dL is the mean of all dL, and
+        spread and top tokens are of all tokens' parts of it.
         """
-        first = several[0]
+        first, count = several[0], len(several)
         assert all(one.shapes == first.shapes and one.columns == first.columns for one in several)
-        token = np.array([column.startswith("token/") for column in first.columns])
-        values = [one.values * np.where(token, one.tokens / first.tokens, 1.0) for one in several]
+        kinds = [column.partition("/")[0] for column in first.columns]
+        power = np.array([{"token": 1, "top_token": 1, "spread": 2}.get(kind, 0) for kind in kinds])
+        values = [one.values * (one.tokens / first.tokens) ** power for one in several]
+        mean = np.mean(values, axis=0)
+        spread, top = (np.array([kind == wanted for kind in kinds]) for wanted in ("spread", "top_token"))
+        mean[:, spread] /= count
+        mean[:, top] = np.max(values, axis=0)[:, top] / count
         loss = float(np.mean([one.loss for one in several]))
-        return cls(first.iteration, loss, first.tokens, first.shapes, first.columns, np.mean(values, axis=0))
+        return cls(first.iteration, loss, first.tokens, first.shapes, first.columns, mean)
 
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically."""

@@ -65,7 +65,8 @@ class SolverRecord:
 class TrialRecord:
     """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
 
-    tried: name, increase and error of every plan in the trial; None if the loss was not finite.
+    tried: name, increase, error and predicted increase of every plan that was run, None where one is not known or
+    was not finite.
     """
 
     name: str
@@ -81,6 +82,7 @@ class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Text
     increase: Finite | None
     error: Finite | None
+    predicted: Finite | None = None
 
 
 class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,8 +27,8 @@ Floats = NDArray[np.float64]
 
 
 def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
-    """dL [L, O] in nats: increase of the loss by each option's fprop.  UserError if a format was not measured."""
-    return stats.tokens / 2 * _by_format(stats, "token", [option.fprop for option in options])
+    """dL [L, O] in nats: what each option's fprop adds to the loss.  UserError if a format was not measured."""
+    return stats.tokens / 2 * by_format(stats, "token", [option.fprop for option in options])
 
 
 def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
@@ -38,13 +38,13 @@ def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> 
     """
     updates = stats.column("update")
     total = float(updates[np.isfinite(updates)].sum())
-    own = _by_format(stats, "own", [option.wgrad for option in options])
-    # Without any update (learning has not begun) the total is 0, and no error can change an update.
+    own = by_format(stats, "own", [option.wgrad for option in options])
+    # No update at all (learning has not begun): relative to nothing, but no error of it either.
     return own / total if total > 0 else 0.0 * own
 
 
-def _by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
-    """[L, len(formats)] of a kind of column, NaN for linears that are not finite."""
+def by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
+    """[L, len(formats)] of a kind of column, NaN in rows of linears that are not finite; bf16 has 0."""
     bad = np.where(stats.finite, 0.0, np.nan)
     columns = [stats.column(f"{kind}/{fmt}") if get_format(fmt).quantised else 0.0 for fmt in formats]
     return np.stack([column + bad for column in columns], axis=1)

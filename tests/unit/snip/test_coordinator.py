@@ -36,7 +36,7 @@ class FakeProbe:
         self.worth, self.loss = worth, loss
         self.asked, self.batches = [], []
 
-    def run(self, run_pass, zero_grad, iteration: int, batches: int, *, updates: bool) -> Statistics:
+    def run(self, run_pass, zero_grad, iteration: int, batches: int, *, updates: bool, enough=None) -> Statistics:
         self.asked.append(iteration)
         self.batches.append(batches)
         token = {"fp4": self.worth, "fp8": [worth / 100 for worth in self.worth]}

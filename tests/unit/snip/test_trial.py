@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,8 @@ from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.plan_file import build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
-from megatron_snip.snip.trial import Proposals, TrialFailed, Trials, first_plans, samples_of, with_record
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.trial import Proposals, TrialFailed, Trials, first_plans, samples_of, try_plan, with_record
 
 FP8, FP4, BF16 = (LinearPrecision.uniform(name) for name in ("fp8", "fp4", "bf16"))
 OPTIONS = [FP8, FP4]
@@ -144,7 +147,7 @@ def test_losses_that_are_not_finite(lone_mesh):
     model = Model(COSTS, together=[((NAMES[3], NAMES[4], NAMES[5]), math.nan)])
     _, tried, best = try_plans(model, request(COSTS), lone_mesh)
     assert not {3, 4, 5} <= set(fp4_of(best)) and math.isfinite(best.trial.increase)
-    assert tried[0].to_dict() == {"name": "solver", "increase": None, "error": None}
+    assert tried[0].to_dict() == {"name": "solver", "increase": None, "error": None, "predicted": None}
     assert try_plans(Model([math.nan] * 6), request(COSTS), lone_mesh)[2] is None
     with pytest.raises(TrialFailed, match="the loss in BF16 is nan"):
         try_plans(Model(COSTS, base=math.nan), request(COSTS), lone_mesh)
@@ -175,6 +178,37 @@ def test_fixed_tied_and_staged_linears_stay_so(lone_mesh):
         assert (0 in fp4) == (2 in fp4) and 4 not in fp4
         assert sum(i < 3 for i in fp4) >= 1.5 and sum(i >= 3 for i in fp4) >= 1.5
     assert fp4_of(best)[:3] == [0, 1, 2] or 0 in fp4_of(best), "the first stage cannot do without them"
+
+
+def test_plans_are_solved_only_when_they_are_tried(lone_mesh, monkeypatch):
+    """A trial of two passes solves nothing; "lowest" is no solve, and the rules are one each."""
+    solves = []
+    solve = SolveRequest.solve
+    monkeypatch.setattr(SolveRequest, "solve", lambda request: solves.append(1) or solve(request))
+    found = {}
+    for passes in (2, 3, 4, 5):
+        solves.clear()
+        try_plans(Model(COSTS), request(COSTS), lone_mesh, passes)
+        found[passes] = len(solves) - 1  # the plan itself
+    assert found == {2: 0, 3: 0, 4: 1, 5: 2}
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(lone_mesh, caplog):
+    """Of every plan: in its record and in the log."""
+    model, asked = Model(COSTS, together=[((NAMES[3], NAMES[4]), 1.0)]), request(COSTS)
+    costs = {name: {"bf16": 0.0, "fp8": 0.0, "fp4": cost} for name, cost in zip(NAMES, COSTS)}
+    solved = plan_of(asked.solve())
+    trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
+    first = partial(first_plans, solved, asked, SHAPES, OPTIONS, plan_of, None, 1)
+    proposals = Proposals(first, asked, SHAPES, OPTIONS, plan_of)
+    with caplog.at_level(logging.INFO):
+        tried, best = try_plan(trials, proposals, 8, solved, Predictions(costs, {}))
+    for one in best.trial.tried:
+        plan = next(other.plan for other in tried if other.name == one["name"])
+        assert one["predicted"] == pytest.approx(sum(COSTS[i] for i in fp4_of(plan)))
+    assert best.trial.tried[0]["predicted"] == pytest.approx(0.035) and len(tried) == 7
+    assert "best of 7 plans tried on 4096 tokens" in caplog.text and f"hold {NAMES[3]} 0.045 +-" in caplog.text
+    assert "solver 1.035 +- " in caplog.text and "(predicted 0.035)" in caplog.text
 
 
 def test_a_proposal_that_fails_fails_the_trial(lone_mesh):

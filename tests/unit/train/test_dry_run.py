@@ -12,7 +12,7 @@ import torch
 from megatron_snip.config import Config
 from megatron_snip.train import dry_run
 from megatron_snip.train.dry_run_counts import KINDS, Measured, Stretch, Tracker
-from megatron_snip.train.dry_run_report import as_text
+from megatron_snip.train.dry_run_report import as_json, as_text, trial_passes
 
 OPTIONS = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
@@ -107,6 +107,30 @@ def test_text_and_json_and_no_other_file(peaks, tmp_path, monkeypatch, capsys) -
     assert found["layout"]["dp"] == 2 and found["plan"] == {"linears": 28, "options": 2}
     told = [as_text(Config().replace(**OPTIONS, compile=on), 4, [made_up(0, 1)]) for on in (False, True)]
     assert ["as without --compile" in text for text in told] == [False, True]
+
+
+def test_probes_and_trials_are_told_in_plain_iterations() -> None:
+    """Of a pipeline of two: a batch of 4 microbatches takes 5 steps, a trial's 64 microbatches of 256 tokens 65."""
+    peak, sent = dict.fromkeys(KINDS, 0), {("count", "tp", "all-gather"): 1, ("bytes", "tp", "all-gather"): 2**30}
+    flops = {"iteration, bf16": 4e12, "iteration, plan": 4e12, "probe": 10e12, "pass of a trial": 8e12}
+    stretches = [Stretch(name, peak, Counter({("flops",): int(n), **sent}), 0) for name, n in flops.items()]
+    one = Measured(0, 0, 10**9, tuple(stretches))
+    config = Config().replace(**OPTIONS, precision="snip", snip_interval=100, snip_trials=10)
+    config = config.replace(snip_trial_tokens=64 * 512)
+    cost = 10 * 2 * (65 / 64) / (5 / 4)
+    found = as_json(config, 4, [one])["ranks"][0]["in_iterations"]
+    assert found == pytest.approx({"probe": 2.5, "trial": cost})
+    text = as_text(config, 4, [one])
+    assert "a probe: 2.50 plain iterations by FLOPs, 1.00 GiB in collectives (an iteration: 1.00); 2.500% of" in text
+    assert (
+        "a trial: 10 forward passes of 32768 tokens at most, 2 if the plan costs what was predicted: 16.25 plain"
+        in text
+    )
+    assert "16.25 plain iterations, 10.00 GiB in collectives; 16.250% of a run at --snip-interval 100" in text
+    untried = config.replace(snip_trials=0)
+    assert "a trial" not in as_text(untried, 4, [Measured(0, 0, 10**9, tuple(stretches[:3]))])
+    assert trial_passes(untried) == trial_passes(config.replace(snip_objective="layer_id")) == 0
+    assert trial_passes(config) == 10 and trial_passes(config.replace(precision="fp8")) == 0
 
 
 def test_what_would_make_it_fit_is_named(peaks) -> None:

@@ -33,6 +33,14 @@ def test_summary_by_hand(tmp_path):
         "solver_seconds": 0.5,
         "probe_share": 0.1,
         "solver_share": 0.05,
+        "trials": 0,
+        "trials_overruled": 0,
+        "trial_increase": None,
+        "trial_error": None,
+        "trial_predicted": None,
+        "trial_seconds": None,
+        "trial_share": None,
+        "top_token": None,
     }
 
 
@@ -41,6 +49,22 @@ def test_summary_text(tmp_path):
     assert "validation loss         6.0000 -> 4.5000" in text
     assert "80.00% of the linears' FLOPs (target 75.00%)" in text
     assert "1.0 s (10.00% of the run)" in text and "5 (1 skipped)" in text
+
+
+def test_trials_in_words(tmp_path):
+    """One took the solver's plan, one another, and one kept the plan in force."""
+    rows = [
+        line(i, **{
+            "snip/trial_passes": 2, "snip/trial_name": name, "snip/trial_seconds": 0.5, "snip/top_token": share,
+            "snip/trial_increase": 0.01 * i, "snip/trial_increase_standard_error": 0.001, "snip/trial_predicted": 0.02,
+        })
+        for i, name, share in ((1, "solver", 0.5), (2, "hold layers.0.mlp.up_proj", 0.4), (3, "in_force", 0.305))
+    ]  # fmt: skip
+    text = format_summary(write_run(tmp_path, rows))
+    assert "3 (2 took another plan than the solver's); the last plan costs 0.03 ± 0.001 nats above BF16" in text
+    assert "nats above BF16, predicted 0.02\n" in text and "time in trials          1.5 s (25.00% of the run)" in text
+    assert "top token               30.5% of a linear's loss divergence, in the last probe" in text
+    assert "trials" not in format_summary(full_run(tmp_path / "without"))
 
 
 def test_a_target_of_modelled_time_is_told_as_such(tmp_path):

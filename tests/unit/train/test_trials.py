@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.step import Stepper
@@ -34,6 +35,7 @@ def test_a_plan_that_was_tried_says_so(train_here, tmp_path, monkeypatch):
     assert row["snip/trial_passes"] == len(plan.trial.tried) + 1 == 6, "it costs more than predicted, which was made 0"
     assert plan.trial.increase == row["snip/trial_increase"]
     assert plan.trial.error == row["snip/trial_increase_standard_error"] > 0
+    assert plan.trial.name == row["snip/trial_name"]
     tried = {one["name"]: one["increase"] for one in plan.trial.tried}
     assert tried["solver"] == row["snip/trial/solver"] and tried["lowest"] == row["snip/trial/lowest"]
     assert plan.achieved >= 0.5 and row["snip/plan_hash"] == plan.hash
@@ -52,3 +54,15 @@ def test_a_trial_that_fails_keeps_the_plan_in_force(train_here, monkeypatch):
     failed = [row["snip/solve_error"] for row in rows if row.get("snip/solve_failed")]
     assert failed == ["the trial failed: the loss in BF16 is nan"] * 2
     assert {row["snip/plan_hash"] for row in rows} == {""}
+
+
+@pytest.mark.parametrize(("known", "tokens"), [(lambda seen: True, 512), (lambda seen: seen > 2, 1024)])
+def test_a_probe_takes_tokens_until_the_cost_is_known(known, tokens, train_here, monkeypatch):
+    """In batches of 256, here 512 at least; asked once there are as many."""
+    asked = []
+    monkeypatch.setattr(coordinator, "LEAST_TOKENS", 512)
+    monkeypatch.setattr(coordinator, "suffices", lambda *of: asked.append(of) or known(len(asked)))
+    rows = train_here(**{**SNIP, "snip_probe_tokens": "auto", "snip_interval": 100, "train_iters": 9})
+    (row,) = [row for row in rows if "snip/probe_tokens" in row]
+    assert row["snip/probe_tokens"] == tokens and len(asked) == tokens // 256 - 1
+    assert 0 < row["snip/top_token"] < 1 and 0 < row["snip/cost_error"] < 2

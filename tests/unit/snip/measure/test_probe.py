@@ -111,12 +111,13 @@ def q(x: Tensor, fmt: str, role: str, dim: int, key: RoundingKey | None = None) 
     return fake_quantize(x.detach(), fmt, role=role, dim=dim, key=key).double()
 
 
-def direct_token_square_sum(microbatches, fmt: str) -> float:
-    total = 0.0
+def direct_token_squares(microbatches, fmt: str) -> Tensor:
+    """Squares of the token sums [T] of all microbatches."""
+    found = []
     for x, w, g, _ in microbatches:
         dy = q(x, fmt, "input", 1) @ q(w, fmt, "weight", 1).T - x.double() @ w.detach().double().T
-        total += float(((g.double() * dy).sum(dim=1) ** 2).sum())
-    return total
+        found.append((g.double() * dy).sum(dim=1) ** 2)
+    return torch.cat(found)
 
 
 def gradient_and_error(name: str, microbatches, fmt: str) -> tuple[Tensor, Tensor]:
@@ -145,12 +146,16 @@ def test_the_probe_sees_every_linear(parts, probed):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_token_square_sum_is_its_definition(fmt, probed, seen):
+    """And so are spread and top token, of the same squares."""
     stats = probed[0]
-    for shape, found in zip(stats.shapes, stats.column(f"token/{fmt}"), strict=True):
+    columns = [stats.column(f"{kind}/{fmt}") for kind in ("token", "spread", "top_token")]
+    for shape, *found in zip(stats.shapes, *columns, strict=True):
         if shape.kind in ("q", "k", "v"):
             continue  # test_block_probe.py
-        expected = direct_token_square_sum(seen[shape.name], fmt)
-        assert expected > 0 and found == pytest.approx(expected, rel=1e-4), shape.name
+        squares = direct_token_squares(seen[shape.name], fmt)
+        expected = [float(value) for value in (squares.sum(), squares.square().sum(), squares.max())]
+        assert expected[0] > expected[2] > 0 and found == pytest.approx(expected, rel=1e-3), shape.name
+        assert found[0] == pytest.approx(expected[0], rel=1e-4), shape.name
 
 
 def own_by_hand(
@@ -217,7 +222,33 @@ def test_several_batches_give_the_mean(parts, probed):
     second = parts.coordinator.probe.run(parts.stepper.pass_runner(later(1), ITERATION), zero, ITERATION)
     assert second.column("token/fp4").tolist() != probed[0].column("token/fp4").tolist()
     assert both.tokens == probed[0].tokens and both.loss == pytest.approx((probed[0].loss + second.loss) / 2)
-    assert both.values.tolist() == ((probed[0].values + second.values) / 2).tolist()
+    assert parts.coordinator.probe.seen == both.tokens, "of the last run"
+    means = ((probed[0].values + second.values) / 2).T
+    for name, found, mean in zip(both.columns, both.values.T, means, strict=True):
+        if name.startswith("spread/"):
+            mean = mean / 2  # each token's part of the mean is half of what it is of its batch
+        elif name.startswith("top_token/"):
+            mean = np.maximum(probed[0].column(name), second.column(name)) / 2
+        assert found.tolist() == mean.tolist(), name
+
+
+def test_a_probe_goes_on_until_there_is_enough(parts, probed):
+    asked = []
+
+    def enough(stats: Statistics, tokens: int) -> bool:
+        asked.append((stats.tokens, tokens))
+        return len(asked) == 2
+
+    def later(ahead: int):
+        return parts.train_loader.make((ITERATION - 1 + ahead) * SAMPLES)
+
+    run_pass, zero = parts.stepper.pass_runner(batch_of(parts), ITERATION, later), parts.optimizer.zero_grad
+    found = parts.coordinator.probe.run(run_pass, zero, ITERATION, 5, enough=enough)
+    assert asked == [(256, 256), (256, 512)] and parts.coordinator.probe.seen == 512
+    expected = parts.coordinator.probe.run(run_pass, zero, ITERATION, 2)
+    assert found.values.tolist() == expected.values.tolist()
+    parts.coordinator.probe.run(run_pass, zero, ITERATION, 1, enough=lambda *_: False)
+    assert parts.coordinator.probe.seen == 256, "no more than there are"
 
 
 def test_recomputation_counts_once(snip_parts, probed):

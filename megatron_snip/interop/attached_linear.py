@@ -1,0 +1,78 @@
+"""What computes in place of an ``nn.Linear`` of a model that is not ours."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_snip.errors import UserError
+from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream, run_linear
+
+PLAIN_PRECISION = LinearPrecision.uniform("bf16")
+
+
+class Attached(Protocol):
+    """Whose linears they are: what a pass under way has for all of them."""
+
+    seed: int
+    iteration: int
+    impl: str
+    context: StepContext
+    lengths: dict[int, int]
+
+    def detach(self) -> None:
+        """Restore the model's original linears."""
+
+
+class AttachedLinear:
+    """What runs in place of an ``nn.Linear``'s forward.
+
+    keeps: whether the weight stays where it is between its uses, so that its casts may be kept.
+    """
+
+    split_dim = 0
+
+    def __init__(self, snip: Attached, name: str, module: nn.Linear, *, keeps: bool) -> None:
+        self.snip, self.name, self.module = snip, name, module
+        self.precision = PLAIN_PRECISION
+        self.rows_seen = 0  # tokens since the last update, by which stochastic rounding draws
+        self.casts = Casts() if keeps else None
+        self._stream = name_stream(name)
+        module.forward = self  # type: ignore[method-assign,assignment]
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model's linear computes as it did before ``attach``."""
+        return getattr, (self.module, "forward")  # the class's: nothing is in a copy yet
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        module, device, context = self.module, x.device.type, self.snip.context
+        precision, observer = context.precision or self.precision, context.observers.get(self.name)
+        if observer is None and precision == PLAIN_PRECISION:
+            return F.linear(x, module.weight, module.bias)
+        weight = module.weight  # made anew at each reading where it is parametrised
+        if isinstance(weight, DTensor):
+            raise UserError(
+                f"{self.name}: the weight is a DTensor in forward, as under tensor parallelism, which attach does not "
+                "know; leave it out of linears"
+            )
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(
+                f"{self.name}: x is {dtype}; quantised linears compute in bfloat16 or float32; convert the model, or "
+                "choose another dtype of torch.autocast"
+            )
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        if observer is not None:
+            self.snip.lengths[self.rows_seen] = x.shape[-2] if x.ndim > 2 else len(rows)
+        key = RoundingKey(self.snip.seed, self.snip.iteration, self._stream, row0=self.rows_seen)
+        call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
+        if torch.is_grad_enabled():
+            self.rows_seen += len(rows)
+        y = run_linear(rows, weight, call, self.snip.impl)
+        y = y if module.bias is None else y + module.bias.to(dtype)
+        return y.reshape(*x.shape[:-1], module.out_features)

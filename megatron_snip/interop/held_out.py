@@ -1,0 +1,75 @@
+"""Batches that a probe did not see, in a training loop that is not ours: what trials run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_snip.errors import UserError
+from megatron_snip.mesh import Mesh
+from megatron_snip.snip.trial import TrialFailed
+
+#: Runs the model forward over a batch and returns the losses of its tokens [...].
+TokenLosses = Callable[[], Tensor]
+_WAY_OUT = (
+    'the losses of its tokens, as token_losses(logits, labels) or cross_entropy(..., reduction="none") gives them'
+)
+
+
+def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Losses [T] in nats of next tokens: logits [..., S, V] at a token are judged by the label [..., S] after it.
+
+    Tokens before the label ``ignore_index`` are left out.  Labels are those that transformers' models take.
+    """
+    logits, labels = logits[..., :-1, :].flatten(0, -2).float(), labels[..., 1:].flatten().to(logits.device)
+    counted = labels != ignore_index
+    return F.cross_entropy(logits[counted], labels[counted], reduction="none")
+
+
+def check_held_out(held_out: TokenLosses | Sequence[TokenLosses] | None) -> list[TokenLosses]:
+    """The functions; UserError for anything else."""
+    if held_out is None:
+        return []
+    losses = list(held_out) if isinstance(held_out, Sequence) else [held_out]
+    if given := [type(loss).__name__ for loss in losses if not callable(loss)]:
+        raise UserError(
+            f"solve: held_out is a {given[0]}, not a function; give one that runs the model and returns {_WAY_OUT}"
+        )
+    return losses
+
+
+def losses_of(held_out: Sequence[TokenLosses], mesh: Mesh, device: torch.device) -> Tensor:
+    """Losses [T] of this process's tokens, without gradients; every call draws the same random numbers.
+
+    Every process calls it.  TrialFailed on every process if something fails on one, unless others already wait for it
+    within the model's forward, as in any iteration; UserError for another result.
+    """
+    found, failed = [], ""
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for loss in held_out:
+                found.append(_checked(loss()))
+    except UserError:
+        raise
+    except Exception as error:  # whatever it is, the others wait
+        failed = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    texts: list[str | None] = [failed]
+    if mesh.world_size > 1:
+        texts = [None] * mesh.world_size
+        dist.all_gather_object(texts, failed)
+    for rank, text in enumerate(texts):
+        if text:
+            raise TrialFailed(f"rank {rank}: {text}" if mesh.world_size > 1 else text)
+    return torch.cat(found)
+
+
+def _checked(losses: object) -> Tensor:
+    if not isinstance(losses, Tensor):
+        raise UserError(f"solve: held_out returned a {type(losses).__name__}; return {_WAY_OUT}")
+    if losses.ndim == 0:
+        raise UserError(f"solve: held_out returned one number; plans are compared token by token, so return {_WAY_OUT}")
+    return losses.detach().flatten().float()
