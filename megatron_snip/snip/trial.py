@@ -69,6 +69,11 @@ class Tried:
     taken: bool  # better than what was best until then
     improves: bool  # better than the plan that it was made from
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether its loss is."""
+        return math.isfinite(self.increase)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for logs and plan files."""
         return {"name": self.name, "increase": _number(self.increase), "error": _number(self.error)}
