@@ -107,13 +107,13 @@ def judgement(best: Plan, nats: float | None) -> str:
     return f"the largest below {nats:g} nats" if stays else f"taken, as no plan stays below {nats:g} nats"
 
 
-def judged(tried: Sequence[Tried], nats: float | None) -> Sequence[Tried]:
+def judged(tried: Sequence[Tried], nats: float | None) -> list[Tried]:
     """What ``Bisection`` tried with one plan taken: the largest that stays below, or the first, of no saving.
 
     What was tried for a target (nats is None) stays as it is.
     """
     if nats is None:
-        return tried
+        return list(tried)
     below = [one for one in tried if stays_below(one, nats)]
     best = max(below, key=lambda one: one.plan.target) if below else next(iter(tried), None)
     return [dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
 from megatron_snip.snip.plan.options import Choices, solve_request
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
 POINTS = 21  # of the frontier
+DRAWS = 16  # plans of a regret
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,21 @@ class Planner:
         targets = sorted({*np.linspace(0.0, most, POINTS).tolist(), min(target, most)})
         solutions = solve_pareto(quality, saved, targets, **{**arguments, **limits})
         return [self.plan(s, objective, t) for s, t in zip(solutions, targets, strict=True)]
+
+    def regret(self, plan: Plan, each: Sequence[Statistics]) -> float | None:
+        """Nats by which plans of other tokens are worse than this one, which the statistics made, in the mean.
+
+        each: statistics of the parts whose mean this planner has, such as batches.  They are drawn with replacement,
+        DRAWS times; each draw makes a plan, and these statistics judge it.  None for one part, or without a prediction.
+        """
+        predictions, generator, found = Predictions.of(self.stats), np.random.default_rng(0), []
+        own = predictions.total_loss_divergence(plan.linears)
+        for _ in range(DRAWS if len(each) > 1 else 0):
+            drawn = Statistics.mean([each[part] for part in generator.integers(len(each), size=len(each))])
+            other = replace(self, stats=drawn).solve(plan.objective)
+            found.append(predictions.total_loss_divergence(other.linears))
+        known = [loss - own for loss in found if loss is not None and own is not None]
+        return float(np.mean(known)) if known else None
 
     def quality_of(self, plan: Plan, request: SolveRequest) -> float:
         """A plan's quality loss by the objective that a request was made with."""

@@ -1,0 +1,88 @@
+"""The measured curve: what plans of rising shares cost, beside what was predicted, and where it breaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.trial import CERTAIN, Tried
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan that was run: what it saves in the target's unit, and its loss above BF16's in nats.
+
+    predicted: the sum over single linears, None if a format was not measured; increase and its standard error: NaN
+    if the loss was not finite.
+    """
+
+    share: float
+    predicted: float | None
+    increase: float
+    error: float
+
+
+def points_of(planner: Planner, tried: Sequence[Tried]) -> list[Point]:
+    """The points of plans that were tried, by rising share."""
+    predictions = Predictions.of(planner.stats)
+    found = [
+        Point(
+            planner.saved_by(one.plan), predictions.total_loss_divergence(one.plan.linears), one.increase, one.error
+        )
+        for one in tried
+    ]  # fmt: skip
+    return sorted(found, key=lambda point: point.share)
+
+
+def targets_along(shares: Sequence[float], most: float, count: int) -> list[float]:
+    """``count`` targets of a curve or fewer: the shares first, then its ends, then what halves the widest gap."""
+    found = list(dict.fromkeys([*shares, most, 0.0]))[:count]
+    while 1 < len(found) < count:
+        low, high = max(pairwise(sorted(found)), key=lambda gap: gap[1] - gap[0])
+        found.append((low + high) / 2)
+    return found
+
+
+def where_it_breaks(points: Sequence[Point]) -> str:
+    """One sentence on a curve, by rising share: its steepest step, and where sums of single linears fail.
+
+    A curve breaks at a step that costs more than all before, beyond its error; of several, at the one that does by
+    most nats.
+    """
+    if not points:
+        return "Nothing was measured."
+    if bad := next((point for point in points if not math.isfinite(point.increase)), None):
+        return f"The curve breaks at {bad.share:.1%}: the loss is not finite."
+    over = next((point for point in points if _exceeds(point)), None)
+    fails = ""
+    if over is not None:
+        fails = f"{_measured(over)} measured are more than the {over.predicted:.2g} predicted"
+    first, steps = points[0], list(pairwise(points[1:]))
+    before, after = max(steps, key=lambda step: _excess(first, *step), default=(first, first))
+    if _excess(first, before, after) > 0:
+        step, rest = after.increase - before.increase, before.increase - first.increase
+        said = f"The curve breaks at {after.share:.1%}: the step from {before.share:.1%} costs {step:.2g} nats, "
+        said += f"and all before {rest:.2g}"
+        return f"{said}; at {over.share:.1%} {fails}." if over is not None else f"{said}."
+    if over is not None:
+        return f"The curve breaks at {over.share:.1%}, where {fails}."
+    return "The curve does not break: each plan costs what was predicted or less, and no step more than all before."
+
+
+def _measured(point: Point) -> str:
+    return f"{point.increase:.2g} +- {point.error:.1g} nats"
+
+
+def _exceeds(point: Point) -> bool:
+    return point.predicted is not None and point.increase > point.predicted + CERTAIN * point.error
+
+
+def _excess(first: Point, before: Point, after: Point) -> float:
+    """Nats by which a step costs more than all before; 0 if that is within its error."""
+    excess = (after.increase - before.increase) - max(0.0, before.increase - first.increase)
+    error = math.sqrt(first.error**2 + 4 * before.error**2 + after.error**2)
+    return excess if excess > CERTAIN * error else 0.0
