@@ -201,7 +201,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
         raise UserError(f"--data {own.data} is text, and {own.model} names no tokenizer; give --tokenizer-model")
     prefix = on_rank_0(lambda: tokenised(Path(own.data), kind, str(model), Path(own.output)))
     if runtime.environment_rank() == 0:
-        warn_of_repeats(prefix, own, given.snip.snip_trial_tokens if given.snip.snip_trials else 0)
+        warn_of_repeats(prefix, own, given.snip.snip_trial_tokens if given.snip.snip_trials > 1 else 0)
     asked = {
         "data_path": prefix, "split": "1,0,0", "train_iters": 1, "lr": 1e-4, "snip_options": own.formats,
         "snip_probe_tokens": 1, "snip_weight": 0.0, "snip_objective": "snip", "precision": "snip",
@@ -329,8 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if own.shares is not None:
             raise UserError("--shares and --snip-max-loss are alternatives, and both are given; drop one")
         shares = []
-    check_max_loss(config.snip)
     check_ranges(config, "snip")
+    check_max_loss(config.snip)
     check_shares(config, shares)
     tries = config.snip.snip_trials > 1
     ahead = own.batches + (-(-trial_samples(config) // own.batch_size) if tries else 0)

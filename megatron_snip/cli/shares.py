@@ -83,7 +83,7 @@ def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[fl
     It may raise TrialFailed, on every process.
     """
     stats, snip, tried, tokens = Statistics.mean(each), config.snip, [], 0
-    planner, plans = planner_of(config, stats), plans_of(config, stats, shares)
+    planner, plans = planner_of(config.replace(snip_target=0.0), stats), plans_of(config, stats, shares)
     regrets = {name: regret(config, stats, plan, each) for name, plan in plans.items()}
     if trials is not None and snip.snip_max_loss is not None:
         tried, tokens = try_as_a_run(planner, planner.solve("snip"), trials), trials.tokens

@@ -274,7 +274,10 @@ class _Stretches:
         )
 
     def _plan_at_target(self) -> None:
-        """A plan that saves --snip-target of each stage: its linears from the first on take what saves most."""
+        """A plan that saves --snip-target of each stage: its linears from the first on take what saves most.
+
+        Nobody knows before what --snip-max-loss will find; the target's default stands for it.
+        """
         shapes = snip_shapes(self.config)
         options = read_choices(self.config.snip, shapes).options
         saved = efficiency(shapes, options, "fp4")

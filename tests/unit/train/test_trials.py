@@ -39,6 +39,30 @@ def test_a_plan_that_was_tried_says_so(train_here, tmp_path, monkeypatch):
     assert plan.achieved >= 0.5 and row["snip/plan_hash"] == plan.hash
 
 
+def test_a_run_to_a_loss_in_place_of_a_share(train_here, tmp_path):
+    """All that can be saved if it may cost anything, nothing if it may cost next to nothing; the dry run counts it."""
+    plans = {}
+    for nats in (10.0, 1e-9):
+        folder = tmp_path / f"{nats}"
+        options = {"snip_max_loss": nats, "snip_trials": 5, "snip_trial_tokens": 256, "train_iters": 3}
+        rows = train_here(**{**SNIP, **options, "run_dir": str(folder)})
+        plans[nats] = Plan.load(folder / "plans/iter_0000003.json")
+        assert rows[-1]["snip/plan_hash"] == plans[nats].hash and rows[-1]["snip/solve_failed"] == 0
+        assert 3 <= rows[-1]["snip/trial_passes"] <= 5
+    assert plans[10.0].achieved == 1.0 and plans[10.0].trial.name == "target 100%"
+    assert plans[1e-9].achieved == 0.0 and plans[1e-9].trial.name == "target 0%"
+
+
+def test_a_run_to_a_loss_continues(train_here, tmp_path):
+    """With the solve of a loss under way; by the target that is then given from the next probe on."""
+    options = {**SNIP, "snip_max_loss": 10.0, "snip_trials": 3, "snip_trial_tokens": 256, "save_interval": 1}
+    whole = train_here(**{**options, "run_dir": str(tmp_path / "whole")})
+    train_here(**options, exit_interval=2)
+    rows = train_here(**options, load=str(tmp_path / "run/checkpoints"))
+    assert curve(rows) == curve(whole)
+    assert [row["snip/plan_hash"] for row in rows] == [row["snip/plan_hash"] for row in whole]
+
+
 def test_a_trial_that_fails_keeps_the_plan_in_force(train_here, monkeypatch):
     """Of the second plan: the first, which nothing was tried for, stays."""
     losses = Stepper.trial_runner
