@@ -42,8 +42,8 @@ def test_it_breaks_where_sums_fail():
     assert said == "The curve breaks at 66.7%, where 0.2 +- 0.001 nats measured are more than the 0.15 predicted."
     both = where_it_breaks(curve([0.0, 0.1, 0.2, 3.0], predicted=[0.0, 0.05, 0.2, 0.2]))
     assert both == (
-        "The curve breaks at 100.0%: the step from 66.7% costs 2.8 nats, and all before 0.2; at 33.3% 0.1 +- 0.001 nats "
-        "measured are more than the 0.05 predicted."
+        "The curve breaks at 100.0%: the step from 66.7% costs 2.8 nats, and all before 0.2; at 33.3% "
+        "0.1 +- 0.001 nats measured are more than the 0.05 predicted."
     )
 
 
