@@ -11,6 +11,10 @@ from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Tried
 
+#: The least part of a curve that a step must be.
+STEEP = 0.1
+_ROUNDING = 1e-6  # nats, of losses in float32
+
 
 @dataclass(frozen=True)
 class Point:
@@ -50,8 +54,8 @@ def targets_along(shares: Sequence[float], most: float, count: int) -> list[floa
 def where_it_breaks(points: Sequence[Point]) -> str:
     """One sentence on a curve, by rising share: its steepest step, and where sums of single linears fail.
 
-    A curve breaks at a step that costs more than all before, beyond its error; of several, at the one that does by
-    most nats.
+    A curve breaks at a step that costs more than all before, beyond its error, and STEEP of the whole curve; of several
+    such steps, at the one that exceeds what was before by most nats.
     """
     if not points:
         return "Nothing was measured."
@@ -61,7 +65,9 @@ def where_it_breaks(points: Sequence[Point]) -> str:
     fails = ""
     if over is not None:
         fails = f"{_measured(over)} measured are more than the {over.predicted:.2g} predicted"
-    first, steps = points[0], list(pairwise(points[1:]))
+    first = points[0]
+    whole = max(point.increase for point in points) - first.increase
+    steps = [step for step in pairwise(points[1:]) if step[1].increase - step[0].increase > STEEP * whole]
     before, after = max(steps, key=lambda step: _excess(first, *step), default=(first, first))
     if _excess(first, before, after) > 0:
         step, rest = after.increase - before.increase, before.increase - first.increase
@@ -78,11 +84,11 @@ def _measured(point: Point) -> str:
 
 
 def _exceeds(point: Point) -> bool:
-    return point.predicted is not None and point.increase > point.predicted + CERTAIN * point.error
+    return point.predicted is not None and point.increase > point.predicted + CERTAIN * point.error + _ROUNDING
 
 
 def _excess(first: Point, before: Point, after: Point) -> float:
     """Nats by which a step costs more than all before; 0 if that is within its error."""
     excess = (after.increase - before.increase) - max(0.0, before.increase - first.increase)
     error = math.sqrt(first.error**2 + 4 * before.error**2 + after.error**2)
-    return excess if excess > CERTAIN * error else 0.0
+    return excess if excess > CERTAIN * error + _ROUNDING else 0.0

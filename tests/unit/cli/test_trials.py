@@ -37,7 +37,8 @@ def trials(lone_mesh, together=(), costs=COSTS) -> Trials:
     def run(context=PLAIN):
         now = [context.precision or linear.precision for linear in linears.values()]
         fp4 = {i for i, precision in enumerate(now) if precision == FP4}
-        loss = sum(costs[i] for i in fp4) + sum(nats for rows, nats in together if set(rows) <= fp4)
+        there = () if context.precision else together
+        loss = sum(costs[i] for i in fp4) + sum(nats for rows, nats in there if set(rows) <= fp4)
         return torch.full((64,), 2.0 + loss)
 
     return Trials(run, linears, lone_mesh, torch.device("cpu"))

@@ -56,9 +56,19 @@ def test_it_breaks_where_sums_fail():
         curve([0.0, 0.1, 0.21, 3.0], error=2.0),
         curve([0.0, 0.1, 0.2, 0.3], predicted=[0.0, 0.0999, 0.1985, 0.2985]),
         curve([0.0, 3.0]),
+        curve([0.0, 0.01, 0.04, 0.09, 0.16, 0.25, 0.36, 0.49, 0.64], error=0.0),
         curve([0.2, -0.3, -0.2, 0.1, 0.0], predicted=[0.3] * 5, error=0.2),
     ],
-    ids=["as predicted", "less than predicted", "nothing predicted", "within errors", "near", "one step", "luck"],
+    ids=[
+        "as predicted",
+        "less than predicted",
+        "nothing predicted",
+        "within errors",
+        "near",
+        "one step",
+        "squares",
+        "luck",
+    ],
 )
 def test_it_does_not_break(points):
     assert where_it_breaks(points).startswith("The curve does not break: ")

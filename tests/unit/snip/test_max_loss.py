@@ -46,7 +46,7 @@ def test_the_largest_share_below(nats, fp4, lone_mesh):
 
 def test_first_no_saving_and_the_most_then_halves(lone_mesh):
     _, tried = found(Model(COSTS), 0.05, lone_mesh)
-    assert [one.name for one in tried] == ["target 0%", "target 100%", "target 50%", "target 75%"]
+    assert [one.name for one in tried] == [f"target {at}%" for at in ("0", "100", "50", "75", "62.5")]
 
 
 def test_all_in_low_precision_is_taken_where_it_measures_better_than_less(lone_mesh):
@@ -96,9 +96,9 @@ def test_fixed_linears_and_stages_hold(lone_mesh):
     asked = request(COSTS, fixed=fixed, stage=stage)
     asked = dataclasses.replace(asked, target=asked.most())
     assert asked.target == pytest.approx(2 / 3)
-    plan, tried = found(Model(COSTS), 0.1, lone_mesh, asked=asked)
+    plan, tried = found(Model(COSTS), 0.05, lone_mesh, asked=asked)
     assert all(1 not in fp4_of(one.plan) for one in tried)
-    assert tried[1].name == "target 66.67%" and fp4_of(plan) == [2, 4, 5] and plan.target == pytest.approx(1 / 3)
+    assert tried[1].name == "target 66.67%" and fp4_of(plan) == [2, 5] and plan.target == pytest.approx(1 / 3)
     nothing = request(COSTS, fixed=np.zeros(6, np.int64))
     assert nothing.most() == 0.0
     plan, tried = found(Model(COSTS), 0.1, lone_mesh, asked=dataclasses.replace(nothing, target=0.0))

@@ -116,4 +116,4 @@ def test_the_table_of_plans_by_hand(tmp_path):
     assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
     assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404
     steps = shown(tmp_path / "report.html")["Plans"][0]["plans"]["steps"]
-    assert [title.split(":")[0] for title, _ in steps] == list(plans), "they belong to no iteration"
+    assert [title.split(":")[0] for title, _ in steps] == list(planned.plans), "they belong to no iteration"

@@ -300,16 +300,17 @@ def test_weights_of_another_iteration_are_told(trying, finished_run, caplog):
 def test_a_trial_that_fails_is_told(trying, monkeypatch):
     losses = Stepper.trial_runner
 
-    def broken(self, batch, iteration):
-        run = losses(self, batch, iteration)
-        return lambda *context: run(*context) * math.nan
+    def breaks(*, bf16: bool):
+        def broken(self, batch, iteration):
+            run = losses(self, batch, iteration)
+            return lambda *context: run(*context) * (math.nan if bf16 or not context else 1.0)
 
-    monkeypatch.setattr(Stepper, "trial_runner", broken)
+        monkeypatch.setattr(Stepper, "trial_runner", broken)
+
+    breaks(bf16=True)
     with pytest.raises(ValueError, match="generate_plan: --load .*: the trial failed: the loss in BF16 is nan"):
         trying("--try")
-    monkeypatch.setattr(
-        Stepper, "trial_runner", lambda *args: lambda *which: losses(*args)(*which) * (1 if which else math.nan)
-    )
+    breaks(bf16=False)
     with pytest.raises(ValueError, match="no plan has a finite loss in the trial"):
         trying("--try")
 
