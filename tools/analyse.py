@@ -10,10 +10,10 @@ It writes to --output, a folder that all processes must see: report.html with pi
 for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
 for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer.
 
---snip-trials forward passes (16 by default; 0: none) then measure BF16 and plans of rising shares, --shares first, on
-sequences after the probe's and by default as many (--snip-trial-tokens).  The page shows the measured curve and where
-it breaks; a share's plan is the best measured of those that save as much.  --snip-max-loss NATS in place of --shares
-takes the largest share that measures below, and writes plan.json.
+--snip-trials forward passes (10 by default; 0: none) then measure BF16 and plans along the frontier: those of --shares,
+its ends, and others where it is steep.  They run sequences after the probe's, by default as many (--snip-trial-tokens).
+The page shows the measured curve and where it breaks; a share's plan is the best measured of those that save as much.
+--snip-max-loss NATS in place of --shares takes the largest share that measures below, and writes plan.json.
 
 Computes in BF16; give --no-bf16 for figures that do not depend on the layout, which takes three times as long on CPUs.
 On a CPU, start with --batches 4 --batch-size 1 --seq-length 128.
@@ -186,7 +186,7 @@ def on_rank_0(make: Callable[[], str]) -> str:
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
     """The trainer's options for a probe of the model on the data."""
     probed = own.batches * own.batch_size * own.seq_length
-    words = ["--load", own.model, "--bf16", "--snip-trial-tokens", str(max(1, probed)), *rest]
+    words = ["--load", own.model, "--bf16", "--snip-trials", "10", "--snip-trial-tokens", str(max(1, probed)), *rest]
     try:
         given, _ = with_saved_options(words, ("model", "data"))
     except UserError as error:  # the caller has given a folder, and no --load

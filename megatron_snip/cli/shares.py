@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_snip.cli.trials import best_for, try_as_a_run, try_each
+from megatron_snip.cli.trials import best_for, try_along, try_as_a_run
 from megatron_snip.config import Config
-from megatron_snip.snip.curve import points_of, targets_along, where_it_breaks
+from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import saving
@@ -91,9 +91,7 @@ def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[fl
             raise TrialFailed("no plan has a finite loss")
         plans, regrets = {"plan": best}, {"plan": regret(config, stats, best, each)}
     elif trials is not None:
-        targets = targets_along(shares, planner.request("snip").most(), snip.snip_trials - 1)
-        frontier = plans_of(config, stats, targets)
-        tried, tokens = try_each([*frontier.values()], trials, snip.snip_trials), trials.tokens
+        tried, tokens = try_along(planner, shares, trials), trials.tokens
         plans = {name: best_for(plan, planner, tried, tokens) for name, plan in plans.items()}
     return Planned(plans, regrets, planner, tried, tokens)
 

@@ -6,11 +6,13 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from megatron_snip import runtime
 from megatron_snip.cli.collect_stats import Batches
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
+from megatron_snip.snip.frontier import AlongFrontier, refined
 from megatron_snip.snip.max_loss import check_max_loss, judged, proposals
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.pending import Pending
@@ -64,15 +66,12 @@ def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
     return judged(tried, pending.max_loss)
 
 
-def try_each(plans: Sequence[Plan], trials: Trials, passes: int) -> list[Tried]:
-    """Plans one after another, each once, as far as the passes last."""
-
-    def propose(tried: Sequence[Tried]) -> Proposal | None:
-        known = [one.plan.linears for one in tried]
-        plan = next((plan for plan in plans if plan.linears not in known), None)
-        return None if plan is None else Proposal(f"target {100 * plan.target:.4g}%", plan)
-
-    return trials.run(_told(propose, passes), passes, -math.inf)
+def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list[Tried]:
+    """Plans of the frontier: those of shares, its ends, and others where its curve is steep."""
+    pending, passes = asked_of(planner), planner.config.snip.snip_trials
+    plan_of = partial(pending.plan_of, shapes=planner.shapes, hardware=planner.times.hardware)
+    first = [*shares, pending.request.most(), 0.0]
+    return trials.run(_told(AlongFrontier(pending.request, plan_of, first, refined), passes), passes, -math.inf)
 
 
 def _told(propose: Propose, passes: int) -> Propose:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Tried
 
-#: The least part of a curve that a step must be.
-STEEP = 0.1
+#: The least part of the loss of a curve, and the most of its share, that a step is.
+STEEP, WIDE = 0.1, 0.1001
 _ROUNDING = 1e-6  # nats, of losses in float32
 
 
@@ -42,20 +42,12 @@ def points_of(planner: Planner, tried: Sequence[Tried]) -> list[Point]:
     return sorted(found, key=lambda point: point.share)
 
 
-def targets_along(shares: Sequence[float], most: float, count: int) -> list[float]:
-    """``count`` targets of a curve or fewer: the shares first, then its ends, then what halves the widest gap."""
-    found = list(dict.fromkeys([*shares, most, 0.0]))[:count]
-    while 1 < len(found) < count:
-        low, high = max(pairwise(sorted(found)), key=lambda gap: gap[1] - gap[0])
-        found.append((low + high) / 2)
-    return found
-
-
 def where_it_breaks(points: Sequence[Point]) -> str:
     """One sentence on a curve, by rising share: its steepest step, and where sums of single linears fail.
 
     A curve breaks at a step that costs more than all before, beyond its error, and STEEP of the whole curve; of several
-    such steps, at the one that exceeds what was before by most nats.
+    steps, at the one that exceeds what was before by most.  A step goes from a point to the next, or over WIDE in share
+    at most.
     """
     if not points:
         return "Nothing was measured."
@@ -64,15 +56,16 @@ def where_it_breaks(points: Sequence[Point]) -> str:
     over = next((point for point in points if _exceeds(point)), None)
     fails = ""
     if over is not None:
-        fails = f"{_measured(over)} measured are more than the {over.predicted:.2g} predicted"
+        fails = f"{_measured(over)} measured are more than the {over.predicted:.3g} predicted"
     first = points[0]
     whole = max(point.increase for point in points) - first.increase
-    steps = [step for step in pairwise(points[1:]) if step[1].increase - step[0].increase > STEEP * whole]
+    near = [(a, b) for a, b in combinations(points[1:], 2) if b.share - a.share <= WIDE]
+    steps = [(a, b) for a, b in (*pairwise(points[1:]), *near) if b.increase - a.increase > STEEP * whole]
     before, after = max(steps, key=lambda step: _excess(first, *step), default=(first, first))
     if _excess(first, before, after) > 0:
         step, rest = after.increase - before.increase, before.increase - first.increase
-        said = f"The curve breaks at {after.share:.1%}: the step from {before.share:.1%} costs {step:.2g} nats, "
-        said += f"and all before {rest:.2g}"
+        said = f"The curve breaks at {after.share:.1%}: the step from {before.share:.1%} costs {step:.3g} nats, "
+        said += f"and all before {rest:.3g}"
         return f"{said}; at {over.share:.1%} {fails}." if over is not None else f"{said}."
     if over is not None:
         return f"The curve breaks at {over.share:.1%}, where {fails}."
@@ -80,7 +73,7 @@ def where_it_breaks(points: Sequence[Point]) -> str:
 
 
 def _measured(point: Point) -> str:
-    return f"{point.increase:.2g} +- {point.error:.1g} nats"
+    return f"{point.increase:.3g} +- {point.error:.1g} nats"
 
 
 def _exceeds(point: Point) -> bool:

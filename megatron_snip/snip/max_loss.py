@@ -10,20 +10,17 @@ Every plan is the solver's for its target.  A plan stays below if its increase p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.quant import LinearShape
-from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.frontier import RESOLUTION, AlongFrontier
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
-from megatron_snip.snip.plan.solver import SolveRequest
-from megatron_snip.snip.trial import CERTAIN, Proposal, Proposals, Propose, Tried, first_plans
+from megatron_snip.snip.trial import CERTAIN, Proposals, Propose, Tried, first_plans
 
-#: Targets nearer to each other than this are not told apart.
-RESOLUTION = 0.01
 #: BF16, the plan of no saving, and one that saves.
 LEAST_PASSES = 3
 
@@ -42,48 +39,12 @@ def stays_below(one: Tried, nats: float) -> bool:
     return one.increase + CERTAIN * one.error < nats
 
 
-class Bisection:
-    """What rank 0 proposes: plans of one request for other and other targets, by what the ones before measured.
-
-    request: its target is the most that can be reached.  plan_of: the plan of a solution.
-    """
-
-    def __init__(self, request: SolveRequest, plan_of: Callable[[Solution], Plan], nats: float) -> None:
-        self._request, self._plan_of, self._nats = request, plan_of, nats
-        self._plans: dict[float, Plan] = {}  # by target
-
-    def __call__(self, tried: Sequence[Tried]) -> Proposal | None:
-        """The next plan; None if targets are as near as they need be."""
-        below = {one.plan.target: stays_below(one, self._nats) for one in tried}
-        for target in (0.0, self._request.target):
-            if target not in below:
-                if (proposal := self._proposal(target, tried)) is not None:
-                    return proposal
-                below[target] = self._known(target, tried)
-        while True:
-            low = max((target for target, good in below.items() if good), default=0.0)
-            high = min((target for target, good in below.items() if not good and target > low), default=low)
-            if high - low <= RESOLUTION:
-                return None
-            target = (low + high) / 2
-            if (proposal := self._proposal(target, tried)) is not None:
-                return proposal
-            below[target] = self._known(target, tried)
-
-    def _proposal(self, target: float, tried: Sequence[Tried]) -> Proposal | None:
-        """The plan of a target, None if it was tried."""
-        if target not in self._plans:
-            solution = dataclasses.replace(self._request, target=target).solve()
-            self._plans[target] = dataclasses.replace(self._plan_of(solution), target=target)
-        plan = self._plans[target]
-        if any(one.plan.linears == plan.linears for one in tried):
-            return None
-        return Proposal(f"target {100 * target:.4g}%", plan)
-
-    def _known(self, target: float, tried: Sequence[Tried]) -> bool:
-        """Whether the plan of a target, which another target's trial was of, stays below."""
-        linears = self._plans[target].linears
-        return stays_below(next(one for one in tried if one.plan.linears == linears), self._nats)
+def halved(found: Mapping[float, Tried], nats: float) -> float | None:
+    """The middle of the largest target that stays below and the next that does not, where they are not near."""
+    below = {target: stays_below(one, nats) for target, one in found.items()}
+    low = max((target for target, good in below.items() if good), default=0.0)
+    high = min((target for target, good in below.items() if not good and target > low), default=low)
+    return (low + high) / 2 if high - low > RESOLUTION else None
 
 
 def proposals(
@@ -93,7 +54,8 @@ def proposals(
     plan_of = partial(pending.plan_of, shapes=shapes, hardware=hardware)
     request, options = pending.request, pending.precisions
     if pending.max_loss is not None:
-        return Bisection(request, plan_of, pending.max_loss)
+        following = partial(halved, nats=pending.max_loss)
+        return AlongFrontier(request, plan_of, (0.0, request.target), following)
     first = partial(first_plans, solved, request, shapes, options, plan_of, in_force, seed)
     return Proposals(first, request, shapes, options, plan_of)
 
@@ -108,7 +70,7 @@ def judgement(best: Plan, nats: float | None) -> str:
 
 
 def judged(tried: Sequence[Tried], nats: float | None) -> list[Tried]:
-    """What ``Bisection`` tried with one plan taken: the largest that stays below, or the first, of no saving.
+    """What was tried with one plan taken: the largest that stays below, or the first, of no saving.
 
     What was tried for a target (nats is None) stays as it is.
     """

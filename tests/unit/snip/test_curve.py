@@ -1,4 +1,4 @@
-"""The measured curve: which targets it has, and where it breaks."""
+"""The measured curve: where it breaks, and its picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_snip.snip.curve import Point, targets_along, where_it_breaks
+from megatron_snip.snip.curve import Point, where_it_breaks
 from megatron_snip.train.curve_picture import measured_curve
 
 
@@ -16,25 +16,17 @@ def curve(increases, predicted=None, error=0.001) -> list[Point]:
     return [Point(i / steps, p, x, error) for i, (x, p) in enumerate(zip(increases, predicted))]
 
 
-@pytest.mark.parametrize(
-    ("shares", "most", "count", "targets"),
-    [
-        ([0.5, 0.75], 1.0, 1, [0.5]),
-        ([0.5, 0.75], 1.0, 4, [0.5, 0.75, 1.0, 0.0]),
-        ([0.5, 0.75], 1.0, 6, [0.5, 0.75, 1.0, 0.0, 0.25, 0.125]),
-        ([0.5], 0.5, 3, [0.5, 0.0, 0.25]),
-        ([0.0], 0.0, 8, [0.0]),
-        ([], 1.0, 3, [1.0, 0.0, 0.5]),
-    ],
-)
-def test_targets_halve_the_widest_gap(shares, most, count, targets):
-    assert targets_along(shares, most, count) == targets
-
-
 def test_it_breaks_at_the_step_that_costs_most_beyond_all_before():
     """The second step is more than the first, too, but by less."""
     said = where_it_breaks(curve([0.0, 0.1, 0.25, 0.4, 4.0, 1.8]))
     assert said == "The curve breaks at 80.0%: the step from 60.0% costs 3.6 nats, and all before 0.4."
+
+
+def test_a_tenth_is_a_step_however_finely_it_is_measured():
+    points = [Point(share, x, x, 0.001) for share, x in ((0.0, 0.0), (0.5, 0.4), (0.9, 1.0), (0.95, 1.7), (1.0, 2.5))]
+    said = where_it_breaks(points)
+    assert said == "The curve breaks at 100.0%: the step from 90.0% costs 1.5 nats, and all before 1."
+    assert where_it_breaks([points[0], *points[2:]]) == said
 
 
 def test_it_breaks_where_sums_fail():

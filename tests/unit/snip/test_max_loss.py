@@ -11,21 +11,24 @@ import torch
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
-from megatron_snip.snip.max_loss import Bisection, check_max_loss, judged, judgement, stays_below
+from megatron_snip.snip.max_loss import check_max_loss, judged, judgement, proposals, stays_below
+from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import build_plan
 from megatron_snip.snip.trial import Trials, with_record
 from tests.unit.snip.test_trial import COSTS, NAMES, OPTIONS, SHAPES, Model, fp4_of, request
 
 
-def plan_of(solution):
-    return build_plan(solution, SHAPES, OPTIONS, iteration=7, objective="snip", target=1.0)
+def build_plan_of(asked):
+    return build_plan(asked.solve(), SHAPES, OPTIONS, iteration=7, objective="snip", target=asked.target)
 
 
 def found(model, nats, lone_mesh, passes=16, asked=None):
     """The plan that is taken, and what was tried."""
     asked = request(COSTS, 1.0) if asked is None else asked
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
-    tried = judged(trials.run(Bisection(asked, plan_of, nats), passes, -math.inf), nats)
+    pending = Pending(7, 7, tuple(map(str, OPTIONS)), "snip", asked, nats)
+    propose = proposals(pending, build_plan_of(asked), SHAPES, "nominal", None, 1)
+    tried = judged(trials.run(propose, passes, -math.inf), nats)
     return with_record(tried, trials.tokens), tried
 
 
