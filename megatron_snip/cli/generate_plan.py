@@ -27,6 +27,7 @@ import argparse
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         if is_first:
             print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
+        else:
+            time.sleep(3.0)  # torchrun ends all as soon as one has failed; the first one has to tell
         return 1
     if is_first:
         print(f"{text}\nplans and pareto.html are in {own.output_dir}")

@@ -11,7 +11,7 @@ from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
-from tests.dist.converting import analyse, analyse_unprobed
+from tests.dist.converting import analyse, analyse_unprobed, plan
 from tests.dist.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
 from tests.unit.train.recorded import named, shown
@@ -214,3 +214,18 @@ def test_bad_trials_are_told_before_the_probe(words, message, model, tmp_path):
     given = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL[:-2], *words]
     ((said, error),) = run_ranks(analyse_unprobed, 1, *given)
     assert said == "" and error.startswith(message)
+
+
+def test_its_statistics_make_a_plan_that_several_processes_try(model, analysed, tmp_path):
+    """One of them writes; all know what is wrong, and one says it."""
+    out = analysed[1]
+    words = ["--stats", str(out / "stats.json"), "--load", str(model), "--output-dir", str(tmp_path / "plans"), "--try"]
+    words += ["--data-path", str(out / "data"), "--seq-length", "128", "--global-batch-size", "2", "--train-iters", "1"]
+    words += ["--split", "1,0,0", "--snip-trials", "3", "--snip-trial-tokens", "512", "--snip-probe-tokens", "768"]
+    words += ["--efficiency-saving", "0.5", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model), "--tensor-model-parallel-size", "2"]
+    first, other = run_ranks(plan, 2, *words)
+    assert (first[0], other) == (0, (0, "", "")), first
+    best = Plan.load(tmp_path / "plans/best.json")
+    assert best.trial.tokens == 512 and f"'{best.trial.name}' is best" in first[1]
+    first, other = run_ranks(plan, 2, *words, "--pipeline-model-parallel-size", "2")
+    assert other == (1, "", "") and first[0] == 1 and "world size 2 is not a multiple" in first[2]
