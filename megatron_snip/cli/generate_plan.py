@@ -191,19 +191,21 @@ def generate(
         raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
     check_output("--output-dir", output_dir / "best.json")
     planner, objective = make_planner(config, stats), config.snip.snip_objective
-    best, sections, said = planner.solve(objective), [], ""
+    solved, sections, said = planner.solve(objective), [], ""
+    best = solved
     if start is not None:
         nats = config.snip.snip_max_loss
-        best, tried, tokens = try_best(planner, best, start)
+        best, tried, tokens = try_best(planner, solved, start)
         if runtime.environment_rank() > 0:
             return ""
         said = told(best, tried, tokens, nats)
         if nats is not None:
             sections.append(measured_section(planner, tried, said))
             planner = replace(planner, config=planner.config.replace(snip_target=best.target, snip_max_loss=None))
+            solved = best
     plans, frontier = make_plans(planner, best, num_random, seed), planner.frontier(objective)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
-    bound = plans["best"].solver.bound
+    bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
     points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
@@ -247,8 +249,6 @@ def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
     for short, name in ((f"--{a}".replace("_", "-"), f"--{b}".replace("_", "-")) for a, b in _SHORT.items()):
         if getattr(own, short[2:].replace("-", "_")) is not None and name in given:
             return f"{short} and {name} are one option, and both are given; drop one"
-    if own.efficiency_saving is not None and "--snip-max-loss" in given:
-        return "--efficiency-saving and --snip-max-loss are alternatives, and both are given; drop one"
     return None
 
 
@@ -285,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)
+        if own.efficiency_saving is not None:  # so that it replaces a --snip-max-loss of --config
+            rest = [*rest, f"--snip-target={own.efficiency_saving}"]
         config, start = read_config(rest, stats, own.trying)
         config = config.replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)

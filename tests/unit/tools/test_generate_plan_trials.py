@@ -45,9 +45,11 @@ def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeyp
     )
     assert all(Plan.load(tmp_path / f"plans/{name}.json").trial is None for name in NAMES[1:])
     assert best.achieved >= 0.5 and best.iteration == 3
+    rows = json.loads((tmp_path / "plans/pareto.json").read_text())["plans"]
     before = best.linears
     generate("--efficiency-saving", "0.5")
     plain = Plan.load(tmp_path / "plans/best.json")
+    assert {row["bound"] for row in rows.values()} == {plain.solver.bound}, "whatever plan measured best"
     assert plain.trial is None and (plain.linears == before) == (best.trial.name == "solver")
 
 
@@ -121,6 +123,14 @@ def test_a_trial_that_fails_is_told(trying, monkeypatch):
 def test_bad_trials(words, said, generate):
     with pytest.raises(ValueError, match=said):
         generate(*words)
+
+
+def test_a_saving_replaces_the_loss_of_a_file(generate, tmp_path):
+    """The command line wins, and nothing is tried."""
+    (tmp_path / "options.toml").write_text("snip-max-loss = 0.1\n")
+    generate("--config", str(tmp_path / "options.toml"), "--efficiency-saving", "0.5")
+    best = Plan.load(tmp_path / "plans/best.json")
+    assert best.target == 0.5 and best.trial is None
 
 
 def test_a_bad_loss(trying):

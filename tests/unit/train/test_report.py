@@ -322,19 +322,6 @@ def test_options_that_no_longer_fit_are_a_note(options, why, tmp_path):
     assert re.search(rf"<p class='note'>no trade-off is shown: [^<]*{re.escape(why)}", page.read_text())
 
 
-def test_the_trade_off_of_a_run_to_a_loss(tmp_path):
-    """Up to the most that can be reached, as of any run; the sentence says what was asked."""
-    folder = run_of_everything(tmp_path / "run")
-    assert "The target was 0.75." in write_report(folder).read_text()
-    saved = json.loads((folder / "config.json").read_text())
-    saved["snip"]["snip_max_loss"] = 0.05
-    (folder / "config.json").write_text(json.dumps(saved))
-    page = write_report(folder)
-    assert "Each plan was the largest that measured below 0.05 nats." in page.read_text()
-    saved = named(shown(page)["Trade-off"][0])["solved for each share"]["x"]
-    assert (saved[0], saved[-1]) == (0, 1)
-
-
 def test_a_solve_of_the_trade_off_has_little_time(everything, monkeypatch):
     asked = []
     monkeypatch.setattr(Planner, "frontier", lambda self, name, **limits: asked.append(limits) or [self.solve(name)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.report import write_report
 from megatron_snip.train.step import Stepper
+from tests.unit.train.recorded import named, run_of_everything, shown
 from tests.unit.train.test_loop import SNIP, curve
 
 
@@ -76,3 +79,16 @@ def test_a_trial_that_fails_keeps_the_plan_in_force(train_here, monkeypatch):
     failed = [row["snip/solve_error"] for row in rows if row.get("snip/solve_failed")]
     assert failed == ["the trial failed: the loss in BF16 is nan"] * 2
     assert {row["snip/plan_hash"] for row in rows} == {""}
+
+
+def test_the_trade_off_of_a_run_to_a_loss(tmp_path):
+    """Up to the most that can be reached, as of any run; the sentence says what was asked."""
+    folder = run_of_everything(tmp_path / "run")
+    assert "The target was 0.75." in write_report(folder).read_text()
+    saved = json.loads((folder / "config.json").read_text())
+    saved["snip"]["snip_max_loss"] = 0.05
+    (folder / "config.json").write_text(json.dumps(saved))
+    page = write_report(folder)
+    assert "Each plan was the largest that measured below 0.05 nats." in page.read_text()
+    saved = named(shown(page)["Trade-off"][0])["solved for each share"]["x"]
+    assert (saved[0], saved[-1]) == (0, 1)
