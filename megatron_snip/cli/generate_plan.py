@@ -63,25 +63,28 @@ LOGGER = logging.getLogger("megatron_snip")
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
 
-def read_config(words: Sequence[str], stats: Path, trying: bool = False) -> tuple[Config, Start | None]:
-    """The options of a command line, with the model of --load or of the run folder that the statistics lie in.
-
-    trying: with the training and the data of --load too, and where its weights are.
-    """
+def read_config(words: Sequence[str], stats: Path) -> Config:
+    """The options of a command line, with the model of --load or of the run folder that the statistics lie in."""
     config, run = parse(words), stats.parent.parent / "config.json"
-    if trying or config.snip.snip_max_loss is not None:
-        option = "--try" if trying else "--snip-max-loss"
-        check_trials(config, option)
-        if not config.checkpoint.load:
-            raise UserError(f"{option} runs the model, and --load names none; give a folder of checkpoints")
-        return with_saved_options(words, ("model", "training", "data"))
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model",))
     elif stats.parent.name == "stats" and run.is_file():
         _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
         saved = saved_options({"config": of_run.to_dict()}, ("model",))
         config = parse(words, saved)
-    return config, None
+    return config
+
+
+def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:
+    """The options of a command line with model, training and data of --load, and its weights; None to try nothing."""
+    config = parse(words)
+    if not trying and config.snip.snip_max_loss is None:
+        return None
+    option = "--try" if trying else "--snip-max-loss"
+    check_trials(config, option)
+    if not config.checkpoint.load:
+        raise UserError(f"{option} runs the model, and --load names none; give a folder of checkpoints")
+    return with_saved_options(words, ("model", "training", "data"))
 
 
 def make_planner(config: Config, path: Path) -> Planner:
@@ -287,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stats = Path(own.stats)
         if own.efficiency_saving is not None:  # so that it replaces a --snip-max-loss of --config
             rest = [*rest, f"--snip-target={own.efficiency_saving}"]
-        config, start = read_config(rest, stats, own.trying)
+        config, start = read_run(rest, own.trying) or (read_config(rest, stats), None)
         config = config.replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
     except (UserError, OSError) as error:
