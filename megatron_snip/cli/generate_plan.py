@@ -241,7 +241,7 @@ def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) ->
 
 def measured_section(planner: Planner, tried: Sequence[Tried], said: str) -> Section:
     """The measured curve, and what was made of it."""
-    points = points_of(planner, tried)
+    points = points_of(tried, Predictions.of(planner.stats), planner.saved_by)
     figure = measured_curve(points, WHAT[planner.choices.measure])
     return Section("Measured", f"{said}. {where_it_breaks(points)}", [figure])
 

@@ -72,7 +72,7 @@ class Planned:
         """The measured curve, where it was."""
         if not self.tried:
             return []
-        points = points_of(self.planner, self.tried)
+        points = points_of(self.tried, Predictions.of(self.planner.stats), self.planner.saved_by)
         text = f"{where_it_breaks(points)} Measured on {self.tokens:,} tokens that the probe did not read."
         return [Section("Measured curve", text, [measured_curve(points, WHAT[self.planner.choices.measure])])]
 

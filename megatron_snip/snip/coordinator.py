@@ -28,6 +28,7 @@ from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judged, judgement, proposals
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -282,6 +283,8 @@ class Coordinator:
             f"iteration {plan.iteration}: of {len(tried)} plans on {trials.tokens} tokens {name!r} is "
             f"{judgement(best, pending.max_loss)}, {measured}"
         )
+        if pending.max_loss is not None:
+            LOGGER.info(f"iteration {plan.iteration}: {where_it_breaks(points_of(tried, self.predictions))}")
         if name == "in_force":
             return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
         return best, metrics

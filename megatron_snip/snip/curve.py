@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Tried
 
@@ -30,15 +30,17 @@ class Point:
     error: float
 
 
-def points_of(planner: Planner, tried: Sequence[Tried]) -> list[Point]:
-    """The points of plans that were tried, by rising share."""
-    predictions = Predictions.of(planner.stats)
-    found = [
-        Point(
-            planner.saved_by(one.plan), predictions.total_loss_divergence(one.plan.linears), one.increase, one.error
-        )
-        for one in tried
-    ]  # fmt: skip
+def points_of(
+    tried: Sequence[Tried], predictions: Predictions | None, share: Callable[[Plan], float] = lambda plan: plan.target
+) -> list[Point]:
+    """The points of plans that were tried, by rising share.
+
+    share: what a plan saves; by default what was asked for.
+    """
+    found = []
+    for one in tried:
+        predicted = None if predictions is None else predictions.total_loss_divergence(one.plan.linears)
+        found.append(Point(share(one.plan), predicted, one.increase, one.error))
     return sorted(found, key=lambda point: point.share)
 
 

@@ -72,6 +72,8 @@ def test_what_happened_is_told(make, caplog):
     assert lines == [
         "iteration 4: of 4 plans on 64 tokens 'target 50%' is the largest below 0.35 nats, 0.3 +- 0 nats above BF16"
     ]
+    (curve,) = [line for line in caplog.messages if "The curve" in line]
+    assert curve.startswith("iteration 4: The curve does not break: each plan costs what was predicted or less")
 
 
 def test_a_trial_that_fails_keeps_the_plan_in_force(make, tmp_path):
