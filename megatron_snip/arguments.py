@@ -25,6 +25,9 @@ FIRST = (
     "load",
 )  # fmt: skip
 
+#: Two ways to say how much a plan saves.
+ALTERNATIVES = ("snip_target", "snip_max_loss")
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Options of a TOML file.  Tables only group them; table names have no meaning."""
@@ -102,10 +105,11 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     defaults: options as in a TOML file; the command line and the file override them.
     """
     words, path = _take_config_file(without_megatrons(argv))
-    file_options = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
+    of_file = read_toml(path) if path is not None else {}
     given = [w.partition("=")[0][2:].replace("-", "_") for w in words if w.startswith("--") and len(w) > 2]
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
     check_names([n for n in names if n != "help"], "")
+    file_options = _under_alternatives(names, of_file, str(path), defaults or {})
     config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
     _check_texts(config)
     if "--group-query-attention" in argv and config.model.num_query_groups is None:
@@ -114,6 +118,25 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
             "per query head here; give --num-query-groups"
         )
     return config
+
+
+def _under_alternatives(
+    names: Sequence[str], of_file: dict[str, Any], path: str, defaults: dict[str, Any]
+) -> dict[str, Any]:
+    """Options of file and defaults; without alternatives of what is given above them.
+
+    UserError for two alternatives on the command line, or in the file.
+    """
+    one, other = (f"--{name.replace('_', '-')}" for name in ALTERNATIVES)
+    found = dict(defaults)
+    for where, given in ((f"--config {path}: ", of_file), ("", dict.fromkeys(names))):
+        both = [name for name in ALTERNATIVES if name in given]
+        if len(both) > 1:
+            raise UserError(f"{where}{one} and {other} are alternatives, and both are given; drop one")
+        if both:
+            found = {name: value for name, value in found.items() if name not in ALTERNATIVES}
+        found |= given if where else {}
+    return found
 
 
 def _check_texts(config: Config) -> None:

@@ -234,6 +234,7 @@ class SnipConfig:
     """When and how precision is planned (--precision snip)."""
 
     snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4.
+    snip_max_loss: Optional[float] = None  # In place of it: the most that plans may measure above BF16's loss, in nats.
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # Iterations from a probe until its plan takes effect; the solver works meanwhile.

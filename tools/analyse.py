@@ -10,6 +10,11 @@ It writes to --output, a folder that all processes must see: report.html with pi
 for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
 for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer.
 
+--snip-trials forward passes (10 by default; 0: none) then measure BF16 and plans along the frontier: those of --shares,
+its ends, and others where it is steep.  They run sequences after the probe's, by default as many (--snip-trial-tokens).
+The page shows the measured curve and where it breaks; a share's plan is the best measured of those that save as much.
+--snip-max-loss NATS in place of --shares takes the largest share that measures below, and writes plan.json.
+
 Computes in BF16; give --no-bf16 for figures that do not depend on the layout, which takes three times as long on CPUs.
 On a CPU, start with --batches 4 --batch-size 1 --seq-length 128.
 
@@ -25,7 +30,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +40,9 @@ from tqdm import tqdm
 
 from megatron_snip import runtime
 from megatron_snip.cli import collect_stats
+from megatron_snip.cli.collect_stats import Batches
+from megatron_snip.cli.shares import ABOUT, Planned, plan_and_try, shown
+from megatron_snip.cli.trials import make_trials, trial_samples
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
@@ -44,17 +52,17 @@ from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import saving
-from megatron_snip.snip.plan.options import check_choices, read_times
-from megatron_snip.snip.planner import Planner
-from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
+from megatron_snip.snip.plan.options import check_choices
+from megatron_snip.snip.predict.divergence import loss_divergence
+from megatron_snip.snip.trial import TrialFailed
 from megatron_snip.train import report_pictures as pictures
 from megatron_snip.train.report_page import Section, page, table
 from megatron_snip.train.run_folder import Start, with_saved_options
-from megatron_snip.train.setup import snip_shapes
+from megatron_snip.train.setup import Parts, snip_shapes
+from megatron_snip.train.validate import check_ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where its neighbours are found when it runs as a script
 from tools import preprocess_data
@@ -62,6 +70,7 @@ from tools import preprocess_data
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
 MOST_SHOWN = 12
+SHARES = "0.5,0.75,0.9"
 
 
 @dataclass(frozen=True)
@@ -111,11 +120,6 @@ class Sensitivity:
         }
 
 
-def shown(mean: float, error: float) -> str:
-    """A figure with its standard error."""
-    return f"{mean:.2e}" + ("" if math.isnan(error) else f" +- {error:.0e}")
-
-
 def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
@@ -149,13 +153,19 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
     return str(prefix)
 
 
-def warn_of_repeats(prefix: str, own: argparse.Namespace) -> None:
-    """Batches that see the same text again vary less than others: their standard errors would be too small."""
+def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
+    """Batches that see the same text again vary less than others: their standard errors would be too small.
+
+    tried: tokens of the trials, which are to be others than the probe's.
+    """
     there, taken = IndexedDataset(prefix).num_tokens, own.batches * own.batch_size * own.seq_length
-    if there < taken:
+    more = f" and trials of {tried:,}" if tried else ""
+    fewer = " or --snip-trial-tokens" if tried else ""
+    if there < taken + tried:
         LOGGER.warning(
-            f"--data {own.data} has {there:,} tokens and {own.batches} batches of {own.batch_size} x {own.seq_length} "
-            f"take {taken:,}: text repeats, and standard errors are too small; give more text, or fewer --batches"
+            f"--data {own.data} has {there:,} tokens and {own.batches} batches of {own.batch_size} x {own.seq_length}"
+            f"{more} take {taken + tried:,}: text repeats, and standard errors are too small; give more text, or fewer "
+            f"--batches{fewer}"
         )
 
 
@@ -175,7 +185,8 @@ def on_rank_0(make: Callable[[], str]) -> str:
 
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
     """The trainer's options for a probe of the model on the data."""
-    words = ["--load", own.model, "--bf16", *rest]
+    probed = own.batches * own.batch_size * own.seq_length
+    words = ["--load", own.model, "--bf16", "--snip-trials", "10", "--snip-trial-tokens", str(max(1, probed)), *rest]
     try:
         given, _ = with_saved_options(words, ("model", "data"))
     except UserError as error:  # the caller has given a folder, and no --load
@@ -190,10 +201,10 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
         raise UserError(f"--data {own.data} is text, and {own.model} names no tokenizer; give --tokenizer-model")
     prefix = on_rank_0(lambda: tokenised(Path(own.data), kind, str(model), Path(own.output)))
     if runtime.environment_rank() == 0:
-        warn_of_repeats(prefix, own)
+        warn_of_repeats(prefix, own, given.snip.snip_trial_tokens if given.snip.snip_trials > 1 else 0)
     asked = {
         "data_path": prefix, "split": "1,0,0", "train_iters": 1, "lr": 1e-4, "snip_options": own.formats,
-        "snip_probe_tokens": 1, "snip_weight": 0.0, "precision": "snip",
+        "snip_probe_tokens": 1, "snip_weight": 0.0, "snip_objective": "snip", "precision": "snip",
         "seq_length": own.seq_length, "global_batch_size": own.batch_size,
     }  # fmt: skip
     if model is not None:
@@ -212,9 +223,8 @@ def weights_of(start: Start) -> Start:
     return replace(start, iteration=0, state={**start.state, **fresh})
 
 
-def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics], bool]:
-    """Statistics of each batch, and whether this process is to write them; every process calls it."""
-    parts, batch, iteration = collect_stats.prepare(config, start, batches, updates=False)
+def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batches: int) -> list[Statistics]:
+    """Statistics of each batch; every process calls it.  It may raise ProbeFailed, on every process."""
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
@@ -232,12 +242,9 @@ def measure(config: Config, start: Start, batches: int) -> tuple[list[Statistics
             LOGGER.info(
                 f"batch {ahead + 1} of {batches}: loss {found[-1].loss:.4f}, {spent:.1f} s, about {left:.0f} s left"
             )
-    except ProbeFailed as error:  # on every process alike
-        raise UserError(f"{start.load}: {error}") from None
     finally:
         bar.close()
-        parts.train_loader.close()
-    return found, parts.mesh.rank == 0
+    return found
 
 
 def check_shares(config: Config, shares: Sequence[float]) -> None:
@@ -250,30 +257,13 @@ def check_shares(config: Config, shares: Sequence[float]) -> None:
             raise UserError(str(error).replace("--snip-target", "--shares", 1)) from None
 
 
-def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:
-    """A plan for each share of the FLOPs, by the name of its file."""
-    found, shapes = {}, snip_shapes(config, stats.shapes)
-    for share in shares:
-        each = config.replace(snip_target=share)
-        planner = Planner(each, stats, shapes, check_choices(each.snip, shapes), read_times(each.snip))
-        found[f"plan_{100 * share:.10g}"] = planner.solve("snip")
-    return found
-
-
-def write(
-    output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, plans: Mapping[str, Plan]
-) -> str:
+def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, planned: Planned) -> str:
     """Everything that --output gets; returns what the terminal shows."""
-    coarsest, predictions = found.formats[-1], Predictions.of(stats)
+    coarsest, plans = found.formats[-1], planned.plans
     worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
     totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
-    planned = [
-        [name, f"{plan.achieved:.1%}", f"{predictions.total_loss_divergence(plan.linears):.2e}",
-         str(sum(saving(p) == 0 for p in plan.linears.values()))]
-        for name, plan in plans.items()
-    ]  # fmt: skip
-    plan_heads = ["plan", "in FP4", "loss divergence (nats)", "linears without FP4"]
+    plan_heads, plan_rows = planned.table()
     stats.save(output / "stats.json")
     write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
     for name, plan in plans.items():
@@ -287,14 +277,15 @@ def write(
     every = table(heads, [totals, *found.rows([name for name, _ in worst])])
     sections = [
         Section("Sensitivity", "Predicted increase of the loss, in nats, if one linear runs in a format.", figures),
-        Section("Plans", "The cheapest plan for each share.", [pictures.plans([*plans.values()], [*plans])],
-                table(plan_heads, planned)),
+        Section("Plans", ABOUT, [pictures.plans([*plans.values()], [*plans])], table(plan_heads, plan_rows)),
+        *planned.curve(),
         Section("All linears", "Loss divergence with its standard error over batches, the costliest first.", (), every),
     ]  # fmt: skip
     notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
     write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
-    return f"{text_table(heads, rows)}\n\n{text_table(plan_heads, planned)}\n\n{output}/report.html"
+    parts = [text_table(heads, rows), text_table(plan_heads, plan_rows), *(s.text for s in planned.curve())]
+    return "\n\n".join([*parts, f"{output}/report.html"])
 
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -308,32 +299,53 @@ def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list
     )
     parser.add_argument("--output", default="analysis", type=path_word, help="output folder (default: analysis)")
     parser.add_argument("--formats", default="fp8,fp4", help="formats that a linear may take (default: fp8,fp4)")
-    parser.add_argument("--shares", default="0.5,0.75,0.9", help="FP4's shares of the FLOPs (default: 0.5,0.75,0.9)")
+    parser.add_argument("--shares", help=f"FP4's shares of the FLOPs (default: {SHARES})")
     parser.add_argument("--batches", type=int, default=8, help="batches, each probed separately (default: 8)")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch (default: 4)")
     parser.add_argument("--seq-length", type=int, default=1024, help="tokens in a sequence (default: 1024)")
     return parser.parse_known_args(arguments)
 
 
+def read_shares(own: argparse.Namespace) -> list[float]:
+    """--shares; UserError for what are none, and for too few batches."""
+    words = SHARES if own.shares is None else own.shares
+    try:
+        shares = [float(word) for word in words.split(",")]
+    except ValueError:
+        raise UserError(f"--shares {words} are not numbers; give shares from 0 to 1, by comma") from None
+    if own.batches < 1 or not all(0 <= share <= 1 for share in shares):
+        raise UserError(f"--batches is {own.batches}, --shares {words}; give 1 or more, and shares from 0 to 1")
+    return shares
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; UserError for bad input."""
     own, rest = parse_own(arguments)
-    try:
-        shares = [float(word) for word in own.shares.split(",")]
-    except ValueError:
-        raise UserError(f"--shares {own.shares} are not numbers; give shares from 0 to 1, by comma") from None
-    if own.batches < 1 or not all(0 <= share <= 1 for share in shares):
-        raise UserError(f"--batches is {own.batches}, --shares {own.shares}; give 1 or more, and shares from 0 to 1")
+    shares = read_shares(own)
     output = Path(own.output)
     check_output("--output", output / "report.html")
     config, start = options_of(own, rest)
+    if config.snip.snip_max_loss is not None:
+        if own.shares is not None:
+            raise UserError("--shares and --snip-max-loss are alternatives, and both are given; drop one")
+        shares = []
+    check_ranges(config, "snip")
+    check_max_loss(config.snip)
     check_shares(config, shares)
-    each, writes = measure(config, start, own.batches)
-    if writes:
-        stats = Statistics.mean(each)
-        plans = plans_of(config, stats, shares)
+    tries = config.snip.snip_trials > 1
+    ahead = own.batches + (-(-trial_samples(config) // own.batch_size) if tries else 0)
+    parts, batch, iteration = collect_stats.prepare(config, start, ahead, updates=False)
+    try:
+        each = measure(config, parts, batch, iteration, own.batches)
+        trials = make_trials(config, parts, batch, own.batches, iteration) if tries else None
+        planned = plan_and_try(config, each, shares, trials)
+    except (ProbeFailed, TrialFailed) as error:  # on every process alike
+        raise UserError(f"{start.load}: {error}") from None
+    finally:
+        parts.train_loader.close()
+    if parts.mesh.rank == 0:
         try:
-            print(write(output, own, stats, Sensitivity.of(each), plans), flush=True)
+            print(write(output, own, Statistics.mean(each), Sensitivity.of(each), planned), flush=True)
         except OSError as error:
             raise UserError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()

@@ -18,9 +18,9 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from torch import nn
 
@@ -43,6 +43,14 @@ from megatron_snip.train.state_file import new_state
 LOGGER = logging.getLogger("megatron_snip")
 
 
+class Batches(Protocol):
+    """The coming batches of a checkpoint."""
+
+    def __call__(self, ahead: int, samples: int | None = None) -> Batch:
+        """The batch so many after the coming one, or so many samples from there on."""
+        ...
+
+
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
     """Options with which a probe, and nothing else, is built."""
     t = config.training  # a run that has ended has no next batch; one in samples tells its iterations by them
@@ -51,6 +59,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
         precision="snip",
         precision_plan=None,
         snip_target=0.0,  # nothing is planned
+        snip_max_loss=None,
         snip_objective="snip",  # whatever the run's was called
         eval_interval=None,
         wandb_project=None,
@@ -58,9 +67,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
     )
 
 
-def prepare(
-    config: Config, start: Start, batches: int, *, updates: bool = True
-) -> tuple[Parts, Callable[[int], Batch], int]:
+def prepare(config: Config, start: Start, batches: int, *, updates: bool = True) -> tuple[Parts, Batches, int]:
     """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
 
     updates: whether the probe looks at updates, and so at the optimiser's moments.  Every process calls it.
@@ -91,8 +98,8 @@ def prepare(
     size = parts.train_loader.size(consumed)
     parts.coordinator.probe.tokens = size * config.model.seq_length
 
-    def batch(ahead: int) -> Batch:
-        return parts.train_loader.make(consumed + ahead * size, size)
+    def batch(ahead: int, samples: int | None = None) -> Batch:
+        return parts.train_loader.make(consumed + ahead * size, samples or size)
 
     runtime.seed_iteration(config.training.seed, start.iteration + 1)
     return parts, batch, start.iteration + 1

@@ -14,35 +14,52 @@ The statistics contain the model's shape.  If --load, the run folder of the stat
 come from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and
 --granularity are other names of --snip-target, --snip-options and --snip-granularity; --snip-fix, --gemm-times,
 --snip-stage-constraint and the rest work as in training.
+
+With --try, best.json is what a run would apply: --snip-trials forward passes of the weights of --load compare the
+plan with others if it costs more than predicted.  They read the data of its run, or of --data-path, after the
+batches that --snip-probe-tokens covers.  The file has what was measured ("trial").  --snip-max-loss NATS in place of
+a saving takes the largest share that measures below, and implies --try.  Start it with torchrun for several processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_snip import runtime
 from megatron_snip.arguments import parse
+from megatron_snip.cli.collect_stats import prepare
+from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files import check_output, one_line, path_word
 from megatron_snip.jsonfile import write_atomic
+from megatron_snip.snip.curve import points_of, where_it_breaks
+from megatron_snip.snip.max_loss import judgement
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
 from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.planner import BASELINES, Planner
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.predict.sampling import batches_of
+from megatron_snip.snip.trial import TrialFailed, Tried, with_record
+from megatron_snip.train.curve_picture import WHAT, measured_curve
 from megatron_snip.train.report_page import Section, page
 from megatron_snip.train.report_pictures import pareto
-from megatron_snip.train.run_folder import saved_options, with_saved_options
+from megatron_snip.train.run_folder import Start, saved_options, with_saved_options
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.state_file import read_run_file
 from megatron_snip.train.validate import check_ranges
 
+LOGGER = logging.getLogger("megatron_snip")
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
 
@@ -56,6 +73,18 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
         saved = saved_options({"config": of_run.to_dict()}, ("model",))
         config = parse(words, saved)
     return config
+
+
+def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:
+    """The options of a command line with model, training and data of --load, and its weights; None to try nothing."""
+    config = parse(words)
+    if not trying and config.snip.snip_max_loss is None:
+        return None
+    option = "--try" if trying else "--snip-max-loss"
+    check_trials(config, option)
+    if not config.checkpoint.load:
+        raise UserError(f"{option} runs the model, and --load names none; give a folder of checkpoints")
+    return with_saved_options(words, ("model", "training", "data"))
 
 
 def make_planner(config: Config, path: Path) -> Planner:
@@ -80,9 +109,34 @@ def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
     return " x ".join(map(str, sizes[name])) if name in sizes else "not there"
 
 
-def make_plans(planner: Planner, num_random: int, seed: int) -> dict[str, Plan]:
-    """File name -> plan; the one of --snip-objective first."""
-    plans = {"best": planner.solve(planner.config.snip.snip_objective)}
+def try_best(planner: Planner, plan: Plan, start: Start) -> tuple[Plan, list[Tried], int]:
+    """What a run would apply in place of a plan, what was tried, and on how many tokens; every process calls it."""
+    config = planner.config
+    if start.iteration + 1 != planner.stats.iteration:
+        LOGGER.warning(
+            f"the statistics are of iteration {planner.stats.iteration}, and --load has the weights before iteration "
+            f"{start.iteration + 1}; give --ckpt-step for others"
+        )
+    size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
+    probed = batches_of(config.snip, size * config.model.seq_length)
+    try:
+        parts, batch, iteration = prepare(config, start, probed + -(-trial_samples(config) // size), updates=False)
+        try:
+            trials = make_trials(config, parts, batch, probed, iteration)
+            tried = try_as_a_run(planner, plan, trials)
+        finally:
+            parts.train_loader.close()
+    except TrialFailed as error:  # on every process alike
+        raise UserError(f"--load {start.load}: the trial failed: {error}") from None
+    best = with_record(tried, trials.tokens)
+    if best is None:
+        raise UserError(f"--load {start.load}: no plan has a finite loss in the trial; give other options or weights")
+    return best, tried, trials.tokens
+
+
+def make_plans(planner: Planner, best: Plan, num_random: int, seed: int) -> dict[str, Plan]:
+    """File name -> plan; the best first."""
+    plans = {"best": best}
     plans |= {f"random_{i}": planner.solve("random", seed + i) for i in range(num_random)}
     return plans | {name: planner.solve(name) for name in planner.baselines}
 
@@ -129,15 +183,32 @@ def table(rows: dict[str, dict[str, Any]], objective: str, measure: str) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-def generate(config: Config, stats: Path, output_dir: Path, num_random: int, seed: int) -> str:
-    """Write everything to a folder; returns the table.  UserError for bad input, before anything is written."""
+def generate(
+    config: Config, stats: Path, output_dir: Path, num_random: int, seed: int, start: Start | None = None
+) -> str:
+    """Write everything to a folder; returns the table.  UserError for bad input, before anything is written.
+
+    start: weights to try the plan with; every process then calls it, and rank 0 writes.
+    """
     if num_random < 0 or seed < 0:
         raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
     check_output("--output-dir", output_dir / "best.json")
     planner, objective = make_planner(config, stats), config.snip.snip_objective
-    plans, frontier = make_plans(planner, num_random, seed), planner.frontier(objective)
+    solved, sections, said = planner.solve(objective), [], ""
+    best = solved
+    if start is not None:
+        nats = config.snip.snip_max_loss
+        best, tried, tokens = try_best(planner, solved, start)
+        if runtime.environment_rank() > 0:
+            return ""
+        said = told(best, tried, tokens, nats)
+        if nats is not None:
+            sections.append(measured_section(planner, tried, said))
+            planner = replace(planner, config=planner.config.replace(snip_target=best.target, snip_max_loss=None))
+            solved = best
+    plans, frontier = make_plans(planner, best, num_random, seed), planner.frontier(objective)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
-    bound = plans["best"].solver.bound
+    bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
     points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
@@ -148,17 +219,31 @@ def generate(config: Config, stats: Path, output_dir: Path, num_random: int, see
     for name, row in rows.items():
         kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
         kind.append((row["saved"], row["quality_loss"], name))
-    what = "FP4's share of the linears' FLOPs" if about["measure"] == "fp4" else "share of modelled GEMM time saved"
-    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, what)
-    facts = [("statistics", str(stats)), ("objective", objective), ("target", str(config.snip.snip_target))]
-    write_atomic(
-        output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], [Section("Trade-off", "", [figure])])
-    )
+    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
+    facts = [("statistics", str(stats)), ("objective", objective), ("target", str(planner.config.snip.snip_target))]
+    sections.append(Section("Trade-off", "", [figure]))
+    write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
     why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
-    return table(rows, objective, planner.choices.measure) + held + why
+    return table(rows, objective, planner.choices.measure) + held + why + (f"\n{said}" if said else "")
+
+
+def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) -> str:
+    """What a trial found, in a line."""
+    assert best.trial is not None
+    return (
+        f"of {len(tried)} plans on {tokens} tokens {best.trial.name!r} is {judgement(best, nats)}: "
+        f"{best.trial.increase:.4g} +- {best.trial.error:.2g} nats above BF16"
+    )
+
+
+def measured_section(planner: Planner, tried: Sequence[Tried], said: str) -> Section:
+    """The measured curve, and what was made of it."""
+    points = points_of(tried, Predictions.of(planner.stats), planner.saved_by)
+    figure = measured_curve(points, WHAT[planner.choices.measure])
+    return Section("Measured", f"{said}. {where_it_breaks(points)}", [figure])
 
 
 def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
@@ -191,22 +276,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--options", help="precisions a linear may take, comma-separated")
     parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
+    parser.add_argument("--try", dest="trying", action="store_true", help="measure with the weights of --load")
     parser.add_argument("--num-random", type=int, default=5, help="random plans (default: 5)")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
     own, rest = parser.parse_known_args(arguments)
+    is_first = runtime.environment_rank() == 0
     if twice := given_twice(own, rest):
         print(f"generate_plan: {twice}", file=sys.stderr)
         return 1
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)
-        config = read_config(rest, stats).replace(**given)
-        text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed)
+        if own.efficiency_saving is not None:  # so that it replaces a --snip-max-loss of --config
+            rest = [*rest, f"--snip-target={own.efficiency_saving}"]
+        config, start = read_run(rest, own.trying) or (read_config(rest, stats), None)
+        config = config.replace(**given)
+        text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
     except (UserError, OSError) as error:
-        print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
+        if is_first:
+            print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
+        else:
+            time.sleep(3.0)  # torchrun ends all as soon as one has failed; the first one has to tell
         return 1
-    print(f"{text}\nplans and pareto.html are in {own.output_dir}")
+    if is_first:
+        print(f"{text}\nplans and pareto.html are in {own.output_dir}")
+    if start is not None:
+        runtime.stop()
     return 0
 
 

@@ -28,6 +28,8 @@ from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.curve import points_of, where_it_breaks
+from megatron_snip.snip.max_loss import judged, judgement, proposals
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved
@@ -46,7 +48,7 @@ from megatron_snip.snip.plan_metrics import (
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
-from megatron_snip.snip.trial import Ints, Proposals, TrialFailed, TrialRunner, Trials, first_plans, try_plan
+from megatron_snip.snip.trial import TrialFailed, TrialRunner, Trials, try_plan
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
@@ -223,7 +225,7 @@ class Coordinator:
             LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
         options = tuple(str(option) for option in self.options)
         due = iteration + self.snip.snip_apply_lag
-        self._start(Pending(iteration, due, options, self.snip.snip_objective, request))
+        self._start(Pending(iteration, due, options, self.snip.snip_objective, request, self.snip.snip_max_loss))
         return metrics
 
     def _batches(self, iteration: int) -> int:
@@ -254,7 +256,8 @@ class Coordinator:
         else:
             plan: Plan | None = Plan.from_dict(solved, "plan from rank 0")
             assert plan is not None
-            if trial_runner is not None and self.snip.snip_trials > 1 and self.predictions is not None:
+            may = trial_runner is not None and self.snip.snip_trials > 1 and self.predictions is not None
+            if may or pending.max_loss is not None:
                 plan, tried = self._try(pending, plan, trial_runner)
                 metrics |= tried
             start = time.perf_counter()
@@ -263,32 +266,31 @@ class Coordinator:
         return metrics | {"snip/apply_seconds": time.perf_counter() - start}
 
     def _try(
-        self, pending: Pending, plan: Plan, trial_runner: Callable[[int], TrialRunner]
+        self, pending: Pending, plan: Plan, trial_runner: Callable[[int], TrialRunner] | None
     ) -> tuple[Plan | None, Metrics]:
         """The plan that measures best, None where the one in force stays, and what was measured."""
         begin, propose = time.perf_counter(), None
         try:
+            if trial_runner is None:
+                raise TrialFailed(f"--snip-max-loss {pending.max_loss:g}, and --snip-trials is 0")
             ahead = max(0, pending.probed + self._batches(pending.probed) - plan.iteration)
             trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
             if self.mesh.rank == 0:
-                propose = self._proposals(pending, plan)
-            assert self.predictions is not None, "an objective that measures nothing is taken at its word"
-            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions)
+                propose = proposals(pending, plan, self.shapes, self.times.hardware, self.plan, self.seed)
+            judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
+            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, judge)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)
         if best is None:
             return None, metrics | self._keep(plan.iteration, "no plan has a finite loss in the trial")
-        if best.trial is not None and best.trial.name == "in_force":
+        assert best.trial is not None
+        if pending.max_loss is not None:
+            LOGGER.info(f"iteration {plan.iteration}: {best.trial.name!r} is {judgement(best, pending.max_loss)}")
+            LOGGER.info(f"iteration {plan.iteration}: {where_it_breaks(points_of(tried, self.predictions))}")
+        if best.trial.name == "in_force":
             return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}
         return best, metrics
-
-    def _proposals(self, pending: Pending, plan: Plan) -> Proposals:
-        plan_of = partial(pending.plan_of, shapes=self.shapes, hardware=self.times.hardware)
-        first = partial(
-            first_plans, plan, pending.request, self.shapes, pending.precisions, plan_of, self.plan, self.seed
-        )
-        return Proposals(first, pending.request, self.shapes, pending.precisions, plan_of)
 
     def _take(self, plan: Plan) -> Metrics:
         """Apply a plan if all processes hold the same."""

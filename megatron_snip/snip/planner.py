@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve_pareto
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
 from megatron_snip.snip.plan.options import Choices, solve_request
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
-Floats = NDArray[np.float64]
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
 POINTS = 21  # of the frontier
+DRAWS = 16  # plans of a regret
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,15 @@ class Planner:
     def solve(self, objective: str, seed: int = 0) -> Plan:
         """The plan of an objective.  InfeasibleTarget also names the linears whose statistics are not finite."""
         try:
-            solution = self.request(objective, seed).solve()
+            request = self.request(objective, seed)
+            solution = request.solve()
         except InfeasibleTarget as error:
             if not (bad := self.stats.not_finite):
                 raise
             names = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
             said = f"{error}; held at the base option, as statistics are not finite: {names}"
             raise InfeasibleTarget(said, error.reachable) from None
-        return self.plan(solution, objective, self.config.snip.snip_target)
+        return self.plan(solution, objective, request.target)
 
     def frontier(self, objective: str, **limits: float) -> list[Plan]:
         """Plans from no saving to the most that can be reached, the target's own among them, by rising target.
@@ -73,19 +73,25 @@ class Planner:
         request = self.request(objective)
         arguments = {field.name: getattr(request, field.name) for field in fields(request)}
         quality, saved, target = (arguments.pop(name) for name in ("quality_loss", "efficiency", "target"))
-        most = self._most_reachable(saved, arguments)
+        most = request.most()
         targets = sorted({*np.linspace(0.0, most, POINTS).tolist(), min(target, most)})
         solutions = solve_pareto(quality, saved, targets, **{**arguments, **limits})
         return [self.plan(s, objective, t) for s, t in zip(solutions, targets, strict=True)]
 
-    @staticmethod
-    def _most_reachable(saved: Floats, arguments: dict[str, Any]) -> float:
-        terms = {name: arguments[name] for name in ("stage", "time", "ties", "fixed", "reserved")}
-        try:
-            check_target(saved, 1.0, **terms)
-        except InfeasibleTarget as error:
-            return error.reachable * (1 - 1e-9)
-        return 1.0
+    def regret(self, plan: Plan, each: Sequence[Statistics]) -> float | None:
+        """Nats by which plans of other tokens are worse than this one, which the statistics made, in the mean.
+
+        each: statistics of the parts whose mean this planner has, such as batches.  They are drawn with replacement,
+        DRAWS times; each draw makes a plan, and these statistics judge it.  None for one part, or without a prediction.
+        """
+        predictions, generator, found = Predictions.of(self.stats), np.random.default_rng(0), []
+        own = predictions.total_loss_divergence(plan.linears)
+        for _ in range(DRAWS if len(each) > 1 else 0):
+            drawn = Statistics.mean([each[part] for part in generator.integers(len(each), size=len(each))])
+            other = replace(self, stats=drawn).solve(plan.objective)
+            found.append(predictions.total_loss_divergence(other.linears))
+        known = [loss - own for loss in found if loss is not None and own is not None]
+        return float(np.mean(known)) if known else None
 
     def quality_of(self, plan: Plan, request: SolveRequest) -> float:
         """A plan's quality loss by the objective that a request was made with."""

@@ -73,6 +73,11 @@ class Tried:
     improves: bool  # better than the plan that it was made from
     predicted: float | None = None  # by the probe's sum of single linears, nats
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether its loss is."""
+        return math.isfinite(self.increase)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for logs and plan files."""
         values = {"increase": self.increase, "error": self.error, "predicted": self.predicted}
@@ -338,19 +343,30 @@ def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
 
 
 def try_plan(
-    trials: Trials, propose: Propose | None, passes: int, solved: Plan, predictions: Predictions
+    trials: Trials,
+    propose: Propose | None,
+    passes: int,
+    solved: Plan,
+    predictions: Predictions | None,
+    judge: Callable[[Sequence[Tried]], list[Tried]] | None = None,
 ) -> tuple[list[Tried], Plan | None]:
-    """Run the solver's plan and what ``propose`` gives on rank 0: all that was tried, and the best with its record.
+    """Run what ``propose`` gives on rank 0, the solver's plan first; return all tried plans, and the best with its record.
 
-    The plan is None if none had a finite loss.  Every process calls it.  Raises TrialFailed on all of them.
+    judge: decides which plan is taken, where it is not the one of least loss; all proposals are run then.
+
+    The plan is None if none had a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
     """
-    predicted = predictions.total_loss_divergence(solved.linears)
-    found = trials.run(propose, passes, -math.inf if predicted is None else predicted)
-    tried = [dataclasses.replace(one, predicted=predictions.total_loss_divergence(one.plan.linears)) for one in found]
+
+    def predicted(plan: Plan) -> float | None:
+        return None if predictions is None else predictions.total_loss_divergence(plan.linears)
+
+    enough = predicted(solved) if judge is None else None
+    found = trials.run(propose, passes, -math.inf if enough is None else enough)
+    tried = [dataclasses.replace(one, predicted=predicted(one.plan)) for one in (judge(found) if judge else found)]
     best = with_record(tried, trials.tokens)
     if best is not None:
         taken = next(one for one in reversed(tried) if one.taken)
-        which = f"best of {len(tried)} plans" if len(tried) > 1 else "one plan"
+        which = f"{'taken' if judge else 'best'} of {len(tried)} plans" if len(tried) > 1 else "one plan"
         LOGGER.info(
             f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
         )

@@ -289,7 +289,10 @@ class _Stretches:
         return self._stretch(TRIAL, run, left_out=(left_out[0], left_out[1]))
 
     def _plan_at_target(self) -> None:
-        """A plan that saves --snip-target of each stage, by giving its first linears the option that saves most."""
+        """A plan that saves --snip-target of each stage, by giving its first linears the option that saves most.
+
+        What --snip-max-loss will find is unknown; the target's default stands for it.
+        """
         shapes = snip_shapes(self.config)
         options = read_choices(self.config.snip, shapes).options
         saved = efficiency(shapes, options, "fp4")

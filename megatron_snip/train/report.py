@@ -209,7 +209,10 @@ def _trade_off(run: Run) -> Section | None:
         what,
     )
     text = f"All plans are scored with the statistics of iteration {run.stats.iteration} and the objective {objective}."
-    return Section("Trade-off", f"{text} The target was {snip.get('snip_target')}.", [figure])
+    asked = f"The target was {snip.get('snip_target')}."
+    if (nats := snip.get("snip_max_loss")) is not None:
+        asked = f"Each plan was the largest that measured below {nats} nats."
+    return Section("Trade-off", f"{text} {asked}", [figure])
 
 
 def _planner(run: Run, stats: Statistics) -> Planner:

@@ -16,6 +16,7 @@ from megatron_snip.data.workers import check_workers
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
+from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule
 
 #: Every numeric option by its range; None is accepted where an option allows it.
@@ -42,7 +43,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "memory_gib",
+        "adam_eps", "memory_gib", "snip_max_loss",
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
@@ -201,6 +202,7 @@ def _validate_choices(config: Config) -> None:
             "so that one solve ends before the next begins"
         )
     _validate_guard(config)
+    check_max_loss(s)
     if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
         raise UserError(
             f"--snip-stage-target means --snip-stage-constraint each, but {s.snip_stage_constraint} is given; "

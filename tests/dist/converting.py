@@ -16,7 +16,7 @@ from megatron_snip.train import run_folder
 from megatron_snip.train.step import Stepper
 from tests.dist.runs import make, train_run
 from tools import analyse as analyse_tool
-from megatron_snip.cli import collect_stats, convert_checkpoint
+from megatron_snip.cli import collect_stats, convert_checkpoint, generate_plan
 
 
 def convert(*words: str) -> str:
@@ -127,3 +127,11 @@ def first_batch(options: dict[str, Any]) -> dict[str, Any]:
     Stepper.step = step  # type: ignore[method-assign]
     train_run({**options, "train_iters": 1})
     return found
+
+
+def plan(*words: str) -> tuple[int, str, str]:
+    """tools/generate_plan.py: its status, what it prints, and what it complains of."""
+    runtime.stop = lambda: None
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as complained:
+        status = generate_plan.main(words)
+    return status, said.getvalue(), complained.getvalue()

@@ -11,10 +11,10 @@ from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
-from tests.dist.converting import analyse, analyse_unprobed
+from tests.dist.converting import analyse, analyse_unprobed, plan
 from tests.dist.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
-from tests.unit.train.recorded import shown
+from tests.unit.train.recorded import named, shown
 
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.dist
@@ -155,3 +155,77 @@ def test_errors_name_the_option(words, message, model, tmp_path):
     ((said, error),) = run_ranks(analyse, 1, *given)
     assert said == "" and message in error
     assert not (tmp_path / "out/report.html").exists()
+
+
+def test_the_measured_curve(analysed):
+    """Plans of --shares and others between, each beside its prediction, on tokens that the probe did not read."""
+    said, out = analysed
+    (figure,) = shown(out / "report.html")["Measured curve"]
+    measured, predicted = named(figure)["measured"], named(figure)["predicted"]
+    assert measured["x"] == predicted["x"] == sorted(measured["x"]) and len(measured["x"]) == 9
+    assert measured["x"][0] == 0.0 and measured["x"][-1] == 1.0 and min(measured["error_y"]["array"]) > 0
+    half = Plan.load(out / "plan_50.json")
+    assert half.trial.tokens == 768 and half.trial.increase in [one["increase"] for one in half.trial.tried]
+    assert len(half.trial.tried) == 9 and half.trial.name == "target 50%"
+    assert "Measured on 768 tokens that the probe did not read." in said
+    assert said.count("The curve ") == 1
+
+
+def test_no_trials_leave_the_rest_as_it_is(model, analysed, tmp_path):
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *EXACT]
+    ((said, error),) = run_ranks(analyse, 1, *words, "--snip-trials", "0")
+    assert error == "" and "The curve" not in said
+    one, other = (json.loads((out / "sensitivity.json").read_text()) for out in (analysed[1], tmp_path / "out"))
+    assert one == other
+    ours, theirs = (Plan.load(out / "plan_50.json") for out in (analysed[1], tmp_path / "out"))
+    assert theirs.trial is None and theirs.linears == ours.linears
+    assert "Measured curve" not in shown(tmp_path / "out/report.html")
+
+
+def test_sharded_it_measures_the_same(model, analysed, tmp_path):
+    """Every process runs what rank 0 proposes."""
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "pp"), *EXACT]
+    more = ["--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "none"]
+    results = run_ranks(analyse, 2, *words, *more)
+    assert [error for _, error in results] == ["", ""] and results[1][0] == ""
+    one, other = (Plan.load(folder / "plan_90.json") for folder in (analysed[1], tmp_path / "pp"))
+    assert other.linears == one.linears and other.trial.tokens == one.trial.tokens
+    assert other.trial.increase == pytest.approx(one.trial.increase, rel=0.02, abs=2e-4)
+
+
+def test_a_loss_in_place_of_shares(model, tmp_path):
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL[:-2]]
+    ((said, error),) = run_ranks(analyse, 1, *words, "--snip-max-loss", "10", "--snip-trials", "4")
+    assert error == "" and "target 100%" not in said and "\nplan  100.0%" in said
+    assert Plan.load(tmp_path / "out/plan.json").trial.name == "target 100%"
+    assert not list((tmp_path / "out").glob("plan_*.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shares", "0.5", "--snip-max-loss", "1"], "--shares and --snip-max-loss are alternatives, and both are given"),
+        (["--snip-max-loss", "1", "--snip-trials", "0"], "--snip-max-loss 1 is about what trials measure"),
+        (["--snip-max-loss", "-1"], "--snip-max-loss is -1.0; give a number above 0"),
+        (["--snip-trials", "-1"], "--snip-trials is -1; give 0 or more"),
+    ],
+)
+def test_bad_trials_are_told_before_the_probe(words, message, model, tmp_path):
+    given = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL[:-2], *words]
+    ((said, error),) = run_ranks(analyse_unprobed, 1, *given)
+    assert said == "" and error.startswith(message)
+
+
+def test_its_statistics_make_a_plan_that_several_processes_try(model, analysed, tmp_path):
+    """One of them writes; all know what is wrong, and one says it."""
+    out = analysed[1]
+    words = ["--stats", str(out / "stats.json"), "--load", str(model), "--output-dir", str(tmp_path / "plans"), "--try"]
+    words += ["--data-path", str(out / "data"), "--seq-length", "128", "--global-batch-size", "2", "--train-iters", "1"]
+    words += ["--split", "1,0,0", "--snip-trials", "3", "--snip-trial-tokens", "512", "--snip-probe-tokens", "768"]
+    words += ["--efficiency-saving", "0.5", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model), "--tensor-model-parallel-size", "2"]
+    first, other = run_ranks(plan, 2, *words)
+    assert (first[0], other) == (0, (0, "", "")), first
+    best = Plan.load(tmp_path / "plans/best.json")
+    assert best.trial.tokens == 512 and f"'{best.trial.name}' is best" in first[1]
+    first, other = run_ranks(plan, 2, *words, "--pipeline-model-parallel-size", "2")
+    assert other == (1, "", "") and first[0] == 1 and "world size 2 is not a multiple" in first[2]

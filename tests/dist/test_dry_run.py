@@ -178,6 +178,12 @@ def test_peaks_are_those_of_a_run(options: dict) -> None:
         assert stretch.total - before == pytest.approx(rise, rel=0.1)
 
 
+def test_a_run_to_a_loss_is_counted_at_the_default_target() -> None:
+    options = {**SMALL, "hidden_size": 128, "seq_length": 128}
+    found = [measure_all(options_of({**options, **more}), 1, [0]) for more in ({}, {"snip_max_loss": 0.1})]
+    assert [stretch.counts for stretch in found[0][0].stretches] == [stretch.counts for stretch in found[1][0].stretches]
+
+
 @pytest.mark.parametrize("name", WORLD_SIZES)
 def test_every_example(name: str) -> None:
     """With a block a stage: the processes hold the model together, and multiply as often as it takes."""

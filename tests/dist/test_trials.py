@@ -40,6 +40,25 @@ def tried(folder, layout: dict, world: int) -> dict[str, tuple[float, float]]:
     return {one["name"]: (one["increase"], one["error"]) for one in plan.trial.tried}
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp2 x pp2 x dp2"), *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "cp2"))]
+)
+def test_every_process_takes_the_same_largest_share(layout, tmp_path):
+    """Each solves for nothing: rank 0 proposes target after target, and all measure them."""
+    options, world = LAYOUTS[layout]
+    options = {**OPTIONS, **options, "snip_max_loss": 1e-3, "snip_trials": 6, "run_dir": str(tmp_path)}
+    run_ranks(train, world, options)
+    rows = [read_metrics(metrics_file(tmp_path, rank))[-1] for rank in range(world)]
+    keys = ("snip/plan_hash", "snip/trial_increase", "snip/trial_increase_standard_error", "snip/trial_passes")
+    assert len({tuple(row[key] for key in keys) for row in rows}) == 1, "every process has the same"
+    plan = Plan.load(tmp_path / "plans/iter_0000003.json")
+    assert plan.hash == rows[0]["snip/plan_hash"]
+    below = [one["name"] for one in plan.trial.tried if one["increase"] + 2 * one["error"] < 1e-3]
+    shares = [float(name.removeprefix("target ").removesuffix("%")) for name in below]
+    assert plan.trial.name == (f"target {max(shares):.4g}%" if shares else "target 0%")
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return tried(tmp_path_factory.mktemp("alone"), {}, 1)

@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_snip import config as config_module
-from megatron_snip.arguments import parse
+from megatron_snip.arguments import ALTERNATIVES, parse
 from megatron_snip.config import Config, option_groups
 from megatron_snip.errors import UserError
 
@@ -60,7 +60,7 @@ WORDS = {
     "snip_apply_lag": "2", "snip_options": "fp8,fp4/fp4/fp8", "snip_granularity": "gemm", "snip_fix": "layers.0.*=fp8",
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",
     "snip_objective": "random", "snip_probe_tokens": "512", "snip_weight": "2.0",
-    "snip_trials": "4", "snip_trial_tokens": "256",
+    "snip_trials": "4", "snip_trial_tokens": "256", "snip_max_loss": "0.05",
     "snip_warmup_precision": "fp8", "snip_stage_target": True,
     "snip_solve_timeout": "30", "snip_guard": True, "snip_guard_patience": "3", "snip_bf16_eval_interval": "4",
     "dry_run": True, "world_size": "512", "memory_gib": "80.5", "dry_run_json": "dry.json",
@@ -146,14 +146,44 @@ def test_the_table_above_has_every_option_and_no_default():
     assert [name for name, value in EXPECTED.items() if value == defaults[name]] == []
 
 
-def test_every_option_on_the_command_line():
-    got = flat(parse(command_line(WORDS)))
-    assert got == EXPECTED
-    assert [type(value) for value in got.values()] == [type(EXPECTED[name]) for name in got]
+def without(left: str, options: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if name != left}
 
 
-def test_every_option_in_toml(tmp_path):
-    assert flat(parse(["--config", str(toml(EXPECTED, tmp_path))])) == EXPECTED
+@pytest.mark.parametrize("left", ALTERNATIVES)
+def test_every_option_on_the_command_line(left):
+    got = flat(parse(command_line(without(left, WORDS))))
+    assert got == {**EXPECTED, left: flat(Config())[left]}
+    assert [type(value) for value in without(left, got).values()] == [
+        type(EXPECTED[name]) for name in without(left, got)
+    ]
+
+
+@pytest.mark.parametrize("left", ALTERNATIVES)
+def test_every_option_in_toml(left, tmp_path):
+    got = flat(parse(["--config", str(toml(without(left, EXPECTED), tmp_path))]))
+    assert got == {**EXPECTED, left: flat(Config())[left]}
+
+
+def test_two_alternatives_are_refused(tmp_path):
+    """Together on the command line, or in the file; one on the command line wins over the other in the file."""
+    both = "--snip-target and --snip-max-loss are alternatives, and both are given; drop one"
+    assert error(["--snip-max-loss=0.1", "--snip_target", "0.75"]) == both
+    path = toml({"snip_target": 0.5, "snip_max_loss": 0.1}, tmp_path)
+    assert error(["--config", str(path)]) == f"--config {path}: {both}"
+    snip = parse(["--config", str(toml({"snip_target": 0.5}, tmp_path)), "--snip-max-loss", "0.1"]).snip
+    assert (snip.snip_max_loss, snip.snip_target) == (0.1, 0.75)
+    snip = parse(["--config", str(toml({"snip_max_loss": 0.1}, tmp_path)), "--snip-target", "0.6"]).snip
+    assert (snip.snip_max_loss, snip.snip_target) == (None, 0.6)
+
+
+def test_what_a_run_had_gives_way_to_its_alternative(tmp_path):
+    """Its saved options have both, as the target is never missing."""
+    saved = {"snip_target": 0.75, "snip_max_loss": 0.1}
+    assert parse([], saved).snip.snip_max_loss == 0.1
+    assert parse(["--snip-target", "0.5"], saved).snip.snip_max_loss is None
+    path = str(toml({"snip_max_loss": 0.2}, tmp_path))
+    assert parse(["--config", path], {"snip_target": 0.5}).snip.snip_max_loss == 0.2
 
 
 def test_toml_tables_and_dashes_mean_nothing(tmp_path):

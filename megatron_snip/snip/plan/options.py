@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -167,7 +167,8 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     times.check(choices.formats)
     saved = efficiency(shapes, choices.options, choices.measure, times)
     most = float(saved[:, ~choices.reserved].max(axis=1).sum())
-    if snip.snip_target > most * (1 + 1e-9):
+    target = snip.snip_target if snip.snip_max_loss is None else 0.0
+    if target > most * (1 + 1e-9):
         raise UserError(
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
@@ -176,7 +177,7 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     try:
         check_target(
             saved,
-            snip.snip_target,
+            target,
             stage=stages(shapes) if constraint == "each" else None,
             ties=choices.ties,
             fixed=choices.fixed,
@@ -201,13 +202,14 @@ def solve_request(
     """The solver's request; quality_loss [L, O] over ``choices.options``.
 
     held [L]: options of linears that cannot be judged, -1 for others; --snip-fix takes precedence, and ties extend
-    both.  current: precisions in force, for --snip-churn.
+    both.  current: precisions in force, for --snip-churn.  Under --snip-max-loss the target is the most that can be
+    reached.
     """
     fixed = choices.fixed if held is None else _with_held(choices, held)
     constraint = _stage_constraint(snip, shapes)
     column = {option: index for index, option in enumerate(choices.options)}
     now = None if current is None else np.array([column.get(current[shape.name], -1) for shape in shapes], np.int64)
-    return SolveRequest(
+    request = SolveRequest(
         quality_loss=quality_loss,
         efficiency=efficiency(shapes, choices.options, choices.measure, times),
         target=snip.snip_target,
@@ -219,6 +221,7 @@ def solve_request(
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
     )
+    return request if snip.snip_max_loss is None else replace(request, target=request.most())
 
 
 def _stage_constraint(snip: SnipConfig, shapes: Sequence[LinearShape]) -> str:

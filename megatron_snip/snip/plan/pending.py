@@ -22,6 +22,7 @@ class Pending:
     options: tuple[str, ...]  # columns of the matrices
     objective: str
     request: SolveRequest
+    max_loss: float | None = None  # --snip-max-loss: the request's target is then the most that can be reached
 
     @property
     def precisions(self) -> list[LinearPrecision]:
@@ -45,4 +46,5 @@ class Pending:
     def from_dict(cls, values: Mapping[str, Any]) -> Pending:
         """Read the value from `to_dict`."""
         request = SolveRequest.from_dict(values["request"])
-        return cls(values["probed"], values["due"], tuple(values["options"]), values["objective"], request)
+        asked = values["objective"], request, values.get("max_loss")
+        return cls(values["probed"], values["due"], tuple(values["options"]), *asked)

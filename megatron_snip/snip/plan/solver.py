@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.jsonfile import Finite, checked
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
 GRACE_SECONDS = 60.0
@@ -122,6 +122,15 @@ class SolveRequest:
             if found[name] is not None:
                 found[name] = _array(name, found[name], shape)
         return cls(**found)
+
+    def most(self) -> float:
+        """The highest target, at most 1, that a plan reaches."""
+        terms = {name: getattr(self, name) for name in ("stage", "time", "ties", "fixed", "reserved")}
+        try:
+            check_target(self.efficiency, 1.0, **terms)
+        except InfeasibleTarget as error:
+            return max(0.0, error.reachable * (1 - 1e-9))
+        return 1.0
 
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
+from megatron_snip.cli.shares import plan_and_try
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
@@ -18,7 +19,7 @@ from megatron_snip.train.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown
-from tools.analyse import Sensitivity, parse_own, plans_of, tokenised, warn_of_repeats, weights_of, write
+from tools.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
 
 
 def test_what_json_has_no_word_for_is_null():
@@ -34,8 +35,19 @@ def test_text_that_repeats_is_told(batches, said, tmp_path, caplog):
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         builder.add_document([7] * 1024)
     words = f"model --data {tmp_path}/data --batches {batches} --batch-size 2 --seq-length 128"
-    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0])
+    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 0)
     assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+def test_text_that_trials_read_again_is_told(tmp_path, caplog):
+    with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        builder.add_document([7] * 1024)
+    words = f"model --data {tmp_path}/data --batches 3 --batch-size 2 --seq-length 128"
+    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 256)
+    assert caplog.text == ""
+    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 257)
+    assert "3 batches of 2 x 128 and trials of 257 take 1,025: text repeats" in caplog.text
+    assert "fewer --batches or --snip-trial-tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -92,13 +104,16 @@ def test_the_table_of_plans_by_hand(tmp_path):
     stats = statistics(shapes, token, ones, dict.fromkeys(token, ones))
     own, _ = parse_own(["model", "--data", "text"])
     options = {**MODEL, "num_layers": 1, "snip_options": "fp8,mxfp4,nvfp4", "precision": "snip"}
-    plans = plans_of(Config().replace(**options), stats, (0.4, 0.404, 0.5))
-    assert list(plans) == ["plan_40", "plan_40.4", "plan_50"]
-    text = write(tmp_path, own, stats, Sensitivity.of([stats]), plans)
+    planned = plan_and_try(Config().replace(**options), [stats], (0.4, 0.404, 0.5), None)
+    assert list(planned.plans) == ["plan_40", "plan_40.4", "plan_50"]
+    text = write(tmp_path, own, stats, Sensitivity.of([stats]), planned)
     heads, *rows = text.split("\n\n")[1].splitlines()
     assert heads.endswith("linears without FP4")
-    assert [row.split()[0::3] for row in rows] == [["plan_40", "4"], ["plan_40.4", "4"], ["plan_50", "3"]]
+    assert [[row.split()[0], *row.split()[3:]] for row in rows] == [
+        ["plan_40", "-", "-", "4"], ["plan_40.4", "-", "-", "4"], ["plan_50", "-", "-", "3"]
+    ], "one batch has no regret, and nothing was tried"  # fmt: skip
+    assert "Measured curve" not in shown(tmp_path / "report.html") and len(text.split("\n\n")) == 3
     assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
     assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404
     steps = shown(tmp_path / "report.html")["Plans"][0]["plans"]["steps"]
-    assert [title.split(":")[0] for title, _ in steps] == list(plans), "they belong to no iteration"
+    assert [title.split(":")[0] for title, _ in steps] == list(planned.plans), "they belong to no iteration"

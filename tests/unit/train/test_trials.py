@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.report import write_report
 from megatron_snip.train.step import Stepper
+from tests.unit.train.recorded import named, run_of_everything, shown
 from tests.unit.train.test_loop import SNIP, curve
 
 
@@ -41,6 +44,30 @@ def test_a_plan_that_was_tried_says_so(train_here, tmp_path, monkeypatch):
     assert plan.achieved >= 0.5 and row["snip/plan_hash"] == plan.hash
 
 
+def test_a_run_to_a_loss_in_place_of_a_share(train_here, tmp_path):
+    """All that can be saved if it may cost anything, nothing if it may cost next to nothing."""
+    plans = {}
+    for nats in (10.0, 1e-9):
+        folder = tmp_path / f"{nats}"
+        options = {"snip_max_loss": nats, "snip_trials": 5, "snip_trial_tokens": 256, "train_iters": 3}
+        rows = train_here(**{**SNIP, **options, "run_dir": str(folder)})
+        plans[nats] = Plan.load(folder / "plans/iter_0000003.json")
+        assert rows[-1]["snip/plan_hash"] == plans[nats].hash and rows[-1]["snip/solve_failed"] == 0
+        assert 3 <= rows[-1]["snip/trial_passes"] <= 5
+    assert plans[10.0].achieved == pytest.approx(1.0) and plans[10.0].trial.name == "target 100%"
+    assert plans[1e-9].achieved == 0.0 and plans[1e-9].trial.name == "target 0%"
+
+
+def test_a_run_to_a_loss_continues(train_here, tmp_path):
+    """With the solve of a loss under way; by the target that is then given from the next probe on."""
+    options = {**SNIP, "snip_max_loss": 10.0, "snip_trials": 3, "snip_trial_tokens": 256, "save_interval": 1}
+    whole = train_here(**{**options, "run_dir": str(tmp_path / "whole")})
+    train_here(**options, exit_interval=2)
+    rows = train_here(**options, load=str(tmp_path / "run/checkpoints"))
+    assert curve(rows) == curve(whole)
+    assert [row["snip/plan_hash"] for row in rows] == [row["snip/plan_hash"] for row in whole]
+
+
 def test_a_trial_that_fails_keeps_the_plan_in_force(train_here, monkeypatch):
     """Of the second plan: the first, which nothing was tried for, stays."""
     losses = Stepper.trial_runner
@@ -66,3 +93,16 @@ def test_a_probe_takes_tokens_until_the_cost_is_known(known, tokens, train_here,
     (row,) = [row for row in rows if "snip/probe_tokens" in row]
     assert row["snip/probe_tokens"] == tokens and len(asked) == tokens // 256 - 1
     assert 0 < row["snip/top_token"] < 1 and 0 < row["snip/cost_error"] < 2
+
+
+def test_the_trade_off_of_a_run_to_a_loss(tmp_path):
+    """Up to the most that can be reached, as of any run; the sentence says what was asked."""
+    folder = run_of_everything(tmp_path / "run")
+    assert "The target was 0.75." in write_report(folder).read_text()
+    saved = json.loads((folder / "config.json").read_text())
+    saved["snip"]["snip_max_loss"] = 0.05
+    (folder / "config.json").write_text(json.dumps(saved))
+    page = write_report(folder)
+    assert "Each plan was the largest that measured below 0.05 nats." in page.read_text()
+    saved = named(shown(page)["Trade-off"][0])["solved for each share"]["x"]
+    assert (saved[0], saved[-1]) == (0, 1)

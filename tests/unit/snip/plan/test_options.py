@@ -176,6 +176,7 @@ def test_a_target_that_fixes_put_out_of_reach():
     with pytest.raises(ValueError, match=r"--snip-target 0.75 is more than the options fp8 can save \(0.000\)"):
         check_choices(SnipConfig(snip_options="fp8"), SHAPES)
     check_choices(SnipConfig(snip_target=1.0, snip_granularity="gemm"), SHAPES)
+    check_choices(SnipConfig(snip_options="fp8", snip_max_loss=0.1), SHAPES)
 
 
 def test_stage_constraints_reach_the_solver():

@@ -1,0 +1,101 @@
+"""Plans of rising shares from one probe: predicted, tried, and shown as a table and a measured curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_snip.cli.trials import best_for, try_along, try_as_a_run
+from megatron_snip.config import Config
+from megatron_snip.snip.curve import points_of, where_it_breaks
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.cost import saving
+from megatron_snip.snip.plan.options import check_choices, read_times
+from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.trial import TrialFailed, Trials, Tried, with_record
+from megatron_snip.train.curve_picture import WHAT, measured_curve
+from megatron_snip.train.report_page import Section
+from megatron_snip.train.setup import snip_shapes
+
+#: What the table's columns are.
+ABOUT = (
+    "Predicted: the sum over single linears. Regret: by how much plans of resampled batches are worse in the mean. "
+    "Measured: the loss above BF16's."
+)
+
+
+def shown(mean: float, error: float) -> str:
+    """A figure with its standard error."""
+    return f"{mean:.2e}" + ("" if math.isnan(error) else f" +- {error:.0e}")
+
+
+def planner_of(config: Config, stats: Statistics) -> Planner:
+    """Plans of the statistics."""
+    shapes = snip_shapes(config, stats.shapes)
+    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
+
+def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:
+    """A plan for each share of the FLOPs, by the name of its file."""
+    return {
+        f"plan_{100 * share:.10g}": planner_of(config.replace(snip_target=share), stats).solve("snip")
+        for share in shares
+    }
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Plans by the names of their files, with the regret of each in nats, and what was tried on so many tokens."""
+
+    plans: Mapping[str, Plan]
+    regrets: Mapping[str, float | None]
+    planner: Planner
+    tried: Sequence[Tried] = ()
+    tokens: int = 0
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """A row for each plan."""
+        predictions, rows = Predictions.of(self.planner.stats), []
+        for name, plan in self.plans.items():
+            regret, trial = self.regrets[name], plan.trial
+            rows.append([
+                name, f"{plan.achieved:.1%}", f"{predictions.total_loss_divergence(plan.linears):.2e}",
+                "-" if regret is None else f"{regret:.1e}", shown(trial.increase, trial.error) if trial else "-",
+                str(sum(saving(p) == 0 for p in plan.linears.values())),
+            ])  # fmt: skip
+        return ["plan", "in FP4", "predicted (nats)", "regret", "measured (nats)", "linears without FP4"], rows
+
+    def curve(self) -> list[Section]:
+        """The measured curve, where it was."""
+        if not self.tried:
+            return []
+        points = points_of(self.tried, Predictions.of(self.planner.stats), self.planner.saved_by)
+        text = f"{where_it_breaks(points)} Measured on {self.tokens:,} tokens that the probe did not read."
+        return [Section("Measured curve", text, [measured_curve(points, WHAT[self.planner.choices.measure])])]
+
+
+def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[float], trials: Trials | None) -> Planned:
+    """Plans of the statistics of some batches; every process calls it, with trials or without.
+
+    It may raise TrialFailed, on every process.
+    """
+    stats, snip, tried, tokens = Statistics.mean(each), config.snip, [], 0
+    planner, plans = planner_of(config.replace(snip_target=0.0), stats), plans_of(config, stats, shares)
+    regrets = {name: regret(config, stats, plan, each) for name, plan in plans.items()}
+    if trials is not None and snip.snip_max_loss is not None:
+        tried, tokens = try_as_a_run(planner, planner.solve("snip"), trials), trials.tokens
+        if (best := with_record(tried, tokens)) is None:
+            raise TrialFailed("no plan has a finite loss")
+        plans, regrets = {"plan": best}, {"plan": regret(config, stats, best, each)}
+    elif trials is not None:
+        tried, tokens = try_along(planner, shares, trials), trials.tokens
+        plans = {name: best_for(plan, planner, tried, tokens) for name, plan in plans.items()}
+    return Planned(plans, regrets, planner, tried, tokens)
+
+
+def regret(config: Config, stats: Statistics, plan: Plan, each: Sequence[Statistics]) -> float | None:
+    """`Planner.regret` of the solver's plan of a target."""
+    return planner_of(config.replace(snip_target=plan.target, snip_max_loss=None), stats).regret(plan, each)

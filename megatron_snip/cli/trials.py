@@ -1,0 +1,107 @@
+"""Trials outside a run: a checkpoint's weights, and sequences after those that its probe reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from megatron_snip import runtime
+from megatron_snip.cli.collect_stats import Batches
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.snip.frontier import AlongFrontier, refined
+from megatron_snip.snip.max_loss import check_max_loss, judged, proposals
+from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.trial import CERTAIN, Proposal, Propose, Trials, Tried, samples_of, try_plan, with_record
+from megatron_snip.train.setup import Parts
+
+LOGGER = logging.getLogger("megatron_snip")
+
+
+def trial_samples(config: Config) -> int:
+    """Sequences of --snip-trial-tokens, or a little more to fill microbatches and pipeline stages."""
+    together = config.training.micro_batch_size * config.data_parallel_size(runtime.environment_world_size())
+    stages = config.parallel.pipeline_model_parallel_size
+    return samples_of(config.snip.snip_trial_tokens, config.model.seq_length, together, stages)
+
+
+def check_trials(config: Config, option: str) -> None:
+    """UserError for trials that would measure no plan; option: what asks for them."""
+    check_max_loss(config.snip)
+    if config.snip.snip_trials < 2:
+        raise UserError(f"{option} runs BF16 and plans, and --snip-trials is {config.snip.snip_trials}; give 2 or more")
+
+
+def make_trials(config: Config, parts: Parts, batch: Batches, ahead: int, iteration: int) -> Trials:
+    """Trials on the sequences from a batch so far ahead on; every process calls it.  It may raise TrialFailed."""
+    assert parts.coordinator is not None
+    run = parts.stepper.trial_runner(batch(ahead, trial_samples(config)), iteration)
+    return Trials(run, parts.linears, parts.mesh, parts.coordinator.probe.device)
+
+
+def asked_of(planner: Planner) -> Pending:
+    """What a run would ask its solver for these statistics."""
+    snip, at = planner.config.snip, planner.stats.iteration
+    options = tuple(str(option) for option in planner.choices.options)
+    request = planner.request(snip.snip_objective)
+    return Pending(at, at, options, snip.snip_objective, request, snip.snip_max_loss)
+
+
+def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
+    """What a run would try before ``solved`` takes effect, the plan that it would take the last one taken."""
+    pending, passes = asked_of(planner), planner.config.snip.snip_trials
+    propose = proposals(pending, solved, planner.shapes, planner.times.hardware, None, planner.config.training.seed)
+    judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
+    return try_plan(trials, _told(propose, passes), passes, solved, Predictions.of(planner.stats), judge)[0]
+
+
+def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list[Tried]:
+    """Plans of the frontier: those of shares, its ends, and others where its curve is steep."""
+    pending, passes = asked_of(planner), planner.config.snip.snip_trials
+    plan_of = partial(pending.plan_of, shapes=planner.shapes, hardware=planner.times.hardware)
+    first = [*shares, pending.request.most(), 0.0]
+    return trials.run(_told(AlongFrontier(pending.request, plan_of, first, refined), passes), passes, -math.inf)
+
+
+def _told(propose: Propose, passes: int) -> Propose:
+    """The same with a line in the log for each trial."""
+
+    def telling(tried: Sequence[Tried]) -> Proposal | None:
+        if tried:
+            last = tried[-1]
+            LOGGER.info(
+                f"pass {len(tried) + 1} of {passes} at most: {last.name}, {last.increase:.4g} +- {last.error:.2g} nats "
+                "above BF16"
+            )
+        return propose(tried)
+
+    return telling
+
+
+def best_for(plan: Plan, planner: Planner, tried: Sequence[Tried], tokens: int) -> Plan:
+    """A plan that was tried with what was measured of it, or of one that saves as much and is better beyond errors.
+
+    One that was not tried, or has no finite loss as all that save as much, stays as it is.
+    """
+    own = next((one for one in tried if one.plan.linears == plan.linears), None)
+    if own is None:
+        return plan
+    enough = [one for one in tried if one.is_finite and planner.saved_by(one.plan) >= planner.saved_by(plan) - 1e-9]
+    better = [one for one in enough if not own.is_finite or _least(own) > _most(one)]
+    best = min(better, key=lambda one: one.increase, default=own)
+    found = with_record([dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried], tokens)
+    return plan if found is None else dataclasses.replace(found, target=plan.target)
+
+
+def _least(one: Tried) -> float:
+    return one.increase - CERTAIN * one.error
+
+
+def _most(one: Tried) -> float:
+    return one.increase + CERTAIN * one.error

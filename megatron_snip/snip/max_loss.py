@@ -1,0 +1,81 @@
+"""--snip-max-loss: the plan of the largest share whose measured increase of the loss stays below so many nats.
+
+    the plan of no saving    taken if nothing else stays below
+    the plan of the most     taken if it stays below
+    then by bisection        halfway between the largest target that stays below and the next one tried that does not
+
+Every plan is the solver's for its target.  A plan stays below if its increase plus ``CERTAIN`` standard errors does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UserError
+from megatron_snip.quant import LinearShape
+from megatron_snip.snip.frontier import RESOLUTION, AlongFrontier
+from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.trial import CERTAIN, Proposals, Propose, Tried, first_plans
+
+#: BF16, the plan of no saving, and one that saves.
+LEAST_PASSES = 3
+
+
+def check_max_loss(snip: SnipConfig) -> None:
+    """UserError for a --snip-max-loss that nothing would measure."""
+    if snip.snip_max_loss is not None and snip.snip_trials < LEAST_PASSES:
+        raise UserError(
+            f"--snip-max-loss {snip.snip_max_loss:g} is about what trials measure, and --snip-trials is "
+            f"{snip.snip_trials}; give {LEAST_PASSES} or more, or --snip-target in place of --snip-max-loss"
+        )
+
+
+def stays_below(one: Tried, nats: float) -> bool:
+    """Whether the increase is below so many nats beyond doubt; one that is not finite is not."""
+    return one.increase + CERTAIN * one.error < nats
+
+
+def halved(found: Mapping[float, Tried], nats: float) -> float | None:
+    """The middle of the largest target that stays below and the next that does not, where they are not near."""
+    below = {target: stays_below(one, nats) for target, one in found.items()}
+    low = max((target for target, good in below.items() if good), default=0.0)
+    high = min((target for target, good in below.items() if not good and target > low), default=low)
+    return (low + high) / 2 if high - low > RESOLUTION else None
+
+
+def proposals(
+    pending: Pending, solved: Plan, shapes: Sequence[LinearShape], hardware: str, in_force: Plan | None, seed: int
+) -> Propose:
+    """What rank 0 proposes where ``solved`` is the solver's plan of what is pending."""
+    plan_of = partial(pending.plan_of, shapes=shapes, hardware=hardware)
+    request, options = pending.request, pending.precisions
+    if pending.max_loss is not None:
+        following = partial(halved, nats=pending.max_loss)
+        return AlongFrontier(request, plan_of, (0.0, request.target), following)
+    first = partial(first_plans, solved, request, shapes, options, plan_of, in_force, seed)
+    return Proposals(first, request, shapes, options, plan_of)
+
+
+def judgement(best: Plan, nats: float | None) -> str:
+    """What a plan that was taken is, for a line in the log."""
+    if nats is None:
+        return "best"
+    assert best.trial is not None
+    stays = best.trial.increase + CERTAIN * best.trial.error < nats
+    return f"the largest below {nats:g} nats" if stays else f"taken, as no plan stays below {nats:g} nats"
+
+
+def judged(tried: Sequence[Tried], nats: float | None) -> list[Tried]:
+    """What was tried with one plan taken: the largest that stays below, or the first, of no saving.
+
+    What was tried for a target (nats is None) stays as it is.
+    """
+    if nats is None:
+        return list(tried)
+    below = [one for one in tried if stays_below(one, nats)]
+    best = max(below, key=lambda one: one.plan.target) if below else next(iter(tried), None)
+    return [dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried]
