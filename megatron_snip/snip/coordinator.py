@@ -37,6 +37,7 @@ from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverKilled
 from megatron_snip.snip.plan_metrics import (
     Metrics,

@@ -350,7 +350,7 @@ def try_plan(
     predictions: Predictions | None,
     judge: Callable[[Sequence[Tried]], list[Tried]] | None = None,
 ) -> tuple[list[Tried], Plan | None]:
-    """Run what ``propose`` gives on rank 0, the solver's plan first; return all tried plans, and the best with its record.
+    """Run what ``propose`` gives on rank 0, the solver's plan first; return all tried plans, and the best of them.
 
     judge: decides which plan is taken, where it is not the one of least loss; all proposals are run then.
 

@@ -90,7 +90,7 @@ def test_no_plan_below_is_that_of_no_saving(lone_mesh):
 def test_a_loss_that_is_not_finite_is_not_below(lone_mesh):
     plan, tried = found(Model(COSTS, together=[(NAMES[:1], math.nan)]), 1.0, lone_mesh)
     assert fp4_of(plan) == [1, 2, 3, 4, 5] and not stays_below(tried[1], math.inf)
-    assert tried[1].to_dict() == {"name": "target 100%", "increase": None, "error": None}
+    assert tried[1].to_dict() == {"name": "target 100%", "increase": None, "error": None, "predicted": None}
 
 
 def test_fixed_linears_and_stages_hold(lone_mesh):
