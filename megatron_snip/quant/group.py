@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +172,8 @@ def backward(
         if needs_dgrad:
             grad = _dgrad(cast.pop(0), w, call, backends, dtype, out)
             total = grad if total is None else total + grad
-        steps.append(_Step(g, w, call, backends, cast, None if call.observer is None else grad))
+            grad = None if call.observer is None else grad.to(dtype)
+        steps.append(_Step(g, w, call, backends, cast, grad))
     finish: Callable[[], Tensor] | None = None
     if total is not None and axis is not None:
         if total is steps[0].grad_x:
@@ -183,7 +183,9 @@ def backward(
     wanted = group.reads("wgrad", kept=True) if needs_wgrad else []
     inputs = _of_wholes(wholes, wanted, group, dtype)
     x = wholes[ITSELF].data if group.observed else None
-    grads_w = [_wgrad(step, inputs[key] if key else None, x) for step, key in zip_longest(steps, wanted[::-1])]
+    grads_w: list[Tensor | None] = []
+    for key in wanted[::-1] if needs_wgrad else [None] * len(steps):
+        grads_w.append(_wgrad(steps.pop(0), None if key is None else inputs[key], x))
     total = total if finish is None else finish()
     return None if total is None else total.to(dtype), grads_w[::-1]
 
@@ -205,7 +207,6 @@ def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None
     if call.observer is not None:
         assert x is not None
         product = None if product is None else cache(product)
-        grad_x = None if grad_x is None else grad_x.to(g.dtype)
         call.observer.backward(Operands(x, w.to(g.dtype), g, call, grad_x, product))
     return None if product is None else product()
 

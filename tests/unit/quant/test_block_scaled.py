@@ -153,7 +153,7 @@ def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(f
     """Codes and scales travel through a compiled graph as they lie in memory."""
     x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim)
     (made,) = cast_operands(x, [(form, "swizzled")])
-    unset = Operand.unset(form, "swizzled", x)
+    unset = Operand.unset((form, "swizzled"), x)
     back = linear_op._unflat(form, "swizzled", linear_op._flat(made, x, False), (160, 96), x.dtype, None)
     for part, same, empty in zip(made[2:], back[2:], unset[2:], strict=True):
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())

@@ -14,7 +14,7 @@ from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.operands import Operand
 from megatron_snip.quant.wide import WIDE
 
-T, K, N = 256, 384, 200
+T, K, N = 256, 384, 128
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 BF16 = LinearPrecision.uniform("bf16")
 LONE = Axis(1, 0, None)  # type: ignore[arg-type]
