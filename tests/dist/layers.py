@@ -137,10 +137,7 @@ def run_group(
     names: tuple[str, ...], length: int, samples: int, sequence_parallel: bool, beside: bool, observed: bool = False,
     frozen: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Three column-parallel linears of one input: ys, dX and dWs; one after another, or with collectives beside.
-
-    frozen: without dWs, as tools/analyse.py runs them.
-    """
+    """Three column-parallel linears of one input: ys, dX and dWs (frozen: none); one after another or as a group."""
     mesh = start_mesh()
     region = Region(mesh.tp, sequence_parallel)
     x = draw(samples, length, K, seed=1).bfloat16()
