@@ -37,7 +37,6 @@ from megatron_snip.quant import (
     LinearCall,
     LinearPrecision,
     RoundingKey,
-    Sizes,
     StepContext,
     linear_op,
     name_stream,
@@ -249,7 +248,7 @@ class _ParallelLinear(nn.Module):
         calls = [linear.linear_call(context) for linear in linears]
         backends = [
             WIDE if context.wide else backends_of(
-                linear.impl, call.precision, device, Sizes(rows * parts, linear._inputs, linear._outputs)
+                linear.impl, call.precision, device, rows * parts, linear._inputs, linear._outputs
             )
             for linear, call in zip(linears, calls, strict=True)
         ]  # fmt: skip

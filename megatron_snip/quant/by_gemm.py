@@ -23,7 +23,9 @@ class ByGemm:
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        self._chosen = cache(self._choose)  # asked at every call of a linear, so answered once
+        #: Who multiplies each GEMM, by precision, device and ``Sizes``: asked at every call, so answered once.  Raises
+        #: UserError as a call does.
+        self.backends = cache(self._choose)
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
         """Why a precision cannot run on a device, or None."""
@@ -36,12 +38,8 @@ class ByGemm:
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N].  Raises UserError for what no backend of the list can run."""
         outputs, inputs = w.shape
-        backends = self._chosen(call.precision, x.device, x.numel() // inputs, inputs, outputs)
+        backends = self.backends(call.precision, x.device, x.numel() // inputs, inputs, outputs)
         return run_group(x, [w], Group([call], [backends]))[0]
-
-    def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-        """Who multiplies each GEMM.  Raises UserError as a call does."""
-        return self._chosen(precision, device, *sizes)
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""

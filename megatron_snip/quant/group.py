@@ -57,7 +57,7 @@ class Group(NamedTuple):
     @property
     def observed(self) -> bool:
         """Whether an observer looks at one of the linears."""
-        return any(call.observer is not None for call in self.calls)
+        return [call for call in self.calls if call.observer is not None] != []
 
     @property
     def reduce_whole(self) -> ReduceAmax | None:
@@ -75,12 +75,8 @@ class Group(NamedTuple):
     def sent(self, wanted: Sequence[Wanted], rows: int) -> list[Wanted]:
         """The forms in which ``rows`` of the input are gathered: the one that all linears want, or the rows themselves.
 
-        Codes in two formats would be more than the rows.  One process alone casts every form that is wanted.
+        Codes in two formats would be more than the rows.
         """
-        if not self.gathers:
-            return list(dict.fromkeys(wanted))
-        if not wanted:
-            return []
         (form, output), *others = dict.fromkeys(wanted)
         if others or form is None or form.key is not None:
             return [ITSELF]
@@ -94,7 +90,11 @@ class Group(NamedTuple):
 
         An observer looks at the rows themselves, whether there is a wgrad or not.
         """
-        kept = self.sent(self.reads("wgrad", kept=True), rows) if needs_wgrad else []
+        kept = self.reads("wgrad", kept=True) if needs_wgrad else []
+        if self.gathers and kept:
+            kept = self.sent(kept, rows)
+        elif len(kept) > 1:
+            kept = list(dict.fromkeys(kept))
         return [*kept, ITSELF] if self.observed and ITSELF not in kept else kept
 
 
@@ -113,15 +113,15 @@ def forward(
     x: Tensor, up: Tensor | None, ws: Sequence[Tensor], group: Group, *, needs_wgrad: bool
 ) -> tuple[list[Tensor], list[Operand]]:
     """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input in each form of ``kept_as``."""
-    wanted = group.reads("fprop", kept=False)
-    sent, kept_as = group.sent(wanted, len(x)), group.kept_as(len(x), needs_wgrad=needs_wgrad)
-    # where another forward comes before the backward, that one casts for it
-    now = [*sent, *(key for key in kept_as if key[0] is None or not group.calls[0].forward_only)]
-    made = _cast(x, now, group.reduce_part if group.gathers else group.reduce_whole, up)
-    kept = [made[key] if key in made else Operand.unset(key, x) for key in kept_as]
+    wanted, kept_as = group.reads("fprop", kept=False), group.kept_as(len(x), needs_wgrad=needs_wgrad)
+    now = group.sent(wanted, len(x)) if group.gathers else wanted
+    later = group.calls[0].forward_only  # another forward comes before the backward, and casts for it
+    cast = [*now, *(key for key in kept_as if key[0] is None)] if later else now + kept_as
+    made = _cast(x, cast, group.reduce_part if group.gathers else group.reduce_whole, up)
+    inputs, rest = made[: len(now)], made[len(now) :]
     if group.gathers:
-        made = _of_wholes(_gather([made[key] for key in sent], group)(), wanted, group, x.dtype)
-    inputs = [made[key] for key in wanted]
+        inputs = _of_wholes(_gather(inputs, group)(), wanted, group, x.dtype)
+    kept = [rest.pop(0) if key[0] is None else Operand.unset(key, x) for key in kept_as] if later else rest
     return _fprop(inputs, ws, group, x.dtype, needs_wgrad=needs_wgrad), kept
 
 
@@ -159,8 +159,8 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of the input [t,K] and of each w [N,K] from those of the outputs, gs [T,N], and what forward kept."""
     dtype, axis = gs[0].dtype, group.axis
-    out = torch.float64 if group.wide and axis is not None else dtype
-    wait = _gather(kept if needs_wgrad or group.observed else (), group)
+    out, observed = torch.float64 if group.wide and axis is not None else dtype, group.observed
+    wait = _gather(kept if needs_wgrad or observed else (), group)
     amaxes = _amaxes(gs, group, needs_dgrad, needs_wgrad)
     total: Tensor | None = None
     steps: list[_Step] = []
@@ -175,19 +175,18 @@ def backward(
             grad = None if call.observer is None else grad.to(dtype)
         steps.append(_Step(g, w, call, backends, cast, grad))
     finish: Callable[[], Tensor] | None = None
-    if total is not None and axis is not None:
+    if total is not None and axis is not None and axis.size > 1:
         if total is steps[0].grad_x:
             total = total.clone()  # the observer is still to see its own
         finish, total = start_sum(total, axis, scatter=group.gathers), None
     wholes = wait()
-    wanted = group.reads("wgrad", kept=True) if needs_wgrad else []
-    inputs = _of_wholes(wholes, wanted, group, dtype)
-    x = wholes[ITSELF].data if group.observed else None
-    grads_w: list[Tensor | None] = []
-    for key in wanted[::-1] if needs_wgrad else [None] * len(steps):
-        grads_w.append(_wgrad(steps.pop(0), None if key is None else inputs[key], x))
+    x = next(one.data for one in wholes if one.form is None) if observed else None
+    inputs: Sequence[Operand | None] = [None] * len(steps)
+    if needs_wgrad:
+        inputs = _of_wholes(wholes, group.reads("wgrad", kept=True), group, dtype)
+    grads_w = [_wgrad(steps.pop(0), operand, x) for operand in inputs[::-1]]
     total = total if finish is None else finish()
-    return None if total is None else total.to(dtype), grads_w[::-1]
+    return total if total is None or total.dtype == dtype else total.to(dtype), grads_w[::-1]
 
 
 def _dgrad(g: Operand, w: Tensor, call: LinearCall, backends: Backends, dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -213,40 +212,41 @@ def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None
 
 def _cast(
     x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None, up: Tensor | None = None
-) -> dict[Wanted, Operand]:
+) -> list[Operand]:
     """x [R,K], or gate and up, in each wanted form, from one read."""
+    if len(wanted) <= 2 and wanted[0] != wanted[-1]:
+        return cast_operands(x, wanted, reduce_amax, up=up)
     keys = list(dict.fromkeys(wanted))
     if len(keys) > 2:  # a kernel writes two forms that follow each other: those of one format, as one linear alone
         keys.sort(key=lambda key: "" if key[0] is None else key[0].fmt.name)
-    return dict(zip(keys, cast_operands(x, keys, reduce_amax, up=up), strict=True))
+    made = dict(zip(keys, cast_operands(x, keys, reduce_amax, up=up), strict=True))
+    return [made[key] for key in wanted]
 
 
-def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], dict[Wanted, Operand]]:
+def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
     """Begin to gather operands' rows [t,K], if the group does; the call that is returned waits for the wholes [T,K]."""
     if not group.gathers:
-        return lambda: {part[:2]: part for part in parts}
+        return lambda: parts
     assert group.axis is not None
     waits = []
     for part in parts:
         data = start_gather(part.data, group.axis)
         waits.append((part, data, None if part.scales is None else start_gather(part.scales, group.axis)))
-    return lambda: {
-        part[:2]: part._replace(data=data(), scales=scales if scales is None else scales())
-        for part, data, scales in waits
-    }
+    return lambda: [
+        part._replace(data=data(), scales=scales if scales is None else scales()) for part, data, scales in waits
+    ]
 
 
-def _of_wholes(
-    wholes: dict[Wanted, Operand], wanted: Sequence[Wanted], group: Group, dtype: torch.dtype
-) -> dict[Wanted, Operand]:
+def _of_wholes(wholes: Sequence[Operand], wanted: Sequence[Wanted], group: Group, dtype: torch.dtype) -> list[Operand]:
     """The whole input in each wanted form, of which ``wholes`` holds all, or what they are made of."""
-    missing = [key for key in wanted if key not in wholes]
-    if not missing:
-        return wholes
-    if ITSELF in wholes:
-        return wholes | _cast(wholes[ITSELF].data, missing, group.reduce_whole)
-    ((form, output),), (sent,) = set(missing), wholes.values()
-    return {(form, output): Operand(form, output, sent.values(dtype))}
+    made = {one[:2]: one for one in wholes}
+    if missing := [key for key in wanted if key not in made]:
+        if ITSELF in made:
+            made.update(zip(missing, _cast(made[ITSELF].data, missing, group.reduce_whole), strict=True))
+        else:  # values, of the codes that were sent
+            (whole,) = wholes
+            made.update({key: Operand(*key, whole.values(dtype)) for key in set(missing)})
+    return [made[key] for key in wanted]
 
 
 def _of_gradient(call: LinearCall, backends: Backends, needs_dgrad: bool, needs_wgrad: bool) -> list[Wanted]:
@@ -331,7 +331,9 @@ class _Linears(torch.autograd.Function):
         tensors, n = ctx.saved_tensors, len(grads)  # once: a recomputation gives them no second time
         kept = [Operand(*key, *tensors[n + 3 * i : n + 3 * i + 3]) for i, key in enumerate(ctx.kept_as)]
         needs_x, needs_up, _, _, *needs_ws = ctx.needs_input_grad
-        gs = [(g if g.ndim == 2 else g.flatten(0, -2)).to(ctx.dtype) for g in grads]
+        gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
+        if gs[0].dtype != ctx.dtype:  # a wide pass
+            gs = [g.to(ctx.dtype) for g in gs]
         grad, grads_w = backward(
             gs, tensors[:n], kept, ctx.group, needs_dgrad=needs_x or needs_up,
             needs_wgrad=ctx.needs_wgrad and any(needs_ws),

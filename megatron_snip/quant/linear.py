@@ -142,11 +142,11 @@ def gemm_by_gemm(impl: str) -> bool:
     return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
 
 
-def backends_of(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-    """Who multiplies each GEMM of a linear; the implementation is ``gemm_by_gemm``."""
-    implementation = _IMPLEMENTATIONS[impl]
-    assert isinstance(implementation, ByGemm)
-    return implementation.backends(precision, device, sizes)
+def backends_of(
+    impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
+) -> Backends:
+    """Who multiplies each GEMM of a linear of these ``Sizes``; the implementation is ``gemm_by_gemm``."""
+    return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:

@@ -330,7 +330,7 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
             largest = x.abs().amax().float()  # of the whole, for nvfp4
             (whole,) = operands.cast_operands(x, [(form, output)])
             (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)], lambda _, whole=largest: whole)
-            (gathered,) = groups._gather([mine], group)().values()
+            (gathered,) = groups._gather([mine], group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))

@@ -28,7 +28,6 @@ from megatron_snip.quant import (
     register_linear,
 )
 from megatron_snip.quant import operands as operands_module
-from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.cast import Cast, Form
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.emulated import Emulated
@@ -188,7 +187,7 @@ def test_linears_of_one_input_cast_it_once_where_their_formats_agree():
     x, w, g = tensors()
     precisions = [LinearPrecision.parse(text) for text in ("fp8", "fp8/fp4/fp4", "fp4/fp4/fp8")]
     alone = [torch.autograd.grad(quantized_linear(x, w, p, key=KEY), (x, w), g) for p in precisions]
-    backends = [backends_of("emulated", p, x.device, Sizes(len(x), *w.shape[::-1])) for p in precisions]
+    backends = [backends_of("emulated", p, x.device, len(x), *w.shape[::-1]) for p in precisions]
     with counted_casts() as seen:
         ys = run_group(x, [w] * 3, Group([LinearCall(p, KEY) for p in precisions], backends))
     inputs = sorted((dim, fmt) for role, dim, fmt in seen if role == "input")
