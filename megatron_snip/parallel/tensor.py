@@ -244,14 +244,12 @@ class _ParallelLinear(nn.Module):
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
         """What linears of one input are now, this one the first; rows: of the input, that this process has."""
-        parts = self.parts
-        calls = [linear.linear_call(context) for linear in linears]
-        backends = [
-            WIDE if context.wide else backends_of(
-                linear.impl, call.precision, device, rows * parts, linear._inputs, linear._outputs
-            )
-            for linear, call in zip(linears, calls, strict=True)
-        ]  # fmt: skip
+        parts, calls, backends = self.parts, [], []
+        for linear in linears:
+            call = linear.linear_call(context)
+            calls.append(call)
+            sizes = rows * parts, linear._inputs, linear._outputs
+            backends.append(WIDE if context.wide else backends_of(linear.impl, call.precision, device, *sizes))
         axis = self.region.axis if self.enters else None
         return Group(calls, backends, axis, parts > 1, self.whole_amax, context.wide)
 

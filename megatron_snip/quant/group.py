@@ -57,7 +57,9 @@ class Group(NamedTuple):
     @property
     def observed(self) -> bool:
         """Whether an observer looks at one of the linears."""
-        return [call for call in self.calls if call.observer is not None] != []
+        if len(self.calls) == 1:
+            return self.calls[0].observer is not None
+        return any(call.observer is not None for call in self.calls)
 
     @property
     def reduce_whole(self) -> ReduceAmax | None:
@@ -160,8 +162,8 @@ def backward(
     """Gradients of the input [t,K] and of each w [N,K] from those of the outputs, gs [T,N], and what forward kept."""
     dtype, axis = gs[0].dtype, group.axis
     out, observed = torch.float64 if group.wide and axis is not None else dtype, group.observed
-    wait = _gather(kept if needs_wgrad or observed else (), group)
-    amaxes = _amaxes(gs, group, needs_dgrad, needs_wgrad)
+    wait = _gather(kept if needs_wgrad or observed else (), group) if group.gathers else None
+    amaxes = _amaxes(gs, group, needs_dgrad, needs_wgrad) if len(gs) > 1 else [None]
     total: Tensor | None = None
     steps: list[_Step] = []
     # autograd would run the linear that ran last first, and add in this order
@@ -179,10 +181,12 @@ def backward(
         if total is steps[0].grad_x:
             total = total.clone()  # the observer is still to see its own
         finish, total = start_sum(total, axis, scatter=group.gathers), None
-    wholes = wait()
+    wholes = kept if wait is None else wait()
     x = next(one.data for one in wholes if one.form is None) if observed else None
     inputs: Sequence[Operand | None] = [None] * len(steps)
-    if needs_wgrad:
+    if needs_wgrad and len(steps) == len(wholes) == 1 and wholes[0].form is not None:
+        inputs = wholes  # a lone linear keeps what its wgrad reads: the same, but sooner told
+    elif needs_wgrad:
         inputs = _of_wholes(wholes, group.reads("wgrad", kept=True), group, dtype)
     grads_w = [_wgrad(steps.pop(0), operand, x) for operand in inputs[::-1]]
     total = total if finish is None else finish()
@@ -224,9 +228,7 @@ def _cast(
 
 
 def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
-    """Begin to gather operands' rows [t,K], if the group does; the call that is returned waits for the wholes [T,K]."""
-    if not group.gathers:
-        return lambda: parts
+    """Begin to gather operands' rows [t,K]; the call that is returned waits for the wholes [T,K]."""
     assert group.axis is not None
     waits = []
     for part in parts:
@@ -263,7 +265,7 @@ def _amaxes(gs: Sequence[Tensor], group: Group, needs_dgrad: bool, needs_wgrad: 
     """
     made: list[Tensor | None] = [None] * len(gs)
     reduce_amax = group.calls[0].reduce_amax.get("grad_output")
-    if reduce_amax is None or len(gs) == 1:
+    if reduce_amax is None:
         return made
     chosen = []
     for i, (call, backends) in enumerate(zip(group.calls, group.backends, strict=True)):
@@ -319,10 +321,13 @@ class _Linears(torch.autograd.Function):
         flat = x.ndim == 2  # else views here, where they are no nodes of the graph
         rows, more = (x, up) if flat else (x.flatten(0, -2), up if up is None else up.flatten(0, -2))
         ys, kept = forward(rows, more, ws, group, needs_wgrad=needs_wgrad)
-        ctx.group, ctx.kept_as, ctx.needs_wgrad = group, [operand[:2] for operand in kept], needs_wgrad
+        ctx.group, ctx.needs_wgrad, ctx.kept_as = group, needs_wgrad, []
         ctx.shape, ctx.dtype, ctx.of_product = x.shape, x.dtype, up is not None
-        parts = [part for operand in kept for part in operand[2:]]
-        ctx.save_for_backward(*ws, *parts, *(() if up is None else (x, up)))
+        saved = list(ws)
+        for form, output, *parts in kept:
+            ctx.kept_as.append((form, output))
+            saved += parts  # type: ignore[arg-type]  # None is saved, too
+        ctx.save_for_backward(*saved, *(() if up is None else (x, up)))
         return tuple(ys) if flat else tuple([y.view(*x.shape[:-2], -1, y.shape[1]) for y in ys])
 
     @staticmethod
