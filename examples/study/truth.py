@@ -15,7 +15,7 @@ from examples.study.planted import linears_of
 from megatron_snip.model import attention, llama
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.quant.swiglu import swiglu
+from megatron_snip.quant.cast import swiglu_product
 from megatron_snip.train.setup import Parts
 
 BF16 = LinearPrecision.uniform("bf16")
@@ -83,7 +83,7 @@ def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
 
     def of_module(module: Any, given: tuple[Any, ...], y: Tensor) -> Tensor:
         x, _, *up = given
-        return shift(swiglu(x, *up) if up else x, y)  # down_proj is given gate and up
+        return shift(swiglu_product(x, *up) if up else x, y)  # down_proj is given gate and up
 
     hook = linear.register_forward_hook(of_module)
     try:

@@ -198,18 +198,19 @@ class LlamaStage(nn.Module):
     def logits(self, x: Tensor, context: StepContext = PLAIN) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
-        x = self.norm(x)
-        x = self.build.region.enter(x.double() if context.wide else x)
-        samples = x.shape[:2]
-        if context.wide:  # before FSDP's module, which warns if it returns a view
-            x = x.flatten(0, 1)
+        x, region = self.norm(x), self.build.region
+        samples = len(x)
+        if context.wide:  # flat, since FSDP's module warns of a view in what it returns
+            x, entering = x.flatten(0, 1), region
+        else:
+            x, entering = region.enter(x), None
         head = self.lm_head or self.embed_tokens
         assert head is not None
         if isinstance(head, OutputLayer):
-            logits: Tensor = head(x, wide=context.wide)
+            logits: Tensor = head(x, entering=entering)
         else:
-            logits = logits_of(x, local(head.weight), wide=context.wide)
-        return logits.view(*samples, -1)
+            logits = logits_of(x, local(head.weight), entering=entering)
+        return logits.view(samples, -1, logits.shape[-1])
 
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN

@@ -5,15 +5,16 @@ Shapes: B sequences, S tokens, H hidden, V padded vocabulary.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_snip.model.build import Build
 from megatron_snip.parallel.tags import Tags, add_parameter
-from megatron_snip.parallel.tensor import local, make_parameter
-from megatron_snip.quant import LinearCall, LinearPrecision, wide_linear
+from megatron_snip.parallel.tensor import Region, local, make_parameter
+from megatron_snip.quant import LinearCall, LinearPrecision
+from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.matmul import float32_is_faster
+from megatron_snip.quant.wide import WIDE
 
 
 class OutputLayer(nn.Module):
@@ -26,17 +27,21 @@ class OutputLayer(nn.Module):
         parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
         add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
 
-    def forward(self, x: Tensor, *, wide: bool) -> Tensor:
-        """x [B, S, H] or [T, H] -> logits [..., V/tp] in the compute dtype.  A wide pass takes [T, H]."""
-        return logits_of(x, local(self.weight), wide=wide)
+    def forward(self, x: Tensor, *, entering: Region | None = None) -> Tensor:
+        """x [B, S, H], or [T, H] -> logits [..., V/tp] in the compute dtype; entering: as ``logits_of`` has it."""
+        return logits_of(x, local(self.weight), entering=entering)
 
 
-def logits_of(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
-    """x [..., H] times weight [V/tp, H] -> [..., V/tp].  wide: x is [T, H], and each sum rounds to float32 once."""
-    if not wide:
-        weight = weight.to(x.dtype)
-        if float32_is_faster(x):
-            return F.linear(x.float(), weight.float()).to(x.dtype)
-        return F.linear(x, weight)
-    call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-    return wide_linear(x, weight, call, torch.float32)
+def logits_of(x: Tensor, weight: Tensor, *, entering: Region | None = None) -> Tensor:
+    """x [..., H] by weight [V/tp, H]: [..., V/tp].
+
+    entering: in a wide pass, the region that x [t, H] is yet to enter; logits are of all its tokens, [T, V/tp].
+    """
+    if entering is not None:
+        call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
+        group = Group([call], [WIDE], entering.axis, entering.gathers, wide=True)
+        return run_group(x, [weight], group)[0]
+    weight = weight.to(x.dtype)
+    if float32_is_faster(x):
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)

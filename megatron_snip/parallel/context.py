@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.mesh import Axis
-from megatron_snip.parallel.beside import all_gather, reduce_scatter
+from megatron_snip.quant.collectives import all_gather, reduce_scatter
 from megatron_snip.quant.rounding import Rows
 
 

@@ -31,24 +31,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
-from megatron_snip.parallel.beside import Group, all_gather, linears_beside, reduce_scatter
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import (
     Casts,
     LinearCall,
     LinearPrecision,
     RoundingKey,
-    Sizes,
     StepContext,
     linear_op,
     name_stream,
     run_linear,
-    wide_linear,
 )
+from megatron_snip.quant.cast import swiglu_product
+from megatron_snip.quant.collectives import all_gather, reduce_scatter
+from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.linear import backends_of, gemm_by_gemm
-from megatron_snip.quant.linear_op import handle_of
-from megatron_snip.quant.swiglu import swiglu, swiglu_linear
-from megatron_snip.quant.three_gemms import Backends
+from megatron_snip.quant.wide import WIDE
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -102,6 +100,11 @@ class Region:
     def whole(self) -> Axis:
         """The processes which together have a microbatch's activations."""
         return self.tp_cp or self.axis
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a process has a part of the tokens of what enters."""
+        return self.sequence_parallel and self.axis.size > 1
 
     @property
     def cuts_tokens(self) -> bool:
@@ -185,7 +188,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter  # [N, K], this process's part
     split_dim: int
     sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
-    wide_dtype: torch.dtype  # of the output in a wide pass
+    enters: bool  # whether its input is what all of tp have, or a part of its tokens: the gradient is summed over tp
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -207,7 +210,7 @@ class _ParallelLinear(nn.Module):
         offsets[self.split_dim] = region.axis.rank * shard[self.split_dim]
         self._outputs, self._inputs = shard  # of this process
         self._output_col0, self._input_col0 = offsets
-        self.handle = handle_of(self)
+        self.handle = linear_op.handle_of(self)
 
     @property
     def precision(self) -> LinearPrecision:
@@ -228,7 +231,7 @@ class _ParallelLinear(nn.Module):
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
         return amax
 
-    def linear_call(self, context: StepContext, input_casts: Casts | None) -> LinearCall:
+    def linear_call(self, context: StepContext) -> LinearCall:
         """Everything about a call."""
         key = context.key
         assert key is not None, "a stage gives each microbatch its key"
@@ -236,105 +239,73 @@ class _ParallelLinear(nn.Module):
         return LinearCall(
             context.precision or self._precision, own, self._input_col0, self._output_col0,
             context.observers.get(self.name) if context.observers else None,
-            input_casts, self.weight_casts, self._reduce_amax, self.region.forward_only,
+            self.weight_casts, self._reduce_amax, self.region.forward_only,
         )  # fmt: skip
 
-    def _local_linear(self, x: Tensor, context: StepContext | Tensor, input_casts: Casts | None = None) -> Tensor:
-        """x [B, S, K_local] -> [B, S, N_local]; in a wide pass float64 where tp sums it."""
-        if isinstance(context, Tensor):
-            return _as_one_operator([self], x, context)[0]
-        call, w = self.linear_call(context, input_casts), local(self.weight)
-        if context.wide:
-            return wide_linear(x.flatten(0, 1), w, call, self.wide_dtype).unflatten(0, x.shape[:2])
-        return run_linear(x, w, call, self.impl)
+    def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
+        """What linears of one input are now, this one the first; rows: of the input, that this process has."""
+        parts, calls, backends = self.parts, [], []
+        for linear in linears:
+            call = linear.linear_call(context)
+            calls.append(call)
+            sizes = rows * parts, linear._inputs, linear._outputs
+            backends.append(WIDE if context.wide else backends_of(linear.impl, call.precision, device, *sizes))
+        axis = self.region.axis if self.enters else None
+        return Group(calls, backends, axis, parts > 1, self.whole_amax, context.wide)
 
-    def _backends(self, call: LinearCall, x: Tensor, tokens: int) -> Backends:
-        """Who multiplies in a call, for an input x [..., K_local] of so many tokens."""
-        return backends_of(self.impl, call.precision, x.device, Sizes(tokens, self._inputs, self._outputs))
+    @property
+    def parts(self) -> int:
+        """How many processes have a part each of the input's rows."""
+        return self.region.axis.size if self.enters and self.region.gathers else 1
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
         return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"
 
 
-def _as_one_operator(linears: Sequence[_ParallelLinear], x: Tensor, context: Tensor) -> list[Tensor]:
-    """x [B, S, K_local] -> [B, S, N_local] of each linear, in a compiled block."""
-    ys = linear_op.linears(
-        x.flatten(0, 1),
-        [local(linear.weight) for linear in linears],
-        context,
-        [linear.handle for linear in linears],
-        keeps_input=any(linear.keeps_input for linear in linears),
-    )
-    return [y.unflatten(0, x.shape[:2]) for y in ys]
-
-
 class ColumnParallelLinear(_ParallelLinear):
-    """Output channels split over tp.  The caller has entered the region, once for all linears that share x."""
+    """Output channels split over tp; enters the region."""
 
-    split_dim = 0
-    wide_dtype = torch.float32
+    split_dim, enters = 0, True
     sharded_roles = frozenset({"weight", "grad_output"})
 
-    def forward(self, x: Tensor, context: StepContext | Tensor, input_casts: Casts | None = None) -> Tensor:
-        """x [B, S, K], the same on each process -> [B, S, N/tp].
-
-        Linears that are given the same x share its casts through `input_casts`; see `linears_of_one_input`.
-        """
-        return self._local_linear(x, context, input_casts)
+    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
+        """x [B, S/tp or S, K] -> [B, S, N/tp].  Linears of one x run together: `linears_of_one_input`."""
+        return linears_of_one_input([self], x, context)[0]
 
 
 class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
-    split_dim = 1
-    wide_dtype = torch.float64  # tp sums it
+    split_dim, enters = 1, False
     sharded_roles = frozenset({"input", "weight"})
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
-        y = self._local_linear(x, context) if up is None else self._of_swiglu(x, up, context)
-        y = self.region.leave(y)
-        return y.float() if isinstance(context, StepContext) and context.wide else y
-
-    def _of_swiglu(self, gate: Tensor, up: Tensor, context: StepContext | Tensor) -> Tensor:
-        """gate and up [B, S, K/tp], whose product is never stored where the cast can make it -> [B, S, N].
-
-        It is stored where somebody looks at it, in a compiled block, and where the implementation casts by itself.
-        """
-        if isinstance(context, Tensor) or context.wide or self.name in context.observers or not gemm_by_gemm(self.impl):
-            return self._local_linear(swiglu(gate, up), context)
-        call = self.linear_call(context, None)
-        backends = self._backends(call, gate, gate.shape[0] * gate.shape[1])
-        return swiglu_linear(gate, up, local(self.weight), call, backends)
+        y = self.region.leave(linears_of_one_input([self], x, context, up)[0])
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # of a wide pass
 
 
-def linears_of_one_input(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor) -> list[Tensor]:
-    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, sharing x's casts; enters the region.
+def linears_of_one_input(
+    linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor, up: Tensor | None = None
+) -> Sequence[Tensor]:
+    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, as one step; they enter the region, or x is within it.
 
-    A context that is a tensor (`pack`) is a compiled block's: its linears are one operator.
+    up: of x's shape; the linears read silu(x) * up.  A context that is a tensor (`pack`) is a compiled block's: its
+    linears are one operator.  An implementation that runs a linear by itself runs one after another.
     """
-    first = linears[0]
-    region = first.region
+    first, ws = linears[0], [local(linear.weight) for linear in linears]
     if isinstance(context, Tensor):
-        return _as_one_operator(linears, region.enter(x), context)
-    if not context.wide and gemm_by_gemm(first.impl):
-        ys = linears_beside(x, [local(linear.weight) for linear in linears], _group(linears, x, context))
+        ys = linear_op.linears(
+            [one.flatten(0, 1) for one in (x, up) if one is not None], ws, context, [one.handle for one in linears],
+            parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
+        )  # fmt: skip
         return [y.unflatten(0, (len(x), -1)) for y in ys]
-    x, casts = region.enter(x.double() if context.wide else x), Casts()
-    return [linear(x, context, casts) for linear in linears]
-
-
-def _group(linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext) -> Group:
-    """What the linears of x [B, S/tp or S, K] are now."""
-    first = linears[0]
-    region = first.region
-    gathers = region.sequence_parallel and region.axis.size > 1
-    calls = [linear.linear_call(context, None) for linear in linears]
-    tokens = x.shape[0] * x.shape[1] * (region.axis.size if gathers else 1)
-    backends = [linear._backends(call, x, tokens) for linear, call in zip(linears, calls, strict=True)]
-    cut_by_cp = first.whole_amax if region.cuts_tokens else None
-    return Group(region.axis, gathers, calls, backends, first.whole_amax if gathers else cut_by_cp, cut_by_cp)
+    if context.wide or gemm_by_gemm(first.impl):
+        return run_group(x, ws, first.group(linears, context, x.device, x.shape[0] * x.shape[1]), up)
+    x = x if up is None else swiglu_product(x, up)
+    x = first.region.enter(x) if first.enters else x
+    return [run_linear(x, w, one.linear_call(context), one.impl) for one, w in zip(linears, ws, strict=True)]
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.cast import Quantized
 from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linear import (
@@ -18,8 +19,6 @@ from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import Clock, RoundingKey, name_stream
 from megatron_snip.quant.shape import KINDS, LinearShape
 from megatron_snip.quant.step_context import PLAIN, StepContext
-from megatron_snip.quant.three_gemms import Sizes
-from megatron_snip.quant.wide import wide_linear
 
 __all__ = [
     "GEMMS",
@@ -47,5 +46,4 @@ __all__ = [
     "quantized_linear",
     "register_linear",
     "run_linear",
-    "wide_linear",
 ]

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E2M1
+from megatron_snip.quant.backend import Backend, Sizes
 from megatron_snip.quant.cast import Output
 from megatron_snip.quant.operands import REDUCTION_DIM, Operand
 from megatron_snip.quant.scaled_mm import no_multiple, unfit_element, unfit_gpu
-from megatron_snip.quant.three_gemms import Backend, Sizes
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
+from megatron_snip.quant.backend import Backend, Backends, Sizes
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.operands import LinearCall
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.three_gemms import Backend, Backends, Sizes, three_gemms
 
 _PLAIN = Emulated()  # for bf16, where nothing is emulated
 
@@ -22,7 +23,9 @@ class ByGemm:
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        self._chosen = cache(self._choose)  # asked at every call of a linear, so answered once
+        #: Who multiplies each GEMM, by precision, device and ``Sizes``: asked at every call, so answered once.  Raises
+        #: UserError as a call does.
+        self.backends = cache(self._choose)
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
         """Why a precision cannot run on a device, or None."""
@@ -35,11 +38,8 @@ class ByGemm:
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N].  Raises UserError for what no backend of the list can run."""
         outputs, inputs = w.shape
-        return three_gemms(x, w, call, self._chosen(call.precision, x.device, x.numel() // inputs, inputs, outputs))
-
-    def backends(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-        """Who multiplies each GEMM.  Raises UserError as a call does."""
-        return self._chosen(precision, device, *sizes)
+        backends = self.backends(call.precision, x.device, x.numel() // inputs, inputs, outputs)
+        return run_group(x, [w], Group([call], [backends]))[0]
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_snip.quant.backend import Backend
 from megatron_snip.quant.cast import Output
+from megatron_snip.quant.matmul import product
 from megatron_snip.quant.operands import Operand
-from megatron_snip.quant.three_gemms import Backend, plain_product
 
 
 class Emulated(Backend):
@@ -22,4 +23,4 @@ class Emulated(Backend):
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
         """A GEMM of the operands [R, C] dequantised to ``dtype``, in dtype ``out``."""
-        return plain_product(gemm, a.values(dtype), b.values(dtype), out)
+        return product(gemm, a.values(dtype), b.values(dtype), out)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
+from megatron_snip.quant.backend import Backends, Sizes
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.dispatch import ReduceAmax
@@ -24,7 +25,6 @@ from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, Linea
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.three_gemms import Backends, Sizes
 from megatron_snip.quant.transformer_engine import TransformerEngine
 
 
@@ -86,7 +86,6 @@ def quantized_linear(
     input_col0: int = 0,
     output_col0: int = 0,
     observer: LinearObserver | None = None,
-    input_casts: Casts | None = None,
     weight_casts: Casts | None = None,
     reduce_amax: Mapping[str, ReduceAmax] | None = None,
 ) -> Tensor:
@@ -97,8 +96,8 @@ def quantized_linear(
     key: of this linear (stream = ``name_stream(name)``), row0 = global row of x's first token; each
     operand's own key is derived from it.  It may be None where nothing rounds stochastically.
     input_col0, output_col0: global channel of x's and y's first column, for tensor-parallel shards.
-    input_casts: shared by linears that read the same x.  weight_casts: keeps the weight's casts until it
-    changes.  reduce_amax: role -> the amax of the whole tensor from a shard's, for formats that need it.
+    weight_casts: keeps the weight's casts until it changes.  reduce_amax: role -> the amax of the whole tensor from a
+    shard's, for formats that need it.
     Raises UserError for an unknown impl or one that cannot run the precision, shapes or dtypes that do not
     match, and a missing key.
     """
@@ -111,7 +110,7 @@ def quantized_linear(
     check_linear(impl, precision, x.device)
     if key is None:
         _refuse_stochastic(precision, torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
-    call = LinearCall(precision, key, input_col0, output_col0, observer, input_casts, weight_casts, reduce_amax or {})
+    call = LinearCall(precision, key, input_col0, output_col0, observer, weight_casts, reduce_amax or {})
     return run_linear(x, w, call, impl)
 
 
@@ -143,11 +142,11 @@ def gemm_by_gemm(impl: str) -> bool:
     return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
 
 
-def backends_of(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-    """Who multiplies each GEMM of a linear; the implementation is ``gemm_by_gemm``."""
-    implementation = _IMPLEMENTATIONS[impl]
-    assert isinstance(implementation, ByGemm)
-    return implementation.backends(precision, device, sizes)
+def backends_of(
+    impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
+) -> Backends:
+    """Who multiplies each GEMM of a linear of these ``Sizes``; the implementation is ``gemm_by_gemm``."""
+    return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:

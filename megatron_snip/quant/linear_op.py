@@ -1,17 +1,15 @@
-"""Linears as an operator that compilers do not look into: `torch.ops.megatron_snip.linears` and its backward.
+"""A group of linears as an operator that compilers do not look into: torch.ops.megatron_snip.linears and its backward.
 
-One call runs all linears that read the same x, as their forward shares its casts.  What differs from step to step is
-read when it runs, by a number of each linear (``handle``): precision, backends, kept casts of the weight.  So a graph
-outlives a change of plans, and all blocks of a model share it.  What backward needs, codes and scales, are outputs
-of unknown sizes.  The context is a tensor, because its numbers would be compiled into the graph.
-
-Bits are those of ``quantized_linear``; so is the order in which gradients of x are added.
+It runs group.py's ``forward`` and ``backward``, collectives included.  What differs from step to step is read when it
+runs, by a number of each linear (``handle``): precision, backends, kept casts of the weight.  So a graph outlives a
+change of plans, and all blocks of a model share it.  What backward needs of the input are outputs of unknown sizes.
+The context is a tensor, because its numbers would be compiled into the graph.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -19,21 +17,19 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant.cast import Form, Output, layout
-from megatron_snip.quant.linear import backends_of
-from megatron_snip.quant.operands import Casts, LinearCall, Operand
+from megatron_snip.quant.group import Group, backward, forward
+from megatron_snip.quant.kernels import op
+from megatron_snip.quant.operands import Operand
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, Rows
 from megatron_snip.quant.step_context import StepContext
-from megatron_snip.quant.three_gemms import Backends, Sizes, backward, forward, whole_amaxes
 
 
 class Owner(Protocol):
     """Who knows what a linear does now: the module."""
 
-    impl: str
-
-    def linear_call(self, context: StepContext, input_casts: Casts | None) -> LinearCall:
-        """Everything about a call."""
+    def group(self, linears: Sequence[Any], context: StepContext, device: torch.device, rows: int) -> Group:
+        """Owners, this one the first, that read one input, of which this process has so many rows."""
         ...
 
 
@@ -41,6 +37,8 @@ _OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 #: Precisions of all linears that a pass was run in, each with its number.
 _PRECISIONS: dict[LinearPrecision, int] = {}
+#: Of an operand that is kept: its bytes as they lie in memory, its scales and its tensor's scale, each 1-D.
+_KEPT = (torch.uint8, torch.float32, torch.float32)
 
 
 def handle_of(owner: Owner) -> Tensor:
@@ -58,147 +56,127 @@ def pack(context: StepContext) -> Tensor:
     return torch.tensor([key.seed, key.iteration, key.row0, number, *(key.rows or ())])
 
 
-def _unpack(packed: Tensor) -> StepContext:
-    seed, iteration, row0, number, *rows = packed.tolist()
-    key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*rows) if rows else None)
-    return StepContext(iteration, precision=None if number < 0 else list(_PRECISIONS)[number], key=key)
-
-
 def linears(
-    x: Tensor, weights: Sequence[Tensor], context: Tensor, handles: Sequence[Tensor], *, keeps_input: bool
+    inputs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    context: Tensor,
+    handles: Sequence[Tensor],
+    *,
+    parts: int,
+    keeps_input: bool,
 ) -> list[Tensor]:
-    """x [T,K], weights [N,K] each -> ys [T,N] of x.dtype, differentiable once.
+    """inputs x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, differentiable once.
 
-    keeps_input: whether a wgrad is in bf16, which needs x itself.
+    parts: T / t, the processes that have rows of x.  keeps_input: whether backward needs x itself, for a wgrad in bf16.
     """
-    needs_wgrad = torch.is_grad_enabled() and weights[0].requires_grad
-    made: list[Tensor] = torch.ops.megatron_snip.linears(
-        x, list(weights), context, torch.cat(list(handles)), needs_wgrad, needs_wgrad and keeps_input
-    )
-    return made[: len(weights)]
+    needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
+    keeps = (needs_wgrad and keeps_input) or len(inputs) > 1
+    now = torch.cat([*handles, context])
+    made: list[Tensor] = torch.ops.megatron_snip.linears(list(inputs), list(ws), now, parts, needs_wgrad, keeps)
+    return made[: len(ws)]
 
 
-def _calls(
-    context: Tensor, handles: Tensor, x: Tensor, ws: Sequence[Tensor], tokens: int
-) -> Iterator[tuple[LinearCall, Backends]]:
-    """The call of each linear now, and who multiplies; x [...] tells the device."""
-    now, casts = _unpack(context), Casts()
-    for number, w in zip(handles.tolist(), ws, strict=True):
-        owner = _OWNERS[number]
-        call = owner.linear_call(now, casts)
-        yield call, backends_of(owner.impl, call.precision, x.device, Sizes(tokens, w.shape[1], w.shape[0]))
+def _group(now: Tensor, count: int, x: Tensor, rows: int) -> Group:
+    """What the linears of these handles are now, by what ``linears`` put together; x [...] tells the device."""
+    numbers = now.tolist()
+    owners, (seed, iteration, row0, precision, *pieces) = [_OWNERS[one] for one in numbers[:count]], numbers[count:]
+    key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*pieces) if pieces else None)
+    context = StepContext(iteration, precision=None if precision < 0 else list(_PRECISIONS)[precision], key=key)
+    return owners[0].group(owners, context, x.device, rows)
 
 
 @torch.library.custom_op("megatron_snip::linears", mutates_args=())
 def _linears(
-    x: Tensor, ws: Sequence[Tensor], context: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
+    inputs: Sequence[Tensor], ws: Sequence[Tensor], now: Tensor, parts: int, needs_wgrad: bool, keeps_inputs: bool
 ) -> list[Tensor]:
-    ys, saved, seen = [], [], set()
-    for w, (call, backends) in zip(ws, _calls(context, handles, x, ws, len(x)), strict=True):
-        y, kept = forward(x, w, call, backends, needs_wgrad=needs_wgrad)
-        ys.append(y)
-        if needs_wgrad:
-            assert kept is not None and (kept.form is not None or keeps_input), "the module tells keeps_input"
-            saved += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
-            if kept.form is not None and (kept.form, kept.output) not in seen:  # linears that keep the same share it
-                seen.add((kept.form, kept.output))
-                saved[-2:] = _flat(kept)
+    x, up = inputs[0], inputs[1] if len(inputs) > 1 else None
+    ys, kept = forward(x, up, ws, _group(now, len(ws), x, len(x)), needs_wgrad=needs_wgrad)
+    saved: list[Tensor] = []
+    for i in range(len(ws) if needs_wgrad else 0):
+        saved += _flat(kept[i] if i < len(kept) else None, x, keeps_inputs if up is None else None)
     return [*ys, *saved]
 
 
 @_linears.register_fake
 def _(
-    x: Tensor, ws: Sequence[Tensor], context: Tensor, handles: Tensor, needs_wgrad: bool, keeps_input: bool
+    inputs: Sequence[Tensor], ws: Sequence[Tensor], now: Tensor, parts: int, needs_wgrad: bool, keeps_inputs: bool
 ) -> list[Tensor]:
-    made = [x.new_empty(x.shape[0], w.shape[0]) for w in ws]
-    size = torch.library.get_ctx().new_dynamic_size
-    for dtype in (torch.uint8, torch.float32) * (len(ws) if needs_wgrad else 0):
-        made.append(x.new_empty(size(), dtype=dtype))
-    return made
+    x, size = inputs[0], torch.library.get_ctx().new_dynamic_size
+    saved = [x.new_empty(size(), dtype=dtype) for dtype in _KEPT * (len(ws) if needs_wgrad else 0)]
+    return [*(x.new_empty(x.shape[0] * parts, w.shape[0]) for w in ws), *saved]
 
 
 @torch.library.custom_op("megatron_snip::linears_backward", mutates_args=())
 def _linears_backward(
-    gs: Sequence[Tensor],
-    ws: Sequence[Tensor],
-    x: Tensor | None,
-    saved: Sequence[Tensor],
-    context: Tensor,
-    handles: Tensor,
-    needs_dgrad: bool,
-) -> list[Tensor]:
-    tokens = len(gs[0])
-    kept: dict[tuple[Form | None, Output], Operand] = {}
-    if x is not None:
-        kept[None, "values"] = Operand(None, "values", x)
-    calls = list(_calls(context, handles, gs[0], ws, tokens))
-    wanted: list[tuple[Form | None, Output]] = []
-    for i, (call, backends) in enumerate(calls):
-        form, output = call.form("wgrad", "input"), backends.wgrad.output("input", kept=True)
-        wanted.append((form, output) if form is not None else (None, "values"))
-        if form is not None and (form, output) not in kept:
-            kept[form, output] = _unflat(form, output, saved[2 * i], saved[2 * i + 1], (tokens, ws[i].shape[1]))
-    total, grads = None, []
-    amaxes = whole_amaxes(gs, *zip(*calls, strict=True), needs_dgrad=needs_dgrad, needs_wgrad=True)
-    # autograd runs the linear that ran last first, and adds in this order
-    for g, w, (call, backends), which, amax in reversed(list(zip(gs, ws, calls, wanted, amaxes, strict=True))):
-        grad_x, grad_w = backward(g, w, kept[which], None, call, backends, amax, needs_dgrad=needs_dgrad)
-        assert grad_w is not None
-        grads.append(grad_w)
-        if grad_x is not None:
-            total = grad_x if total is None else total + grad_x
-    return [*grads[::-1], *([] if total is None else [total])]
+    gs: Sequence[Tensor], ws: Sequence[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor], now: Tensor,
+    parts: int, needs_dgrad: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows, needs_wgrad, x = len(gs[0]) // parts, len(saved) > 0, inputs[0] if len(inputs) == 1 else None
+    group, shape = _group(now, len(ws), gs[0], rows), (rows, ws[0].shape[1])
+    keys = group.kept_as(rows, needs_wgrad=needs_wgrad)
+    kept = [_unflat(*key, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, key in enumerate(keys)]
+    grad, grads_w = backward(gs, ws, kept, group, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
+    grads: Sequence[Tensor | None] = [grad]
+    if grad is not None and len(inputs) > 1:
+        gate, up = inputs
+        grads = op.swiglu_gradients(grad, gate, up, True, True)
+    return [one for one in (*grads, *grads_w) if one is not None]
 
 
 @_linears_backward.register_fake
 def _(
-    gs: Sequence[Tensor],
-    ws: Sequence[Tensor],
-    x: Tensor | None,
-    saved: Sequence[Tensor],
-    context: Tensor,
-    handles: Tensor,
-    needs_dgrad: bool,
-) -> list[Tensor]:
-    made = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
-    return [*made, gs[0].new_empty(gs[0].shape[0], ws[0].shape[1])] if needs_dgrad else made
+    gs: Sequence[Tensor], ws: Sequence[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor], now: Tensor,
+    parts: int, needs_dgrad: bool,
+) -> list[Tensor]:  # fmt: skip
+    size, count = (gs[0].shape[0] // parts, ws[0].shape[1]), max(len(inputs), 1) if needs_dgrad else 0
+    made = [gs[0].new_empty(size) for _ in range(count)]
+    return [*made, *(torch.empty_like(w, memory_format=torch.contiguous_format) for w in (ws if saved else ()))]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, ws, context, handles, _, keeps_input = inputs
-    ctx.count, ctx.keeps_input = len(ws), keeps_input
-    ctx.save_for_backward(context, handles, *ws, *output[len(ws) :], *([x] if keeps_input else []))
+    read, ws, now, ctx.parts, _, keeps_inputs = inputs
+    ctx.count, ctx.inputs, ctx.kept = len(ws), len(read), len(read) if keeps_inputs else 0
+    ctx.save_for_backward(now, *read[: ctx.kept], *ws, *output[len(ws) :])
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    context, handles, *rest = ctx.saved_tensors
-    x = rest.pop() if ctx.keeps_input else None
-    ws, saved = rest[: ctx.count], rest[ctx.count :]
-    needs_dgrad = ctx.needs_input_grad[0]
-    gs = [g.contiguous() for g in grads[: ctx.count]]
-    made = torch.ops.megatron_snip.linears_backward(gs, ws, x, saved, context, handles, needs_dgrad)
-    return (made.pop() if needs_dgrad else None), made, None, None, None, None
+    now, *rest = ctx.saved_tensors
+    inputs, ws, saved = rest[: ctx.kept], rest[ctx.kept : ctx.kept + ctx.count], rest[ctx.kept + ctx.count :]
+    gs, needs_dgrad = [g.contiguous() for g in grads[: ctx.count]], any(ctx.needs_input_grad[0])
+    made = torch.ops.megatron_snip.linears_backward(gs, ws, inputs, saved, now, ctx.parts, needs_dgrad)
+    count = ctx.inputs if needs_dgrad else 0
+    return made[:count] or [None] * ctx.inputs, made[count:] or [None] * ctx.count, None, None, None, None
 
 
 _linears.register_autograd(_backward, setup_context=_setup)
 
 
-def _flat(kept: Operand) -> list[Tensor]:
-    """Codes of X [T,K] as they lie in memory, and scales with the tensor's at the end, both 1-D."""
-    assert kept.scales is not None
-    data, scales = (part.as_strided((part.numel(),), (1,)) for part in (kept.data, kept.scales))
-    scales = scales.view(torch.float32)
-    return [data, scales if kept.tensor_scale is None else torch.cat([scales, kept.tensor_scale.view(1)])]
+def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Tensor]:
+    """An operand [t,K] as ``_KEPT`` says, empty where nothing is.
+
+    keeps_input: whether autograd keeps x, which an output may not be; None where the input is another.
+    """
+    parts: list[Tensor | None] = [None] * 3 if kept is None else [kept.data, *kept[3:]]
+    if kept is not None and kept.form is None and keeps_input is not None:
+        parts[0] = None if keeps_input else x.clone(memory_format=torch.contiguous_format)
+    return [
+        x.new_empty(0, dtype=dtype) if part is None else part.as_strided((part.numel(),), (1,)).view(dtype)
+        for part, dtype in zip(parts, _KEPT, strict=True)
+    ]
 
 
-def _unflat(form: Form, output: Output, data: Tensor, scales: Tensor, shape: tuple[int, int]) -> Operand:
-    """What ``_flat`` was made of, X [T,K] of a shape."""
+def _unflat(
+    form: Form | None, output: Output, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype,
+    x: Tensor | None,
+) -> Operand:  # fmt: skip
+    """What ``_flat`` was made of, [t,K] of a shape; x: the input itself, if autograd kept it."""
+    data, scales, whole = flat
+    if form is None:
+        return Operand(None, output, data.view(dtype).view(shape) if x is None else x)
     codes_size, codes_along, scales_size, scales_along = layout(shape, form, output)
-    whole = scales[-1] if form.fmt.needs_tensor_amax else None
-    scales = scales if whole is None else scales[:-1]
-    scales = scales.view(torch.uint8) if output == "swizzled" else scales
-    codes, scales = _along(codes_along, data, codes_size), _along(scales_along, scales, scales_size)
-    return Operand(form, output, codes, scales, whole)
+    codes = _along(codes_along, data, codes_size)
+    scales = _along(scales_along, scales.view(torch.uint8) if output == "swizzled" else scales, scales_size)
+    return Operand(form, output, codes, scales, whole[0] if form.fmt.needs_tensor_amax else None)
 
 
 def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:

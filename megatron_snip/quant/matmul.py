@@ -17,6 +17,15 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() @ b.float()).to(a.dtype) if float32_is_faster(a) else torch.mm(a, b)
 
 
+def product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """The GEMM of two operands [R, C] as they are: fprop a @ b.T, dgrad a @ b, wgrad a.T @ b, in dtype ``out``."""
+    a, b = (a.T if gemm == "wgrad" else a), (b.T if gemm == "fprop" else b)
+    if out == a.dtype or a.is_cpu:  # CPUs multiply bf16 into bf16 alone
+        y = matmul(a, b)
+        return y if y.dtype == out else y.to(out)
+    return torch.mm(a, b, out_dtype=out)
+
+
 def float32_is_faster(x: Tensor) -> bool:
     """Whether products of x [...] are faster in float32, and as good."""
     return x.dtype is torch.bfloat16 and x.is_cpu and _lacks_bf16()

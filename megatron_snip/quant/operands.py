@@ -47,8 +47,8 @@ class LinearCall(NamedTuple):
     """Everything about one call of a linear but its tensors.
 
     key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
-    x's and y's first column.  input_casts: shared by the linears that read the same x; weight_casts: kept
-    from call to call while the weight does not change.  reduce_amax: by role, for operands that are shards.
+    x's and y's first column.  weight_casts: kept from call to call while the weight does not change.
+    reduce_amax: by role, for operands that are shards.
     forward_only: another forward comes before the backward (recomputation), so nothing is cast for wgrad yet.
     """
 
@@ -57,14 +57,9 @@ class LinearCall(NamedTuple):
     input_col0: int = 0
     output_col0: int = 0
     observer: LinearObserver | None = None
-    input_casts: Casts | None = None
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
-
-    def for_backward(self) -> LinearCall:
-        """This call without what linears share of their input, which would hold the input itself."""
-        return self._replace(input_casts=None)
 
     def form(self, gemm: str, role: str, fmt: str | None = None) -> Form | None:
         """The form of an operand of a GEMM, in its own format by default; None stays as it is (bf16).
@@ -129,6 +124,10 @@ class Operands:
         return dequantize(codes, tensor.dtype), made.saturated
 
 
+#: A form, None for the tensor itself, and how it is to be held.
+Wanted = tuple[Form | None, Output]
+
+
 class Operand(NamedTuple):
     """One operand [R, C] of one GEMM as an implementation wants it.
 
@@ -143,8 +142,10 @@ class Operand(NamedTuple):
     tensor_scale: Tensor | None = None
 
     @classmethod
-    def unset(cls, form: Form, output: Output, x: Tensor) -> Operand:
+    def unset(cls, wanted: Wanted, x: Tensor) -> Operand:
         """For codes of x [R, C] that nobody will read: no cast, the same sizes, NaN for scales."""
+        form, output = wanted
+        assert form is not None
         made = allocate(x, form, output, count=False)
         assert made.scales is not None
         made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
@@ -158,9 +159,6 @@ class Operand(NamedTuple):
             return self.data
         assert self.output == "codes" and self.scales is not None
         return dequantize(Quantized(self.data, self.scales, self.form.fmt, self.form.block, self.tensor_scale), dtype)
-
-
-Wanted = tuple[Form | None, Output]
 
 
 def cast_operands(
@@ -199,10 +197,9 @@ def cast_operands(
 
 
 class Casts:
-    """Casts of one tensor, each made once while the tensor stays as it is.
+    """Casts of one weight, each made once while it stays as it is: from one optimiser step to the next.
 
-    For an input it lives as long as the forward of the linears that share it; for a weight, from one
-    optimiser step to the next.  A tensor that was replaced or changed in place is cast anew.
+    A tensor that was replaced or changed in place is cast anew.
 
     frees: the tensor is a gathered copy, whose memory its owner allocates again to gather it again.
     """

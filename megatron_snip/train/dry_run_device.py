@@ -19,9 +19,9 @@ from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
 from megatron_snip.parallel import context, loss
 from megatron_snip.quant import block_scaled, matmul, scaled_mm
+from megatron_snip.quant.backend import Backend
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.precision import GEMMS
-from megatron_snip.quant.three_gemms import Backend
 from megatron_snip.snip.measure import updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options

@@ -64,7 +64,7 @@ def casts_of_pieces() -> dict[str, bool]:
         linear = module(f"layers.{number}.self_attn.q_proj", draw(K, K, seed=3), region, mesh.device_mesh)
         for fmt in ("fp8", "fp4", "mxfp4", "nvfp4", "nvfp4_rht"):
             linear.precision = LinearPrecision.uniform(fmt)
-            call = linear.linear_call(StepContext(key=own), None)
+            call = linear.linear_call(StepContext(key=own))
             plain = LinearCall(linear.precision, RoundingKey(7, 5, call.key.stream, row0=3 * S))
             for gemm, role in (("fprop", "input"), ("dgrad", "grad_output"), ("wgrad", "grad_output"), ("wgrad", "input")):
                 x = operands[role]

@@ -40,8 +40,8 @@ def poison(parts: Parts, rank: int, iterations: set[int]) -> None:
         linear = next(iter(parts.stages[min(parts.stages)].linears().values()))
         plain = linear.linear_call
 
-        def poisoned(context: StepContext, input_casts: Casts | None) -> LinearCall:
-            call = plain(context, input_casts)
+        def poisoned(context: StepContext) -> LinearCall:
+            call = plain(context)
             return call._replace(observer=Poison()) if context.iteration in iterations else call
 
         linear.linear_call = poisoned  # type: ignore[method-assign]

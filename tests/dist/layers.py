@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import Mesh, build_mesh
-from megatron_snip.parallel import beside
 from megatron_snip.parallel.data import sum_gradients_over_tp
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
@@ -28,10 +28,11 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, operands
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives, operands
+from megatron_snip.quant import run_linear as run_apart
+from megatron_snip.quant import group as groups
 from megatron_snip.quant.linear_op import pack
 from megatron_snip.quant.rounding import random_bits
-from megatron_snip.train.dry_run_counts import Tracker
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")
@@ -80,6 +81,11 @@ class Recorder:
         return self.real(x, forms, outputs, amax, reduce_amax, **more)
 
 
+def apart(layer: ColumnParallelLinear, x: Tensor, context: StepContext = CONTEXT) -> Tensor:
+    """What a linear makes of the whole x [B, S, K] within the region, without collectives of its own."""
+    return run_apart(x, local(layer.weight), layer.linear_call(context), layer.impl)
+
+
 def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, Any]:
     """One linear forward and backward on this rank: y, dX, dW (all as this rank holds them) and its operands."""
     mesh = start_mesh()
@@ -94,7 +100,7 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     recorder = Recorder()
     operands.cast = recorder
     try:
-        y = layer(region.enter(x) if kind == "column" else x, CONTEXT)
+        y = apart(layer, region.enter(x)) if kind == "column" else layer(x, CONTEXT)
         y.backward(g)
     finally:
         operands.cast = recorder.real
@@ -131,10 +137,7 @@ def run_group(
     names: tuple[str, ...], length: int, samples: int, sequence_parallel: bool, beside: bool, observed: bool = False,
     frozen: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Three column-parallel linears of one input: ys, dX and dWs; one after another, or with collectives beside.
-
-    frozen: without dWs, as tools/analyse.py runs them.
-    """
+    """Three column-parallel linears of one input: ys, dX and dWs (frozen: none); one after another or as a group."""
     mesh = start_mesh()
     region = Region(mesh.tp, sequence_parallel)
     x = draw(samples, length, K, seed=1).bfloat16()
@@ -148,8 +151,8 @@ def run_group(
     if beside:
         ys = linears_of_one_input(layers, x, context)
     else:
-        whole, casts = region.enter(x), Casts()
-        ys = [layer(whole, context, casts) for layer in layers]
+        whole = region.enter(x)
+        ys = [apart(layer, whole, context) for layer in layers]
     gs = [part(draw(samples, length, N, seed=7 + i), 2, mesh).bfloat16() for i in range(len(names))]
     torch.autograd.backward(ys, gs)
     weights = [local(layer.weight.grad) for layer in layers if not frozen]
@@ -169,14 +172,13 @@ def _same(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bo
 
 
 def run_observed() -> list[bool]:
-    """Whether an observer sees the same."""
+    """Whether an observer sees the same, of three linears of one input and of one alone."""
+    cases = product((("bf16", "bf16", "bf16"), ("bf16", "fp8", "bf16"), ("bf16",)), (False, True), (False, True))
     both = [
-        [run_group(("bf16", precision, "bf16"), S, 2, sp, beside, True, frozen) for beside in (False, True)]
-        for precision in ("bf16", "fp8")
-        for sp in (False, True)
-        for frozen in (False, True)
+        (4 * len(names), [run_group(names, S, 2, sp, beside, True, frozen) for beside in (False, True)])
+        for names, sp, frozen in cases
     ]
-    return [len(first["seen"]) >= 12 and _same(first, second) for first, second in both]
+    return [len(first["seen"]) >= least and _same(first, second) for least, (first, second) in both]
 
 
 class _Log(TorchDispatchMode):
@@ -186,7 +188,7 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self.events: list[str] = []
         for name in ("all_gather", "reduce_scatter"):
-            monkeypatch.setattr(beside, name, partial(self._start, name, getattr(beside, name)))
+            monkeypatch.setattr(collectives, name, partial(self._start, name, getattr(collectives, name)))
         monkeypatch.setattr(dist, "all_reduce", partial(self._start, "all_reduce", dist.all_reduce))
 
     def _start(self, name: str, collective: Any, *args: Any, **options: Any) -> Any:
@@ -248,13 +250,13 @@ def run_copies() -> tuple[list[str], list[str]]:
     part_of_rows = draw(B * S, K, seed=3)
     with LaunchLog() as log:
         region.leave(region.enter(x)).backward(g)
-        beside.start_gather(part_of_rows, mesh.tp)()
-        beside.start_sum(part_of_rows, mesh.tp, scatter=True)()
+        collectives.start_gather(part_of_rows, mesh.tp)()
+        collectives.start_sum(part_of_rows, mesh.tp, scatter=True)()
     whole, own = torch.empty(2 * B * S, K), torch.empty(B * S // 2, K)
     with LaunchLog() as alone:
         for _ in range(3):
-            beside.all_gather(whole, part_of_rows, group=mesh.tp.group)
-            beside.reduce_scatter(own, part_of_rows, group=mesh.tp.group)
+            collectives.all_gather(whole, part_of_rows, group=mesh.tp.group)
+            collectives.reduce_scatter(own, part_of_rows, group=mesh.tp.group)
     return sorted(log.names), sorted(alone.names)
 
 
@@ -282,30 +284,37 @@ class LaunchLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_sent(precision: str) -> tuple[int, int]:
-    """Bytes that the gathers of three linears of one input are handed, and bytes kept for backward beside weights."""
-    mesh = start_mesh()
-    region = Region(mesh.tp, True)
+def run_sent(precision: str, sequence_parallel: bool, compiled: bool) -> tuple[dict[str, int], int]:
+    """Bytes that three linears of one input hand to collectives, and those kept for backward beside weights."""
+    mesh, sent = start_mesh(), Counter[str]()
+    region = Region(mesh.tp, sequence_parallel)
     weights = [(draw(N, K, seed=i) / 16).bfloat16() for i in range(3)]
     layers = [ColumnParallelLinear(f"{i}", w, region, mesh.device_mesh) for i, w in enumerate(weights)]
     for layer, one in zip(layers, precision.split(",") * (3 if "," not in precision else 1), strict=True):
         layer.precision = LinearPrecision.parse(one)
-    x, saved = part_of_tokens(draw(B, S, K, seed=1), mesh).bfloat16().requires_grad_(), {}
+    x, saved = draw(B, S, K, seed=1).bfloat16(), {}
+    x = (part_of_tokens(x, mesh) if sequence_parallel else x).requires_grad_()
     own = {local(layer.weight).untyped_storage().data_ptr() for layer in layers}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in own and tensor.dtype != torch.int64:  # a compiled block's context
             saved[storage.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    tracker = Tracker()
-    tracker.name_axes(mesh)
-    with tracker, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        ys = linears_of_one_input(layers, x, CONTEXT)
+    def counted(name: str, place: int, collective: Any) -> Any:
+        def call(*tensors: Tensor, **options: Any) -> Any:
+            sent[name] += tensors[place].numel() * tensors[place].element_size()
+            return collective(*tensors, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for module, name, place in ((collectives, "all_gather", 1), (collectives, "reduce_scatter", 1), (dist, "all_reduce", 0)):
+            patch.setattr(module, name, counted(name, place, getattr(module, name)))
+        ys = linears_of_one_input(layers, x, pack(CONTEXT) if compiled else CONTEXT)
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    sent = sum(n for what, n in tracker.counts.items() if what[0] == "bytes" and what[2] == "all-gather")
-    return sent, sum(saved.values())
+    return dict(sent), sum(saved.values())
 
 
 def run_gathered_operands() -> list[tuple[Any, bool]]:
@@ -314,19 +323,19 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
     for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"):
         outputs = ["codes", "operand"] * (precision != "nvfp4") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
-        group = beside.Group(mesh.tp, True, [call], [], lambda amax: amax, None)
+        group = groups.Group([call], [], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
             x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input")
             largest = x.abs().amax().float()  # of the whole, for nvfp4
             (whole,) = operands.cast_operands(x, [(form, output)])
             (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)], lambda _, whole=largest: whole)
-            gathered = beside._gather(mine, group)()
+            (gathered,) = groups._gather([mine], group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))
         if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
-            ends = [group.may_cast_parts([(call.form("fprop", "input"), "swizzled")], rows) for rows in (160, 256)]
-            found.append(((precision, "tiles"), ends == [False, True]))
+            wanted = [(call.form("fprop", "input"), "swizzled")]
+            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[groups.ITSELF], wanted]))
     return found
 
 

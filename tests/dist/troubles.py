@@ -24,7 +24,6 @@ from megatron_snip.model import attention, llama
 from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear
 from megatron_snip.quant import StepContext
-from megatron_snip.quant.swiglu import swiglu
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -86,9 +85,8 @@ class Trouble:
 
             attention.linears_of_one_input = llama.linears_of_one_input = changed
             return
-        plain_one = linear._local_linear
-        linear._local_linear = lambda x, context: change(plain_one(x, context), context)
-        linear._of_swiglu = lambda gate, up, context: linear._local_linear(swiglu(gate, up), context)  # of down_proj
+        plain_one = linear.forward
+        linear.forward = lambda x, context, *up: change(plain_one(x, context, *up), context)
 
     def _planned(self, linear: Any, y: Tensor, context: StepContext) -> Tensor:
         plan, precision = self.coordinator.plan, str(context.precision or linear.precision)

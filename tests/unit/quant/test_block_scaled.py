@@ -22,6 +22,7 @@ from megatron_snip.quant import (
     name_stream,
     quantized_linear,
 )
+from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.cast import Form
@@ -29,7 +30,6 @@ from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.linear import check_linear
 from megatron_snip.quant.operands import Operand, cast_operands
 from megatron_snip.quant.swizzled import swizzle
-from megatron_snip.quant.three_gemms import Sizes
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
@@ -153,8 +153,8 @@ def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(f
     """Codes and scales travel through a compiled graph as they lie in memory."""
     x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim)
     (made,) = cast_operands(x, [(form, "swizzled")])
-    unset = Operand.unset(form, "swizzled", x)
-    back = linear_op._unflat(form, "swizzled", *linear_op._flat(made), (160, 96))
+    unset = Operand.unset((form, "swizzled"), x)
+    back = linear_op._unflat(form, "swizzled", linear_op._flat(made, x, False), (160, 96), x.dtype, None)
     for part, same, empty in zip(made[2:], back[2:], unset[2:], strict=True):
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
         assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)

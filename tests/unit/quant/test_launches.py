@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
 from megatron_snip.quant import Casts, Clock, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant.backend import Backends
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.kernels.triton_launches import FP8
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.swiglu import swiglu_linear
-from megatron_snip.quant.three_gemms import Backends, three_gemms
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4, "nvfp4_rht": NVFP4}
@@ -86,12 +86,8 @@ def step(
     formats = precision.split("/") * (3 // len(precision.split("/")))
     backends = Backends(*(BACKENDS.get(fmt, Hopper)() for fmt in formats))
     with launches:
-        if product:
-            y = swiglu_linear(x, up, w, call, backends)
-            torch.autograd.grad(y, (x, up, w), g)
-        else:
-            y = three_gemms(x, w, call, backends)
-            torch.autograd.grad(y, (x, w), g)
+        (y,) = run_group(x, [w], Group([call], [backends]), up if product else None)
+        torch.autograd.grad(y, (x, up, w) if product else (x, w), g)
     return launches.names
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -32,6 +31,8 @@ from megatron_snip.quant import operands as operands_module
 from megatron_snip.quant.cast import Cast, Form
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.group import Group, run_group
+from megatron_snip.quant.linear import backends_of
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 BF16 = LinearPrecision.uniform("bf16")
@@ -182,17 +183,17 @@ def counted_casts() -> Iterator[list[tuple[str, int, str]]]:
         yield seen
 
 
-def test_linears_that_share_an_input_cast_it_once_where_their_formats_agree():
+def test_linears_of_one_input_cast_it_once_where_their_formats_agree():
     x, w, g = tensors()
     precisions = [LinearPrecision.parse(text) for text in ("fp8", "fp8/fp4/fp4", "fp4/fp4/fp8")]
     alone = [torch.autograd.grad(quantized_linear(x, w, p, key=KEY), (x, w), g) for p in precisions]
-    casts = Casts()
+    backends = [backends_of("emulated", p, x.device, len(x), *w.shape[::-1]) for p in precisions]
     with counted_casts() as seen:
-        ys = [quantized_linear(x, w, p, key=KEY, input_casts=casts) for p in precisions]
+        ys = run_group(x, [w] * 3, Group([LinearCall(p, KEY) for p in precisions], backends))
     inputs = sorted((dim, fmt) for role, dim, fmt in seen if role == "input")
     assert inputs == [(0, "fp4"), (0, "fp8"), (1, "fp4"), (1, "fp8")]
     for y, (grad_x, grad_w) in zip(ys, alone, strict=True):
-        ours = torch.autograd.grad(y, (x, w), g)
+        ours = torch.autograd.grad(y, (x, w), g, retain_graph=True)
         assert torch.equal(ours[0], grad_x) and torch.equal(ours[1], grad_w)
 
 
@@ -234,16 +235,6 @@ def test_backward_keeps_codes_of_the_input_not_the_input(fmt, codes_a_value):
     scales = sum(t.numel() * t.element_size() for t in others if t.dtype == torch.float32)
     assert sum(t.numel() * t.element_size() for t in others) - scales == T * K * codes_a_value
     assert scales <= 4 * K * -(-T // 128)
-
-
-def test_what_linears_share_of_an_input_ends_with_their_forward():
-    x, w, g = tensors()
-    casts = Casts()
-    ys = [quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY, input_casts=casts) for _ in range(2)]
-    held = weakref.ref(casts)
-    del casts
-    assert held() is None
-    torch.autograd.grad(ys[0], (x, w), g)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

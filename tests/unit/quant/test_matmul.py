@@ -34,7 +34,7 @@ def test_logits_and_their_gradients(through_float32):
     torch.manual_seed(1)
     x, w, g = torch.randn(2, 64, 128).bfloat16(), torch.randn(256, 128), torch.randn(2, 64, 256).bfloat16()
     leaves = x.requires_grad_(), w.requires_grad_()
-    made = logits_of(*leaves, wide=False)
+    made = logits_of(*leaves)
     grad_x, grad_w = torch.autograd.grad(made, leaves, g)
     assert (made.dtype, grad_x.dtype, grad_w.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     x, w, g = x.detach().double(), w.detach().bfloat16().double(), g.double()

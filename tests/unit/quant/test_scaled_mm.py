@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.matmul import product
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.three_gemms import plain_product
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
@@ -135,7 +135,7 @@ def test_plain_wgrad_gives_float32_at_once_where_the_device_can():
             return function(*args, **(kwargs or {}))
 
     with Calls():
-        grad = plain_product("wgrad", g, x, torch.float32)
+        grad = product("wgrad", g, x, torch.float32)
     assert grad.dtype == torch.float32 and grad.shape == (32, 16) and called[-1] == "aten.mm.dtype"
 
 

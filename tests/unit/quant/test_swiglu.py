@@ -16,7 +16,7 @@ from megatron_snip.model.recompute import run_again
 from megatron_snip.parallel.tensor import Region, RowParallelLinear
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.swiglu import swiglu
+from megatron_snip.quant.linear_op import pack
 
 CONTEXT = StepContext(key=RoundingKey(1, 2, 0))
 
@@ -27,15 +27,13 @@ def plain(gate: Tensor, up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-def test_bits_are_autograds(dtype, needs):
+def test_gradients_are_autograds(dtype, needs):
     generator = torch.Generator().manual_seed(1)
     gate, up, g = (torch.randn(2, 33, 70, generator=generator).mul(9).to(dtype) for _ in range(3))
     gate[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    made = [x for x in op.swiglu_gradients(g, gate, up, *needs) if x is not None]
     gate.requires_grad_(needs[0]), up.requires_grad_(needs[1])
-    wanted = [x for x in (gate, up) if x.requires_grad]
-    made, expected = (
-        [y, *torch.autograd.grad(y, wanted, g)] for y in (function(gate, up) for function in (swiglu, plain))
-    )
+    expected = torch.autograd.grad(plain(gate, up), [x for x in (gate, up) if x.requires_grad], g)
     for ours, theirs in zip(made, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -45,7 +43,7 @@ def kept(make: Callable[[], Tensor], weight: Tensor) -> int:
     storages: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        if x.data_ptr() != weight.data_ptr():
+        if x.data_ptr() != weight.data_ptr() and x.dtype != torch.int64:  # a compiled block's context
             storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -75,10 +73,15 @@ def test_kept_for_backward(lone_mesh, precision, product):
     """gate and up, and what down_proj's wgrad reads: codes and scales, or in bf16 the product itself."""
     tokens, width = 128, 256
     down, (gate, up) = linear(lone_mesh, precision, width), tensors(tokens, width)
-    ours, before = (
-        kept(make, down.weight) for make in (lambda: down(gate, CONTEXT, up), lambda: down(plain(gate, up), CONTEXT))
+    ours, compiled, before = (
+        kept(make, down.weight)
+        for make in (
+            lambda: down(gate, CONTEXT, up),
+            lambda: down(gate, pack(CONTEXT), up),
+            lambda: down(plain(gate, up), CONTEXT),
+        )
     )
-    assert ours == tokens * width * (2 + 2 + product)
+    assert ours == compiled == tokens * width * (2 + 2 + product)
     assert before == tokens * width * (2 + 2 + 2 + product)
 
 
@@ -88,9 +91,9 @@ def test_a_linear_of_the_product_has_the_bits_of_both_apart(lone_mesh, precision
     g = torch.randn(1, 128, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
     for leaves in ((gate, up, down.weight), (up,), (down.weight,)):
         made = []
-        for y in (down(gate, CONTEXT, up), down(plain(gate, up), CONTEXT)):
+        for y in (down(gate, CONTEXT, up), down(gate, pack(CONTEXT), up), down(plain(gate, up), CONTEXT)):
             made.append([y, *torch.autograd.grad(y, leaves, g)])
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*made, strict=True))
+        assert all(torch.equal(one, results[0]) for results in zip(*made, strict=True) for one in results)
 
 
 def test_the_product_is_stored_where_somebody_looks(lone_mesh):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_snip.model import attention, llama
+from megatron_snip.parallel import tensor
+from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
-from megatron_snip.quant.swiglu import swiglu
+from megatron_snip.quant.cast import swiglu_product
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed
@@ -76,34 +81,34 @@ def test_a_process_without_linears_knows_what_the_others_add_up(updates, parts):
 
 @pytest.fixture(scope="module")
 def seen(parts):
-    """Per linear what each microbatch shows, by hooks and torch.autograd.grad, to the bit what a probe sees.
+    """Per linear what each microbatch shows, as torch.autograd.grad tells it, to the bit what a probe sees.
 
     In a wide pass as a probe's: else operands differ in their last bit, and those at a tie round to another code.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     (stage,) = parts.stages.values()
-    hooks = []
-    for name, linear in parts.linears.items():
 
-        def keep(module, args, output, name=name):
-            x = swiglu(args[0], args[2]) if name.endswith("down_proj") else args[0]
-            inputs[name], outputs[name] = x.detach().float(), output
+    def keep(linears, x, context, up=None):
+        ys = linears_of_one_input(linears, x, context, up)
+        for linear, y in zip(linears, ys, strict=True):
+            inputs[linear.name], outputs[linear.name] = (x if up is None else swiglu_product(x, up)).detach(), y
+        return ys
 
-        hooks.append(linear.register_forward_hook(keep))
     batch = batch_of(parts)
     found: dict[str, list] = {name: [] for name in parts.linears}
     bf16 = LinearPrecision.uniform("bf16")
     context = StepContext(ITERATION, batch.tokens.numel(), bf16, wide=True)
     for m in range(len(batch.tokens)):
-        loss = stage(batch.tokens[m], batch.sample_index[m].tolist(), batch.labels[m], context)
+        with ExitStack() as stack:
+            for module in (attention, llama, tensor):
+                stack.enter_context(mock.patch.object(module, "linears_of_one_input", keep))
+            loss = stage(batch.tokens[m], batch.sample_index[m].tolist(), batch.labels[m], context)
         grads = torch.autograd.grad(loss.sum(), list(outputs.values()))
         for name, grad in zip(outputs, grads, strict=True):
             row0 = int(batch.sample_index[m, 0]) * SEQUENCE
-            x, w, g = inputs[name].flatten(0, 1), parts.linears[name].weight, grad.flatten(0, 1)
+            x, w, g = inputs[name].flatten(0, 1), parts.linears[name].weight, grad.float().flatten(0, 1)
             found[name].append(Seen(x, w, g, row0))
-    for hook in hooks:
-        hook.remove()
     return found
 
 

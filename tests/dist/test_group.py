@@ -1,4 +1,4 @@
-"""Linears with collectives beside their GEMMs give the bits of one after another, and send and keep less."""
+"""Linears of one input, with collectives beside their GEMMs: bits of one after another; what they send and keep."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_collectives_run_beside_products(sequence_parallel):
 
 def test_one_collective_finds_the_largest_magnitudes_of_all_gradients():
     """Those that are transformed are found apart."""
-    for eager, compiled in run_ranks(run_largest_magnitudes, 2):
-        assert eager == {"fp8": [0, 0], "fp8/nvfp4/fp8": [0, 1], "nvfp4": [1, 1], "nvfp4_rht": [2, 6]}
-        assert compiled == {**eager, "nvfp4": [0, 1], "nvfp4_rht": [0, 6]}, "it gathers the input before it casts"
+    for ways in run_ranks(run_largest_magnitudes, 2):
+        for found in ways:
+            assert found == {"fp8": [0, 0], "fp8/nvfp4/fp8": [0, 1], "nvfp4": [1, 1], "nvfp4_rht": [2, 6]}
 
 
 def test_no_collective_of_tokens_copies():
@@ -64,14 +64,19 @@ def test_no_collective_of_tokens_copies():
         assert names == alone
 
 
-def test_what_is_gathered_and_kept():
-    """A process's own rows, as codes with a scale every 128 where the GEMM is quantised; Megatron-LM's are bf16."""
-    rows, scale = B * S // 2, 4 / 128
-    cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8")
-    plain, fp8, fp4, mixed, several = ([run_ranks(run_sent, 2, case) for case in cases])
-    for ranks, sent, kept in (
-        (plain, 2 * 2, 2), (fp8, 2 * (1 + scale), 1 + scale), (fp4, 2 * (1 + scale), 1 + scale),
-        (mixed, 2 + 1 + scale, 1 + scale), (several, 2 * 2, 2),
-    ):  # fmt: skip
-        assert ranks == [(rows * K * sent, rows * K * kept)] * 2
-    assert fp8[0][0] < 0.6 * plain[0][0]
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_is_sent_and_kept(compiled):
+    """A process's own rows, as codes with a scale every 128 where the GEMM is quantised; Megatron-LM's are bf16.
+
+    Without sequence parallelism the input is there, in each form that a wgrad reads.
+    """
+    cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8", "fp8/fp8/bf16,fp8,fp8")
+    code, elements = 1 + 4 / 128, B * S * K
+    gathered = (2 * 2, 2 * code, 2 * code, 2 + code, 2 * 2, code + 2)
+    kept = (2, code, code, code, 2, 2)
+    for case, sent, own in zip(cases, gathered, kept, strict=True):
+        expected = {"all_gather": elements // 2 * sent, "reduce_scatter": 2 * elements}
+        assert run_ranks(run_sent, 2, case, True, compiled) == [(expected, elements // 2 * own)] * 2, case
+    for case, own in zip(cases, (2, code, code, code, 2 * code, 2 + code), strict=True):
+        assert run_ranks(run_sent, 2, case, False, compiled) == [({"all_reduce": 2 * elements}, elements * own)] * 2, case
+    assert gathered[1] < 0.6 * gathered[0]

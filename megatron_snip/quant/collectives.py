@@ -1,0 +1,58 @@
+"""tp's collectives of tokens, begun before the GEMMs that run beside them and waited for after.
+
+Shapes: T tokens, t of them of this process, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.mesh import Axis
+
+# torch 2.13 renamed both; the old names warn there and the new ones are missing before
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin to gather rows, [t, C] of each process -> [T, C], laid out as the parts are.
+
+    The call that is returned waits for the whole.  It copies only parts whose columns lie one after another.
+    """
+    columns_first = not part.is_contiguous()
+    flat = part.T if columns_first else part
+    assert flat.is_contiguous(), "rows or columns lie one after another"
+    whole = flat.new_empty((axis.size * flat.shape[0], flat.shape[1]))
+    work = all_gather(whole, flat, group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        if columns_first:
+            return whole.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1).T
+        return whole
+
+    return wait
+
+
+def start_sum(x: Tensor, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
+    """Begin to sum partial sums x [T, C], which may be overwritten, over tp.
+
+    The call that is returned waits for the sum [T, C], or with ``scatter`` this process's [t, C] of it.
+    """
+    if axis.size == 1:
+        return lambda: x
+    if not scatter:
+        work, out = dist.all_reduce(x, group=axis.group, async_op=True), x
+    else:
+        out = x.new_empty((len(x) // axis.size, x.shape[1]))
+        work = reduce_scatter(out, x, group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait
