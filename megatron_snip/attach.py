@@ -60,9 +60,9 @@ __all__ = ["Snip", "attach", "token_losses"]
 
 LOGGER = logging.getLogger("megatron_snip")
 
-#: Modules of this name turn hidden states into logits, and stay as they are unless they are asked for.
+#: Modules with this name produce logits, and stay unquantised unless requested.
 _OUTPUT = "lm_head"
-#: Options of SnipConfig, without ``snip_``, that say what a plan is.
+#: Options of SnipConfig, without ``snip_``, that define a plan.
 _SOLVED_BY = ("churn", "fix", "granularity", "objective", "options", "trials")
 
 
@@ -138,7 +138,7 @@ class Snip:
         self.context = PLAIN  # of the current pass, since other models do not pass a context to their linears
         device = next(iter(linears.values())).weight.device
         self._mesh = data_parallel_mesh()
-        self.seed = mix64(seed) ^ self._mesh.rank  # other processes have other tokens
+        self.seed = mix64(seed) ^ self._mesh.rank  # ranks have different tokens
         self.impl, self._plain_seed = impl, seed
         self.sharded = bool(_fsdp(model))
         attends = attention_of(model, self.lengths.__getitem__) or {}
@@ -245,9 +245,9 @@ class Snip:
     def solve(
         self, target: float = 0.75, *, held_out: TokenLosses | Sequence[TokenLosses] | None = None, **options: Any
     ) -> Plan:
-        """The cheapest plan that has a share ``target`` of the linears' FLOPs in FP4, by the last probe.
+        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4.
 
-        If bf16 is among the options, ``target`` is the share of modelled time that the plan saves.
+        If bf16 is an option, ``target`` is the share of modelled time that the plan saves.
         held_out: for a trial.  Each runs the model forward over a batch that the probe did not see, and returns the
         losses of its tokens, as ``token_losses`` gives them; some thousand tokens are enough.  With it, the plan is run
         before it is returned, and others beside it if it costs more than predicted, as docs/how_snip_decides.md says.
@@ -256,7 +256,7 @@ class Snip:
         options: churn, fix, granularity, objective, options and trials, as --snip-churn and so on, such as
         granularity="gemm" or fix="layers.0.*=fp8".
 
-        Call it on every process.  UserError on every process if the options cannot be met.
+        Call it on every rank.  Raises UserError on every rank if the options cannot be met.
         """
         if not isinstance(target, (int, float)) or not 0 <= target <= 1:
             raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
@@ -275,7 +275,7 @@ class Snip:
             try:
                 plan, propose = self._solved(snip)
                 answer[0] = plan.to_dict()
-            except Exception as error:  # whatever it is, the others wait for an answer
+            except Exception as error:  # must not raise: the other ranks are blocked in the broadcast
                 failed, answer[1] = error, str(error) or repr(error)
         if self._mesh.world_size > 1:
             dist.broadcast_object_list(answer, src=0)
@@ -333,11 +333,11 @@ class Snip:
         return best or self.plan or self._unplanned()
 
     def _unplanned(self) -> Plan:
-        """What the linears compute in before the first plan."""
+        """The plan of the linears before the first solve: all BF16."""
         return Plan.by_hand(dict.fromkeys(self.linears, PLAIN_PRECISION), self.shapes, iteration=self.iteration)
 
     def _forget_forwards(self) -> None:
-        """Forget what forwards without backward leave: parameters that FSDP2 gathered, and casts of weights."""
+        """Free what a forward without backward leaves: parameters gathered by FSDP2, and casts of weights."""
         for module in _fsdp(self.model):
             module.reshard()
         for linear in self.linears.values():
@@ -376,7 +376,7 @@ class Snip:
 
     @contextmanager
     def unquantised(self) -> Iterator[None]:
-        """Within it, linears compute as without SNIP; if activations are recomputed, run backward within it too."""
+        """Within the block, linears compute as without SNIP.  With activation recomputation, include backward."""
         with self._in(StepContext(precision=PLAIN_PRECISION)):
             yield
 

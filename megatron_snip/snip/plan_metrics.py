@@ -67,7 +67,7 @@ def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, ti
 
 
 def trial_metrics(tried: Sequence[Tried], tokens: int, passes: int, seconds: float) -> Metrics:
-    """What a trial measured and the probe predicts, of the best plan and of those that have a name of their own."""
+    """Measured and predicted results of a trial, for the best plan and for plans with their own name."""
     metrics: Metrics = {
         "snip/trial_passes": passes, "snip/trial_tokens": tokens, "snip/trial_seconds": seconds,
     }  # fmt: skip

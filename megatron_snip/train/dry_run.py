@@ -1,9 +1,9 @@
 """`--dry-run`: a run's own code on fake tensors, which have a shape but no memory, one rank after another.
 
-Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training; collectives go to torch's fake
-process group, and nothing is read from or written to a run folder.  Measured are the first and the last pipeline
-stage, and the second where it has more blocks than the first: an iteration in each precision that the run comes to,
-and a probe, each of a whole --global-batch-size; and a forward pass of a trial.
+Mesh, stages, FSDP2, pipeline, optimiser, stepper and probe are those of training.  Collectives use torch's fake process
+group, and nothing is read from or written to a run folder.  The dry run measures the first and last pipeline stages,
+and the second if it has more blocks than the first: an iteration in each precision that the run may use, and a probe,
+each with a whole --global-batch-size, and a forward pass of a trial.
 
 Not counted: memory that kernels allocate internally (cuBLAS's workspace), NCCL's buffers, and fragmentation of the
 caching allocator.

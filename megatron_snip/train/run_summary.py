@@ -151,7 +151,7 @@ def summary_of(run: Run) -> dict[str, Any]:
     probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
     trials = [row for row in run.metrics if "snip/trial_passes" in row]
     trying = total("snip/trial_seconds")
-    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may turn back to its warm-up
+    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
     last_plan = run.plans[-1] if run.plans and in_force else None
     return {
         "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of initial weights

@@ -72,7 +72,7 @@ def check_ranges(config: Config, *only: str) -> None:
                 continue
             value = getattr(getattr(config, groups[name]), name)
             if value not in (None, "auto") and not (math.isfinite(value) and _WITHIN[kind](value)):
-                required = getattr(getattr(Config(), groups[name]), name) == 0  # no default is out of range but this
+                required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 

@@ -136,7 +136,7 @@ class BlockProbe:
             dist.all_reduce(sums, group=self.tp.group)
         squares = sums.double().square()
         found = [squares.sum(dim=1), squares.square().sum(dim=1), squares.amax(dim=1)]
-        share = 1.0 if self.tp.is_first else 0.0  # equal on all of tp: counted once
+        share = 1.0 if self.tp.is_first else 0.0  # equal on all tp ranks, so counted once
         places = [(probe, fmt) for probe in self.probes.values() for fmt in self.formats]
         for (probe, fmt), total, spread, top in zip(places, *found, strict=True):
             probe.sums.add(f"token/{fmt}", total, share)

@@ -77,7 +77,7 @@ class Probe:
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.tokens, self.device = mesh, tokens, device
         self.seen = 0  # tokens of the last run's batches together
-        self.wide = wide  # as StepContext.wide, where the compute is float32
+        self.wide = wide  # as StepContext.wide, if computation is in float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
         self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
         self.gather = gather  # under context parallelism: local tokens of sequences [T, C] -> whole sequences
@@ -94,11 +94,11 @@ class Probe:
     ) -> Statistics:
         """Measure one batch, or the mean of several.  ``run_pass`` leaves gradients, ``zero_grad`` drops them.
 
-        enough: whether the statistics of so many tokens will do; by default ``batches`` are taken, and never more.
-        updates: also the errors of the backward GEMMs' operands, and what wgrad's error does to the optimiser's
-        update, which weight divergences are made of.
-        Raises ProbeFailed on all processes if anything fails where a probe does more than an iteration, memory
-        included, or the loss is not finite.  An error in the model's own pass is that of any iteration.
+        enough: whether the statistics of this many tokens suffice.  By default, and at most, ``batches`` are measured.
+        updates: also measure errors of the backward GEMMs' operands, and the effect of wgrad's error on the optimiser's
+        update; weight divergences need both.
+        Raises ProbeFailed on all ranks if the loss is not finite, or if any work beyond that of an iteration fails,
+        such as running out of memory.  Errors in the model's own pass are raised as in any iteration.
         """
         found: list[Statistics] = []
         for ahead in range(batches):
@@ -199,14 +199,14 @@ class Probe:
             probe.weight_error.clear()
 
     def _reduce(self, probes: Mapping[str, LinearProbe], result: Pass, iteration: int, *, updates: bool) -> Statistics:
-        """All-reduces over the world of a matrix indexed by global linear: sums, and largest token sums."""
-        found = [probe.sums.names for probe in probes.values()]  # none where a process has no blocks
+        """All-reduce a matrix indexed by global linear over all ranks: the sums, and the largest token sums."""
+        found = [probe.sums.names for probe in probes.values()]  # empty on a rank without blocks
         names = sorted(set().union(*found) if found else names_of_sums(self.formats, updates=updates))
         table = torch.zeros(len(self.shapes), len(names), dtype=torch.float64, device=self.device)
         for row, shape in enumerate(self.shapes):
             if shape.name in probes:
                 table[row] = probes[shape.name].sums.read(names)
-        if result.tokens is not None:  # T/2 times token sums is then what this process's tokens cost
+        if result.tokens is not None:  # so that T/2 times the token sums is the cost of this rank's tokens
             table[:, [name.startswith(("token/", "top_token/")) for name in names]] *= result.tokens / self.tokens
             table[:, [name.startswith("spread/") for name in names]] *= (result.tokens / self.tokens) ** 2
         if self.mesh.world_size > 1:

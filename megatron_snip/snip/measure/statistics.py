@@ -1,7 +1,7 @@
 """Statistics of a probe: a matrix with a row per linear and a named column per number, and its JSON file.
 
-    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; of q, k and v with the
-                      attention's output, its gradient and what dY_f does to it
+    token/f           sum_t (sum_n G[t,n] dY_f[t,n])^2, dY_f = Q_f(X) Q_f(W)^T - X W^T, nats^2; for q, k and v with the
+                      attention's output, its gradient and the effect of dY_f on it
     spread/f          sum_t of the fourth powers of the same, nats^4; top_token/f: the largest of the squares, nats^2
     update *          |u(g)|_F^2, the optimiser's update without noise
     own/f *           |u(g + E_f) - u(g)|_F^2, E_f = Q_f(G)^T Q_f(X) - G^T X, wgrad's own error
@@ -101,7 +101,7 @@ class Statistics:
 
     @property
     def has_spread(self) -> bool:
-        """Whether it was measured how the tokens' shares differ; files of older versions have nothing of it."""
+        """Whether spread and top tokens were measured; older files do not have them."""
         return all(f"spread/{fmt}" in self.columns for fmt in self.formats)
 
     @property
@@ -129,8 +129,8 @@ class Statistics:
     def mean(cls, several: Sequence[Statistics]) -> Statistics:
         """The mean of every number over several probes of one state, with the first probe's iteration and tokens.
 
-        Token sums come in units of 2 / tokens, and first are converted to the first's: dL is the mean of all dL, and
-        spread and top tokens are of all tokens' parts of it.
+        Token sums are in units of 2 / tokens and are converted to the first probe's, so that dL is the mean of all dL.
+        Spread and top tokens are those of all tokens together.
         """
         first, count = several[0], len(several)
         assert all(one.shapes == first.shapes and one.columns == first.columns for one in several)

@@ -65,8 +65,7 @@ class SolverRecord:
 class TrialRecord:
     """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
 
-    tried: name, increase, error and predicted increase of every plan that was run, None where one is not known or
-    was not finite.
+    tried: name, increase, error and predicted increase of every plan in the trial; None if unknown or not finite.
     """
 
     name: str

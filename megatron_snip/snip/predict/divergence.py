@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
-    """dL [L, O] in nats: what each option's fprop adds to the loss.  UserError if a format was not measured."""
+    """dL [L, O] in nats: increase of the loss by each option's fprop.  UserError if a format was not measured."""
     return stats.tokens / 2 * by_format(stats, "token", [option.fprop for option in options])
 
 
@@ -39,12 +39,12 @@ def weight_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> 
     updates = stats.column("update")
     total = float(updates[np.isfinite(updates)].sum())
     own = by_format(stats, "own", [option.wgrad for option in options])
-    # No update at all (learning has not begun): relative to nothing, but no error of it either.
+    # Without any update (learning has not begun) the total is 0, and no error can change an update.
     return own / total if total > 0 else 0.0 * own
 
 
 def by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
-    """[L, len(formats)] of a kind of column, NaN in rows of linears that are not finite; bf16 has 0."""
+    """[L, len(formats)] of a kind of column, NaN for linears that are not finite, 0 for bf16."""
     bad = np.where(stats.finite, 0.0, np.nan)
     columns = [stats.column(f"{kind}/{fmt}") if get_format(fmt).quantised else 0.0 for fmt in formats]
     return np.stack([column + bad for column in columns], axis=1)
