@@ -42,7 +42,7 @@ from megatron_snip.snip.plan.options import check_choices, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
-from megatron_snip.snip.trial import Proposals, Trials, first_plans
+from megatron_snip.snip.trial import Proposals, Trials, first_plans, try_plan
 from megatron_snip.train.setup import Parts
 
 TARGETS = (0.75, 0.90, 0.80, 0.50)
@@ -170,10 +170,9 @@ class Cell:
             torch.device("cpu"),
         )  # fmt: skip
         propose = Proposals(lambda: first_plans(*arguments), pending.request, self.shapes, pending.precisions, plan_of)
-        predicted = Predictions.of(self.stats).total_loss_divergence(plan.linears)
-        tried = trials.run(propose, self.config.snip.snip_trials, predicted)
-        best = next(one for one in reversed(tried) if one.taken)
-        return {"plan": best.plan.linears, "name": best.name, "passes": trials.passes, "predicted": predicted,
+        tried, best = try_plan(trials, propose, self.config.snip.snip_trials, plan, Predictions.of(self.stats))
+        assert best is not None and best.trial is not None
+        return {"plan": best.linears, "name": best.trial.name, "passes": trials.passes, "predicted": tried[0].predicted,
                 "tried": [one.to_dict() for one in tried]}  # fmt: skip
 
     def measure(self, granularity: str, target: float, path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -66,7 +65,7 @@ def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list
     pending, passes = asked_of(planner), planner.config.snip.snip_trials
     plan_of = partial(pending.plan_of, shapes=planner.shapes, hardware=planner.times.hardware)
     first = [*shares, pending.request.most(), 0.0]
-    return trials.run(_told(AlongFrontier(pending.request, plan_of, first, refined), passes), passes, -math.inf)
+    return trials.run(_told(AlongFrontier(pending.request, plan_of, first, refined), passes), passes)
 
 
 def _told(propose: Propose, passes: int) -> Propose:

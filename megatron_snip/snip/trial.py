@@ -9,9 +9,10 @@
 Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts single
 linears well and plans well where errors add up; where they do not, as in models with large outliers at high shares of
 FP4, only a measurement tells.  Losses are compared token by token, which takes out what all plans have in common.
-The first-order part of a loss change is luck, which training takes away again: some plan is always below BF16.  So
-nothing else is run if the solver's plan costs no more than predicted, within ``CERTAIN`` standard errors; and a plan
-must measure better by as many to be taken in place of the one before it.
+The first-order part of a loss change is luck, which training takes away again: early in a run it is larger than what
+low precision costs, and some plan always measures below BF16.  So the trial ends after the solver's plan if that costs
+no more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many to be taken, and
+counts with its prediction where it measures less: a measurement can blame a plan, but not make it cheap.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Proposal:
 
 #: The plans that were tried -> the next one, None for no more.
 Propose = Callable[[Sequence[Tried]], Proposal | None]
+#: A plan -> its predicted increase over BF16 in nats; None if nothing predicts it.
+Predict = Callable[[Plan], float | None]
 
 
 class TrialFailed(RuntimeError):
@@ -122,10 +125,13 @@ class Trials:
         if not math.isfinite(loss):
             raise TrialFailed(f"the loss in BF16 is {loss}")
 
-    def run(self, propose: Propose | None, passes: int, predicted: float) -> list[Tried]:
+    def run(
+        self, propose: Propose | None, passes: int, predict: Predict | None = None, *, to_the_end: bool = False
+    ) -> list[Tried]:
         """Try what ``propose`` gives on rank 0 for what was tried, until it has nothing left or ``passes`` are made.
 
-        predicted: increase of the first plan in nats; if it measures no more, no other is tried.
+        predict: on rank 0.  The trial ends after the first plan if that costs no more than predicted, unless
+        ``to_the_end``.  Without ``predict``, plans count as they measure.
 
         The last one of the list that was taken is the best.
         """
@@ -133,15 +139,19 @@ class Trials:
         known: dict[str, Tensor] = {}
         best: Tensor | None = None
         while self.passes < passes:
-            if (proposed := self._proposed(propose, tried)) is None:
+            if (proposed := self._proposed(propose, tried, predict)) is None:
                 break
-            known[proposed.name] = losses = self._losses(proposed.plan)
+            name, plan, made_from, predicted = proposed
+            losses = self._losses(plan)
             increase, error = self._difference(losses, self._bf16)
+            if predicted is not None and predicted > increase:
+                losses = losses + (predicted - increase)
+            known[name] = losses
             taken = self._is_better(losses, best)
-            improves = self._is_better(losses, known.get(proposed.made_from))
+            improves = self._is_better(losses, known.get(made_from))
             best = losses if taken else best
-            tried.append(Tried(proposed.name, proposed.plan, increase, error, taken, improves))
-            if len(tried) == 1 and increase <= predicted + CERTAIN * error:
+            tried.append(Tried(name, plan, increase, error, taken, improves, predicted))
+            if len(tried) == 1 and not to_the_end and predicted is not None and increase <= predicted + CERTAIN * error:
                 break
         return tried
 
@@ -154,13 +164,19 @@ class Trials:
         gained, error = self._difference(losses, others)
         return gained < -CERTAIN * error
 
-    def _proposed(self, propose: Propose | None, tried: Sequence[Tried]) -> Proposal | None:
-        """What rank 0 proposes, on every process.  TrialFailed on all of them if it cannot."""
+    def _proposed(
+        self, propose: Propose | None, tried: Sequence[Tried], predict: Predict | None
+    ) -> tuple[str, Plan, str, float | None] | None:
+        """Name, plan, what it is made from and predicted increase of rank 0's next proposal, on every rank.
+
+        TrialFailed on all of them if rank 0 has none to give because of an error.
+        """
         answer: list[Any] = [None]
         if propose is not None:
             try:
                 if (found := propose(tried)) is not None:
-                    answer = [(found.name, found.plan.to_dict(), found.made_from)]
+                    predicted = None if predict is None else predict(found.plan)
+                    answer = [(found.name, found.plan.to_dict(), found.made_from, predicted)]
             except Exception as error:  # must not be raised here: the other ranks are blocked in the broadcast
                 answer = [str(error) or repr(error)]
         if self._mesh.world_size > 1:
@@ -169,8 +185,8 @@ class Trials:
             raise TrialFailed(answer[0])
         if answer[0] is None:
             return None
-        name, plan, made_from = answer[0]
-        return Proposal(name, Plan.from_dict(plan, "plan from rank 0"), made_from)
+        name, plan, made_from, predicted = answer[0]
+        return name, Plan.from_dict(plan, "plan from rank 0"), made_from, predicted
 
     def _losses(self, plan: Plan) -> Tensor:
         before = {name: linear.precision for name, linear in self._linears.items()}
@@ -357,12 +373,11 @@ def try_plan(
     The plan is None if none had a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
     """
 
-    def predicted(plan: Plan) -> float | None:
+    def predict(plan: Plan) -> float | None:
         return None if predictions is None else predictions.total_loss_divergence(plan.linears)
 
-    enough = predicted(solved) if judge is None else None
-    found = trials.run(propose, passes, -math.inf if enough is None else enough)
-    tried = [dataclasses.replace(one, predicted=predicted(one.plan)) for one in (judge(found) if judge else found)]
+    tried = trials.run(propose, passes, predict, to_the_end=judge is not None)
+    tried = tried if judge is None else judge(tried)
     best = with_record(tried, trials.tokens)
     if best is not None:
         taken = next(one for one in reversed(tried) if one.taken)

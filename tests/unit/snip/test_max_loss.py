@@ -28,7 +28,7 @@ def found(model, nats, lone_mesh, passes=16, asked=None):
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
     pending = Pending(7, 7, tuple(map(str, OPTIONS)), "snip", asked, nats)
     propose = proposals(pending, build_plan_of(asked), SHAPES, "nominal", None, 1)
-    tried = judged(trials.run(propose, passes, -math.inf), nats)
+    tried = judged(trials.run(propose, passes), nats)
     return with_record(tried, trials.tokens), tried
 
 

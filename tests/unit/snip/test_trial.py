@@ -54,13 +54,13 @@ def plan_of(solution) -> Plan:
     return build_plan(solution, SHAPES, OPTIONS, iteration=7, objective="snip", target=0.5)
 
 
-def try_plans(model, asked, lone_mesh, passes=16, in_force=None, predicted=-math.inf):
+def try_plans(model, asked, lone_mesh, passes=16, in_force=None, predict=None):
     solved = plan_of(asked.solve())
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
     proposals = Proposals(
         lambda: first_plans(solved, asked, SHAPES, OPTIONS, plan_of, in_force, 1), asked, SHAPES, OPTIONS, plan_of
     )
-    tried = trials.run(proposals, passes, predicted)
+    tried = trials.run(proposals, passes, predict)
     return trials, tried, with_record(tried, trials.tokens)
 
 
@@ -83,11 +83,23 @@ def test_a_plan_that_measures_as_predicted_is_taken(lone_mesh):
 
 @pytest.mark.parametrize(("predicted", "others"), [(0.035, False), (0.0348, False), (0.03, True)])
 def test_others_are_run_only_if_the_plan_costs_more_than_predicted(predicted, others, lone_mesh):
-    """Whatever luck they have: all in FP4 would be far below BF16."""
-    model = Model(COSTS, together=[(NAMES, -5.0)], noise=0.01)
-    _, tried, best = try_plans(model, request(COSTS), lone_mesh, predicted=predicted)
-    assert (len(tried) > 1) == others and (best.trial.name == "lowest") == others
+    model = Model(COSTS, noise=0.01)
+    _, tried, best = try_plans(model, request(COSTS), lone_mesh, predict=lambda plan: predicted)
+    assert (len(tried) > 1) == others and best.trial.name == "solver"
     assert abs(best.trial.tried[0]["increase"] - 0.035) < 0.001
+
+
+@pytest.mark.parametrize(("predicted", "taken"), [(0.0, "lowest"), (0.039, "lowest"), (0.041, "solver")])
+def test_a_plan_counts_with_its_prediction_where_it_measures_less(predicted, taken, lone_mesh):
+    """Luck makes all in FP4 look better than BF16.  The solver's plan costs .04, and was predicted to cost .035."""
+    model = Model(COSTS, together=[(NAMES, -5.0), (NAMES[3:], 0.005)])
+
+    def predict(plan):
+        return {3: 0.035, 6: predicted}[len(fp4_of(plan))]
+
+    _, tried, best = try_plans(model, request(COSTS), lone_mesh, passes=3, predict=predict)
+    assert [one.name for one in tried] == ["solver", "lowest"] and best.trial.name == taken
+    assert tried[1].increase == pytest.approx(-4.84, abs=1e-3), "what was measured stands in the record"
 
 
 def test_errors_that_do_not_add_up_are_found_by_holding_linears(lone_mesh):
@@ -217,7 +229,7 @@ def test_a_proposal_that_fails_fails_the_trial(lone_mesh):
 
     model = Model(COSTS)
     with pytest.raises(TrialFailed, match="no solver"):
-        Trials(model, model.linears, lone_mesh, torch.device("cpu")).run(propose, 4, 0.0)
+        Trials(model, model.linears, lone_mesh, torch.device("cpu")).run(propose, 4)
 
 
 def test_a_record_travels_in_the_plan_s_file(lone_mesh, tmp_path):
