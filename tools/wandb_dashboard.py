@@ -50,7 +50,10 @@ PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "Measured against predicted": (
         ("loss divergence (nats)", [f"{MEASURED}_mean", "snip/predicted_loss_divergence"]),
         ("its standard error", [f"{MEASURED}_standard_error"]),
+        ("the plan taken in a trial, above BF16 (nats)", ["snip/trial_increase", "snip/trial_predicted"]),
         ("plans in trials, above BF16 (nats)", ["/snip/trial/.*/"]),
+        ("plans in trials, predicted (nats)", ["/snip/trial_predicted/.*/"]),
+        ("probe: error of the plan's cost, largest share of one token", ["snip/cost_error", "snip/top_token"]),
     ),
     "Solver": (
         ("objective and bound", ["snip/objective", "snip/bound"]),
