@@ -160,7 +160,7 @@ class Snip:
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
             updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
-            tokens=0, device=device, wide=False, own_attends=False,
+            tokens=0, device=device, own_attends=False,
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:

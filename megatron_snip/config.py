@@ -253,7 +253,6 @@ class SnipConfig:
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
-    snip_stage_target: bool = False  # Older name of --snip-stage-constraint each.
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table from tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
@@ -262,9 +261,7 @@ class SnipConfig:
     snip_bf16_eval_interval: int = 0  # Iterations between BF16 forwards that measure the loss divergence; 0: none.
 
     def stage_constraint(self, stages: int) -> str:
-        """Resolve --snip-stage-constraint, under either name, for a number of stages: none, each or makespan."""
-        if self.snip_stage_target:
-            return "each"
+        """Resolve --snip-stage-constraint for a number of stages: none, each or makespan."""
         if self.snip_stage_constraint == "auto":
             return "each" if stages > 1 else "none"
         return self.snip_stage_constraint
@@ -277,7 +274,6 @@ class DryRunConfig:
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of processes of the run; by default torchrun's.
     memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than this many GiB.
-    dry_run_json: Optional[str] = None  # With --dry-run: write the same figures to this file as JSON.
 
 
 @dataclass(frozen=True)

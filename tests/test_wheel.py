@@ -17,7 +17,7 @@ from megatron_snip.cli.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = "megatron_snip/quant/kernels/_cpu.so"
-#: Runs in the installed wheel: the command's list, one of its modules, and a cast.
+#: Runs in the installed wheel: the command's list, one of its modules, Megatron-LM's options, and a cast.
 TRIAL = """
 import sys
 from pathlib import Path
@@ -25,6 +25,8 @@ import megatron_snip, torch
 from megatron_snip.cli.__main__ import main
 assert Path(megatron_snip.__file__).is_relative_to(sys.argv[1]), megatron_snip.__file__
 assert main(["--version"]) == 0
+from megatron_snip.megatron_options import without_megatrons
+assert without_megatrons(["--swiglu", "--bf16"]) == ["--bf16"]
 from megatron_snip.quant import fake_quantize
 print(fake_quantize(torch.ones(128, 128), "fp8", role="weight", dim=1).sum().item())
 """

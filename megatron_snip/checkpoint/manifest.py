@@ -181,7 +181,7 @@ def iterations(save: Path) -> list[int]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder.  Raises Damaged if it is missing or differs from what was written."""
     if not os.path.lexists(folder / MANIFEST):
-        raise Damaged(f"it has no {MANIFEST}: its save did not finish, or a version before {VERSION} wrote it")
+        raise Damaged(f"it has no {MANIFEST}: its save did not finish")
     text = _content(folder, MANIFEST, MOST_BYTES)
     try:
         if (version := decoded(text, _Version).version) != VERSION:

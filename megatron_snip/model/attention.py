@@ -7,8 +7,6 @@ are gathered.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -42,28 +40,21 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext | Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
-        wide = isinstance(context, StepContext) and context.wide
         q, k, v = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x, context)
         if self.cp.size > 1:  # k and v in one all-gather
-            both = torch.cat([k, v], dim=-1)
-            k, v = gather_sequences(both.double() if wide else both, self.cp).chunk(2, dim=-1)
-        attend = partial(self.attend, wide=True) if wide else self.attend
-        if self.recompute or wide:  # wide activations are not kept
-            y = run_again(attend, q, k, v, cos, sin, mask, region=self.region)
+            k, v = gather_sequences(torch.cat([k, v], dim=-1), self.cp).chunk(2, dim=-1)
+        if self.recompute:
+            y = run_again(self.attend, q, k, v, cos, sin, mask, region=self.region)
         else:
-            y = attend(q, k, v, cos, sin, mask)
+            y = self.attend(q, k, v, cos, sin, mask)
         out: Tensor = self.o_proj(y, context)
         return out
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, wide: bool = False
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [B, S, A D] -> [B, S, A D], with whole sequences of k and v [B, cp S, G D], cos and sin [cp S, D].
 
-        mask [B, 1, S, S]: the keys that each query sees; None: all up to the query.  wide: as in a wide pass.
+        mask [B, 1, S, S]: the keys that each query sees; None: all up to the query.
         """
-        if wide:  # so that the order of sums, which depends on the pieces, does not matter
-            q, k, v = q.double(), k.double(), v.double()
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
         k, dtype = rotate(k, cos, sin), q.dtype
@@ -71,14 +62,13 @@ class Attention(nn.Module):
             rotate(part, cos[..., piece, :], sin[..., piece, :])
             for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
         ]
-        if self.in_float32 and not wide:
+        if self.in_float32:
             k, v, parts = k.float(), v.float(), [part.float() for part in parts]
         ys = [
             causal_attention(part, k, v, piece.start, triangle, mask)
             for part, piece, triangle in zip(parts, self.pieces, self.triangles, strict=True)
         ]
-        y = (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2)
-        return y.float() if wide else y.to(dtype)
+        return (ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)).transpose(1, 2).flatten(2).to(dtype)
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, A, S, D] and k [B, G, S, D] before rotation; subclasses may transform them."""

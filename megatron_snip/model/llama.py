@@ -140,15 +140,12 @@ class LlamaStage(nn.Module):
         """The blocks of this stage by global index."""
         return {int(index): block for index, block in self.layers.items() if isinstance(block, Block)}
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0, *, wide: bool = False) -> Tensor:
-        """Attention of block ``index``: q [T, A D] from row ``row0`` on, whole k and v [cp T, G D] -> [T, A D].
-
-        wide: as in a wide pass.
-        """
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, row0: int = 0) -> Tensor:
+        """Attention of block ``index``: q [T, A D] from row ``row0`` on, whole k and v [cp T, G D] -> [T, A D]."""
         length, cp = self.build.model.seq_length, self.build.mesh.cp.size
         q, k, v = q.unflatten(0, (-1, length // cp)), k.unflatten(0, (-1, length)), v.unflatten(0, (-1, length))
         tables = self._tables(row0 // length)
-        return self.blocks()[index].self_attn.attend(q, k, v, *tables, wide=wide).flatten(0, 1)
+        return self.blocks()[index].self_attn.attend(q, k, v, *tables).flatten(0, 1)
 
     def _tables(self, sample: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """cos, sin and the attention mask of the microbatch that starts with this sample."""
@@ -195,22 +192,14 @@ class LlamaStage(nn.Module):
             x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 
-    def logits(self, x: Tensor, context: StepContext = PLAIN) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
         assert self.norm is not None, "only the last stage has logits"
-        x, region = self.norm(x), self.build.region
-        samples = len(x)
-        if context.wide:  # flat, since FSDP's module warns of a view in what it returns
-            x, entering = x.flatten(0, 1), region
-        else:
-            x, entering = region.enter(x), None
+        x = self.build.region.enter(self.norm(x))
         head = self.lm_head or self.embed_tokens
         assert head is not None
-        if isinstance(head, OutputLayer):
-            logits: Tensor = head(x, entering=entering)
-        else:
-            logits = logits_of(x, local(head.weight), entering=entering)
-        return logits.view(samples, -1, logits.shape[-1])
+        logits: Tensor = head(x) if isinstance(head, OutputLayer) else logits_of(x, local(head.weight))
+        return logits
 
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
@@ -224,8 +213,8 @@ class LlamaStage(nn.Module):
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, which a view does not allow
         assert labels is not None, "the last stage needs labels"
-        logits, axis = self.logits(x, context).flatten(0, 1), self.build.region.axis
-        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis, wide=context.wide)
+        logits, axis = self.logits(x).flatten(0, 1), self.build.region.axis
+        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis)
         if context.token_losses is not None:
             counted = losses if self.build.documents is None else self.build.documents.counted(losses, sample_index[0])
             context.token_losses.append(counted.detach())

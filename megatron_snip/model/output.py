@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from megatron_snip.model.build import Build
 from megatron_snip.parallel.tags import Tags, add_parameter
-from megatron_snip.parallel.tensor import Region, local, make_parameter
-from megatron_snip.quant import LinearCall, LinearPrecision
-from megatron_snip.quant.group import Group, run_group
+from megatron_snip.parallel.tensor import local, make_parameter
 from megatron_snip.quant.matmul import float32_is_faster
-from megatron_snip.quant.wide import WIDE
 
 
 class OutputLayer(nn.Module):
@@ -27,20 +24,13 @@ class OutputLayer(nn.Module):
         parameter = make_parameter(build.empty(*shape), 0, build.region.axis, build.mesh.device_mesh)
         add_parameter(self, "weight", parameter, Tags("embedding" if tied else "output", 0))
 
-    def forward(self, x: Tensor, *, entering: Region | None = None) -> Tensor:
-        """x [B, S, H], or [T, H] -> logits [..., V/tp] in the compute dtype; entering: as ``logits_of`` has it."""
-        return logits_of(x, local(self.weight), entering=entering)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, H] -> logits [B, S, V/tp] in the compute dtype."""
+        return logits_of(x, local(self.weight))
 
 
-def logits_of(x: Tensor, weight: Tensor, *, entering: Region | None = None) -> Tensor:
-    """x [..., H] by weight [V/tp, H]: [..., V/tp].
-
-    entering: in a wide pass, the region that x [t, H] is yet to enter; logits are of all its tokens, [T, V/tp].
-    """
-    if entering is not None:
-        call = LinearCall(LinearPrecision.uniform("bf16"), key=None)
-        group = Group([call], [WIDE], entering.axis, entering.gathers, wide=True)
-        return run_group(x, [weight], group)[0]
+def logits_of(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., H] by weight [V/tp, H]: [..., V/tp]."""
     weight = weight.to(x.dtype)
     if float32_is_faster(x):
         return F.linear(x.float(), weight.float()).to(x.dtype)

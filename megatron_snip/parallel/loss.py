@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_snip.mesh import Axis
 
-_PART = 1024  # vocabulary entries per partial sum
 #: Gradient elements computed at once: a few chunks fit a CPU's cache; on a GPU a chunk is 512 MiB.
 _CHUNK = {"cpu": 1 << 20}
 _LARGE_CHUNK = 1 << 27
@@ -21,7 +20,7 @@ _LARGE_CHUNK = 1 << 27
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, wide: bool) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
         rows = logits.shape[-1]
         top = logits.amax(dim=-1).float()
         if axis.size > 1:
@@ -32,19 +31,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         column = column.masked_fill(elsewhere, 0)
         at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         exp = z.exp_()
-        total = exp.sum(dim=-1)
-        if wide:  # in parts, since float64 would copy the whole tensor
-            total = torch.stack([part.sum(dim=-1, dtype=torch.float64) for part in exp.split(_PART, dim=-1)]).sum(dim=0)
-        sums = torch.stack([total, at_label.to(total.dtype)])
+        sums = torch.stack([exp.sum(dim=-1), at_label])
         if axis.size > 1:
             dist.all_reduce(sums, group=axis.group)
-        sums = sums.float()
         ctx.save_for_backward(exp.div_(sums[0].unsqueeze(-1)), column, elsewhere)
         ctx.dtype = logits.dtype
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, elsewhere = ctx.saved_tensors
         scale, grad = grads[0].unsqueeze(-1), torch.empty_like(softmax, dtype=ctx.dtype)
         at_label = -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -54,13 +49,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + size)
             part = torch.mul(softmax[rows], scale[rows], out=space[: len(softmax) - first])
             grad[rows] = part.scatter_add_(-1, column[rows].unsqueeze(-1), at_label[rows])
-        return grad, None, None, None
+        return grad, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
-    """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank.
-
-    wide: sums over the vocabulary in float64 and rounds once, so that the loss does not depend on tp.
-    """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis, wide)
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank."""
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis)
     return loss

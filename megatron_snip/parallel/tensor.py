@@ -9,7 +9,7 @@ sequence that is Megatron's part of it.  For several the parts lie in memory as 
 a copy; what is outside these layers looks at each token alone.
 
 `Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
-dtype, as Megatron's do, but for those of a float32 run's probe (`StepContext.wide`).
+dtype, as Megatron's do.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
 """
@@ -46,7 +46,6 @@ from megatron_snip.quant.cast import swiglu_product
 from megatron_snip.quant.collectives import all_gather, reduce_scatter
 from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.linear import backends_of, gemm_by_gemm
-from megatron_snip.quant.wide import WIDE
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -249,9 +248,9 @@ class _ParallelLinear(nn.Module):
             call = linear.linear_call(context)
             calls.append(call)
             sizes = rows * parts, linear._inputs, linear._outputs
-            backends.append(WIDE if context.wide else backends_of(linear.impl, call.precision, device, *sizes))
+            backends.append(backends_of(linear.impl, call.precision, device, *sizes))
         axis = self.region.axis if self.enters else None
-        return Group(calls, backends, axis, parts > 1, self.whole_amax, context.wide)
+        return Group(calls, backends, axis, parts > 1, self.whole_amax)
 
     @property
     def parts(self) -> int:
@@ -282,8 +281,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
-        y = self.region.leave(linears_of_one_input([self], x, context, up)[0])
-        return y if y.dtype == x.dtype else y.to(x.dtype)  # of a wide pass
+        return self.region.leave(linears_of_one_input([self], x, context, up)[0])
 
 
 def linears_of_one_input(
@@ -301,7 +299,7 @@ def linears_of_one_input(
             parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
         )  # fmt: skip
         return [y.unflatten(0, (len(x), -1)) for y in ys]
-    if context.wide or gemm_by_gemm(first.impl):
+    if gemm_by_gemm(first.impl):
         return run_group(x, ws, first.group(linears, context, x.device, x.shape[0] * x.shape[1]), up)
     x = x if up is None else swiglu_product(x, up)
     x = first.region.enter(x) if first.enters else x

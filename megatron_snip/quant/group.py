@@ -44,7 +44,6 @@ class Group(NamedTuple):
 
     axis: tp, over which the input's gradient is summed; None where the input is this process's alone.  gathers: whether
     a process has a part of the input's rows; reduce_part: the amax of such a part -> that of the whole.
-    wide: the sums that tp splits are float64: of the input's gradient under an axis, else of the output.
     """
 
     calls: Sequence[LinearCall]
@@ -52,7 +51,6 @@ class Group(NamedTuple):
     axis: Axis | None = None
     gathers: bool = False
     reduce_part: ReduceAmax | None = None
-    wide: bool = False
 
     @property
     def observed(self) -> bool:
@@ -131,11 +129,10 @@ def _fprop(
     inputs: Sequence[Operand], ws: Sequence[Tensor], group: Group, dtype: torch.dtype, *, needs_wgrad: bool
 ) -> list[Tensor]:
     """y [T,N] of each linear.  One GEMM for linears that read the same form of the input would stand here."""
-    out = torch.float64 if group.wide and group.axis is None else dtype
     ys = []
     for x, w, call, backends in zip(inputs, ws, group.calls, group.backends, strict=True):
         weight = _weight(w, "fprop", call, backends, dtype, needs_wgrad)
-        ys.append(backends.fprop.multiply("fprop", x, weight, dtype, out))
+        ys.append(backends.fprop.multiply("fprop", x, weight, dtype, dtype))
     return ys
 
 
@@ -161,7 +158,7 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of the input [t,K] and of each w [N,K] from those of the outputs, gs [T,N], and what forward kept."""
     dtype, axis = gs[0].dtype, group.axis
-    out, observed = torch.float64 if group.wide and axis is not None else dtype, group.observed
+    observed = group.observed
     wait = _gather(kept if needs_wgrad or observed else (), group) if group.gathers else None
     amaxes = _amaxes(gs, group, needs_dgrad, needs_wgrad) if len(gs) > 1 else [None]
     total: Tensor | None = None
@@ -172,9 +169,9 @@ def backward(
         wanted = _of_gradient(call, backends, needs_dgrad, needs_wgrad)
         cast, grad = cast_operands(g, wanted, call.reduce_amax.get("grad_output"), amax=amaxes[i]), None
         if needs_dgrad:
-            grad = _dgrad(cast.pop(0), w, call, backends, dtype, out)
+            grad = _dgrad(cast.pop(0), w, call, backends, dtype)
             total = grad if total is None else total + grad
-            grad = None if call.observer is None else grad.to(dtype)
+            grad = None if call.observer is None else grad
         steps.append(_Step(g, w, call, backends, cast, grad))
     finish: Callable[[], Tensor] | None = None
     if total is not None and axis is not None and axis.size > 1:
@@ -189,13 +186,12 @@ def backward(
     elif needs_wgrad:
         inputs = _of_wholes(wholes, group.reads("wgrad", kept=True), group, dtype)
     grads_w = [_wgrad(steps.pop(0), operand, x) for operand in inputs[::-1]]
-    total = total if finish is None else finish()
-    return total if total is None or total.dtype == dtype else total.to(dtype), grads_w[::-1]
+    return total if finish is None else finish(), grads_w[::-1]
 
 
-def _dgrad(g: Operand, w: Tensor, call: LinearCall, backends: Backends, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+def _dgrad(g: Operand, w: Tensor, call: LinearCall, backends: Backends, dtype: torch.dtype) -> Tensor:
     """A linear's part of the input's gradient [T,K]."""
-    return backends.dgrad.multiply("dgrad", g, _weight(w, "dgrad", call, backends, dtype), dtype, out)
+    return backends.dgrad.multiply("dgrad", g, _weight(w, "dgrad", call, backends, dtype), dtype, dtype)
 
 
 def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None:
@@ -322,7 +318,7 @@ class _Linears(torch.autograd.Function):
         rows, more = (x, up) if flat else (x.flatten(0, -2), up if up is None else up.flatten(0, -2))
         ys, kept = forward(rows, more, ws, group, needs_wgrad=needs_wgrad)
         ctx.group, ctx.needs_wgrad, ctx.kept_as = group, needs_wgrad, []
-        ctx.shape, ctx.dtype, ctx.of_product = x.shape, x.dtype, up is not None
+        ctx.shape, ctx.of_product = x.shape, up is not None
         saved = list(ws)
         for form, output, *parts in kept:
             ctx.kept_as.append((form, output))
@@ -337,8 +333,6 @@ class _Linears(torch.autograd.Function):
         kept = [Operand(*key, *tensors[n + 3 * i : n + 3 * i + 3]) for i, key in enumerate(ctx.kept_as)]
         needs_x, needs_up, _, _, *needs_ws = ctx.needs_input_grad
         gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
-        if gs[0].dtype != ctx.dtype:  # a wide pass
-            gs = [g.to(ctx.dtype) for g in gs]
         grad, grads_w = backward(
             gs, tensors[:n], kept, ctx.group, needs_dgrad=needs_x or needs_up,
             needs_wgrad=ctx.needs_wgrad and any(needs_ws),

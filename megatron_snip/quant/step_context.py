@@ -19,8 +19,7 @@ class StepContext:
 
     iteration: the optimiser step, for random bits.  loss_tokens: those of the global batch that count, by which the
     loss is divided.  precision: of all linears, in place of each one's own.  observers: of linears, by name.
-    wide: a float32 run's probe carries the sums that layouts split in float64, and rounds them to float32 once, so
-    that they do not depend on the split.  key: the microbatch's, of no linear yet; its stage makes it.
+    key: the microbatch's, of no linear yet; its stage makes it.
     token_losses: the last stage adds the losses [T] in nats of each microbatch's tokens that count to this list.
     """
 
@@ -28,14 +27,13 @@ class StepContext:
     loss_tokens: int | Tensor = 1
     precision: LinearPrecision | None = None
     observers: Mapping[str, LinearObserver] = dataclasses.field(default_factory=dict)
-    wide: bool = False
     key: RoundingKey | None = None
     token_losses: list[Tensor] | None = None
 
     @property
     def observed(self) -> bool:
         """Whether a probe looks, which compiled code would not show anything."""
-        return self.wide or bool(self.observers)
+        return bool(self.observers)
 
 
 #: A pass of which nobody asks anything.

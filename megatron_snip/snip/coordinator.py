@@ -219,7 +219,7 @@ class Coordinator:
             request, held = self._request(stats)
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
-        if stats is not None and stats.has_spread:
+        if stats is not None:
             metrics |= sampling_metrics(stats, self.options, request, self.probe.seen)
         columns = zip(self.shapes, held, self.choices.fixed)
         if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):

@@ -18,13 +18,11 @@ keep other tensors.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -42,7 +40,6 @@ from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.data.workers import end_with_parent
 from megatron_snip.errors import UserError
-from megatron_snip.files import atomic_output, check_output
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
@@ -54,7 +51,7 @@ from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.train.dry_run_counts import Measured, Stretch, Tracker
 from megatron_snip.train.dry_run_device import as_on, device_of
-from megatron_snip.train.dry_run_report import PROBE, TRIAL, as_json, as_text, trial_passes, trial_samples
+from megatron_snip.train.dry_run_report import PROBE, TRIAL, as_text, trial_passes, trial_samples
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 from megatron_snip.train.validate import validate
 
@@ -69,14 +66,8 @@ def dry_run(config: Config) -> None:
     validate(config, world_size)
     if runtime.environment_rank() > 0:
         return
-    target = Path(config.dry_run.dry_run_json) if config.dry_run.dry_run_json else None
-    if target is not None:
-        check_output("--dry-run-json", target)
     measured = measure_all(config, world_size, end_ranks(config, world_size))
     runtime.say(as_text(config, world_size, measured))
-    if target is not None:
-        with atomic_output(target) as part:
-            part.write_text(json.dumps(as_json(config, world_size, measured), indent=1) + "\n")
     if config.dry_run.memory_gib is not None:
         check_memory(config, world_size, measured, config.dry_run.memory_gib)
 

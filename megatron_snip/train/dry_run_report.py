@@ -114,42 +114,6 @@ def _launches(stretch: Stretch) -> dict[str, int]:
     return {str(what[1]): count for what, count in stretch.counts.items() if what[0] == "launch"}
 
 
-def as_json(config: Config, world_size: int, measured: Sequence[Measured]) -> dict[str, Any]:
-    """All counts; sizes are in bytes."""
-    linears, options = plan_size(config)
-    return {
-        "version": 1,
-        "device": device_of(config),
-        "layout": _layout(config, world_size),
-        "plan": {"linears": linears, "options": options},
-        "ranks": [
-            {
-                "rank": one.rank,
-                "stage": one.stage,
-                "parameters": one.parameters,
-                "in_iterations": _in_iterations(config, world_size, one),
-                "stretches": [
-                    {
-                        "name": stretch.name,
-                        "peak": {"total": stretch.total, **stretch.peak},
-                        "kept_by_a_block": stretch.kept,
-                        "flops": stretch.counts["flops",],
-                        "collectives": [
-                            {"axis": axis, "collective": kind, "count": count, "bytes": size}
-                            for (axis, kind), (count, size) in _collectives(stretch).items()
-                        ],
-                        "gemms": _gemms(stretch),
-                        "launches": _launches(stretch),
-                        "host_reads": stretch.counts["read",],
-                    }
-                    for stretch in one.stretches
-                ],
-            }
-            for one in measured
-        ],
-    }
-
-
 def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
     """Tables for display."""
     at, (linears, options) = _layout(config, world_size), plan_size(config)

@@ -131,7 +131,7 @@ def _divergences(run: Run) -> Section | None:
         if values := _by_linear(run, kind):
             figure = pictures.divergence_heatmap(values, unit)
             figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
-    if run.stats is not None and run.stats.formats and run.stats.has_spread:
+    if run.stats is not None and run.stats.formats:
         options = [LinearPrecision.uniform(fmt) for fmt in run.stats.formats]
         shares = dict(zip(run.stats.names, np.nan_to_num(top_token(run.stats, options).max(axis=1)).tolist()))
         figure = pictures.divergence_heatmap(shares, "of its loss divergence")

@@ -229,7 +229,6 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
         mesh=parts.mesh,
         tokens=t.global_batch_size * config.model.seq_length,
         device=device,
-        wide=not t.bf16,
         gather=next(iter(parts.stages.values())).whole_sequences if parts.mesh.cp.size > 1 else None,
     )
     return Coordinator(

@@ -107,7 +107,7 @@ class _Pending(_Strict, frozen=True):
     options: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
     objective: Text
     request: dict[Text, Any]
-    max_loss: Finite | None = None
+    max_loss: Finite | None
 
 
 class _Predictions(_Strict, frozen=True):

@@ -203,11 +203,6 @@ def _validate_choices(config: Config) -> None:
         )
     _validate_guard(config)
     check_max_loss(s)
-    if s.snip_stage_target and s.snip_stage_constraint in ("none", "makespan"):
-        raise UserError(
-            f"--snip-stage-target means --snip-stage-constraint each, but {s.snip_stage_constraint} is given; "
-            "drop --snip-stage-target"
-        )
     if config.precision.precision == "plan" and not config.precision.precision_plan:
         raise UserError("--precision plan needs a plan; give --precision-plan FILE")
     if config.precision.precision != "plan" and config.precision.precision_plan:

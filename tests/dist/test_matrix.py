@@ -12,7 +12,7 @@ import pytest
 from tests.dist.covering import FACTORS, covering, length_of, name_of, options_of, pairs, valid_cases, world_of
 from tests.dist.harness import run_ranks
 from tests.dist.runs import losses, mixed_plan, plan_from, save_after
-from tests.dist.test_layouts import distances_by_name, farther
+from tests.dist.test_layouts import unlike
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256}
 SECONDS = 400.0
@@ -84,7 +84,7 @@ def test_one_checkpoint_gives_one_plan_and_its_statistics(name, folder):
     planned = {}
     for got in run_ranks(plan_from, world_of(case), options, checkpoint, 6, seconds=SECONDS):
         assert got["hash"] == expected["hash"]
-        assert not farther(distances_by_name(got["stats"], expected["stats"]), 1e-5)
+        assert not unlike(got["stats"], expected["stats"], split=True)
         planned |= got["precision"]
     assert planned == expected["precision"]
 

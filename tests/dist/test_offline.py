@@ -7,7 +7,7 @@ import pytest
 from tests.dist.harness import run_ranks
 from tests.dist.offline import collect, losses_with_bf16, save_run
 from tests.dist.runs import LAYOUTS, mixed_plan, world_of
-from tests.dist.test_layouts import distances_by_name, farther
+from tests.dist.test_layouts import unlike
 
 SMALL = {"num_layers": 2, "vocab_size": 256}  # wide enough that tp cuts no block
 
@@ -32,7 +32,7 @@ def test_statistics_of_a_checkpoint_on_any_layout(layout, checkpoints, tmp_path)
     ]
     got = run_ranks(collect, world_of(layout), [*words, *options], tmp_path / "stats.json")[0]
     assert got.iteration == expected.iteration == 4 and got.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert not farther(distances_by_name(got, expected), 1e-4 if layout == "tp2" else 1e-5)
+    assert not unlike(got, expected, split=layout == "tp2")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone.json", "stats.json"]
 
 

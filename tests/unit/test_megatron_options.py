@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from megatron_snip import megatron_options
+import megatron_snip
 from megatron_snip.arguments import parse
 from megatron_snip.config import option_groups
 from megatron_snip.errors import UserError
-from megatron_snip.megatron_options import instead_of, without_megatrons
+from megatron_snip.megatron_options import instead_of, tables, without_megatrons
 from megatron_snip.train.validate import validate
 
 #: Those of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh, with its values.
@@ -131,8 +132,7 @@ def test_what_changes_nothing_goes_and_all_else_stays():
         parse(words)
 
 
-SWITCHES, LISTS = set(megatron_options._SWITCHES.split()), set(megatron_options._LISTS.split())
-VALUES, REFUSED = set(megatron_options._VALUES), set(megatron_options._REFUSED)
+SWITCHES, LISTS, VALUES, REFUSED, _ = map(set, tables())
 #: Every option of Megatron-LM; those that take a value end in =, or in =* for several.
 MEGATRONS = {
     name.rstrip("=*"): name[len(name.rstrip("=*")) :]
@@ -143,8 +143,10 @@ MEGATRONS = {
 
 
 def test_the_tables_name_no_option_of_ours_and_none_twice():
-    names = [*SWITCHES, *LISTS, *VALUES, *REFUSED]
-    assert len(names) == len(set(names))
+    found = tomllib.loads(Path(megatron_snip.__file__).with_name("megatron_options.toml").read_text())
+    several = [*found["refused"].values(), *(entry["names"] for entry in found["values"])]
+    names = " ".join([found["switches"], found["lists"], found["any_value"], *several]).split()
+    assert len(names) == len(set(names)) == len(SWITCHES | LISTS | VALUES | REFUSED)
     ours = option_groups().keys()
     assert not {name.replace("-", "_") for name in names} & ours
     assert not [name for name in ours if instead_of(name.replace("_", "-"))]

@@ -72,7 +72,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 9;
+constexpr int32_t kAbi = 10;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
@@ -339,4 +339,23 @@ extern "C" void megatron_snip_amax(const void* x, int64_t count, int32_t size, i
 extern "C" void megatron_snip_copy(const void* from, void* to, int64_t bytes, int32_t threads) {
   FlatJob job(from, to, bytes / 4, 4);
   run(job, threads);
+}
+
+// The order of a blend, see data/blending.py: weights [datasets], counts [datasets] of zeros, chosen and number [size].
+extern "C" void megatron_snip_blend(const double* weights, int64_t datasets, int64_t size, int64_t* counts,
+                                    int16_t* chosen, int64_t* number) {
+  for (int64_t i = 0; i < size; ++i) {
+    const double step = static_cast<double>(i > 1 ? i : 1);
+    int64_t best = 0;
+    double largest = weights[0] * step - static_cast<double>(counts[0]);
+    for (int64_t k = 1; k < datasets; ++k) {
+      const double error = weights[k] * step - static_cast<double>(counts[k]);
+      if (error > largest) {
+        best = k;
+        largest = error;
+      }
+    }
+    chosen[i] = static_cast<int16_t>(best);
+    number[i] = counts[best]++;
+  }
 }

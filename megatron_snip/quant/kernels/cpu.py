@@ -19,7 +19,7 @@ from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Qua
 
 logger = logging.getLogger(__name__)
 
-ABI = 9
+ABI = 10
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
@@ -61,6 +61,7 @@ def library() -> ctypes.CDLL | None:
         "decode": (ctypes.c_char_p,),
         "amax": (pointer, whole, short, short, pointer),
         "copy": (pointer, pointer, whole, short),
+        "blend": (pointer, whole, whole, pointer, pointer, pointer),
     }.items():
         function = getattr(loaded, f"megatron_snip_{name}")
         function.argtypes, function.restype = arguments, None

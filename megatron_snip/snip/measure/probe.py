@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,7 +67,6 @@ class Probe:
         mesh: Mesh,
         tokens: int,
         device: torch.device,
-        wide: bool,
         own_attends: bool = True,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -77,7 +75,6 @@ class Probe:
         self.formats = sorted(set(formats) - {"bf16"})
         self.mesh, self.tokens, self.device = mesh, tokens, device
         self.seen = 0  # tokens of the last run's batches together
-        self.wide = wide  # as StepContext.wide, if computation is in float32
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit
         self.progress: Callable[[], object] | None = None  # called after each linear of each microbatch
         self.gather = gather  # under context parallelism: local tokens of sequences [T, C] -> whole sequences
@@ -181,11 +178,11 @@ class Probe:
         for (block, alone), mine in groups.items():
             attend = None if alone else self.attends.get(block)
             together = BlockProbe(
-                mine, partial(attend, wide=True) if attend is not None and self.wide else attend, self.mesh.tp, failure,
+                mine, attend, self.mesh.tp, failure,
                 own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,
             )  # fmt: skip
             observers |= {name: together.observer(name) for name in mine}
-        return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers, wide=self.wide)
+        return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers)
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
         """Sum over dp and cp, in place.  u is not linear, so errors are first summed over the whole batch."""

@@ -100,11 +100,6 @@ class Statistics:
         return "update" in self.columns
 
     @property
-    def has_spread(self) -> bool:
-        """Whether spread and top tokens were measured; older files do not have them."""
-        return all(f"spread/{fmt}" in self.columns for fmt in self.formats)
-
-    @property
     def finite(self) -> NDArray[np.bool_]:
         """[L]: whether all numbers of a linear are finite."""
         return np.asarray(np.isfinite(self.values).all(axis=1))

@@ -8,32 +8,21 @@ higher saves more; the target is in e's unit.
 
 program.py checks the input: ties form groups, fixed and reserved options exclude options, churn adds to Q.
 ``saving_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
-Constraints without a common group are solved one after another, in a fifth of the time of one model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time as clock
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.plan.milp import (
-    Best,
-    Model,
-    Row,
-    Search,
-    greedy,
-    least_longest,
-    run_highs,
-    scaled,
-    whole,
-    worst,
-)
+from megatron_snip.snip.plan.milp import Answer, Limits, Model, Row, least_longest, run_highs, scaled, worst
 from megatron_snip.snip.plan.program import (
     BUDGET_TOLERANCE,
     Budget,
@@ -55,8 +44,7 @@ class Solution:
     choice [L]: indices of options.  objective: sum of Q over the choice, including churn.  bound: no plan is below it.
     gap = (objective - bound) / (objective - sum of min_o Q), 0 if both are 0, so that a constant added to a linear's
     row changes nothing.  seconds: wall clock.
-    status: "greedy" (its own bound proves the gap), "optimal" (HiGHS proves it), "node_limit" and "time_limit" (the
-    best plan so far), "fallback" (HiGHS failed; the greedy plan).
+    status: "optimal" (HiGHS proves the gap), "node_limit" and "time_limit" (the best plan so far).
     churn: the part of objective for leaving the current plan.  makespan: if ``time`` was given, the bound on a stage's
     time that the plan keeps, and to which objective and bound refer.
     """
@@ -92,17 +80,18 @@ def solve(
     All linears together must save ``target`` in e's unit.
     stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
     time [L, O], 0 or more: then all stages together save the target again, and no stage may exceed a time bound that is
-    minimised first (see ``_solve_makespan``; Solution.makespan is the bound).
+    minimised first (see ``_makespan``; Solution.makespan is the bound).
     ties [L]: linears with the same non-negative id take one option; -1 is untied.
     fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options only for linears fixed to
     them; they do not count in a stage's max_o e.
     current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
     [O, O] from one option to another.
     gap: see Solution; 0 requests the exact optimum.
-    node_limit (branch-and-bound nodes per stage) keeps the result reproducible.  time_limit (seconds, for all stages
-    together) is an emergency stop, and the only possible cause of differences between two runs.
+    node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
+    the only possible cause of differences between two runs.
 
-    Raises InfeasibleTarget, or UserError with the row for shapes, ids and non-finite numbers.
+    Raises InfeasibleTarget; UserError with the row for shapes, ids and non-finite numbers, and if there is no plan
+    within the limits.
     """
     begin = clock.perf_counter()
     program = checked(
@@ -112,8 +101,12 @@ def solve(
     if not gap >= 0:
         raise UserError(f"gap is {gap}, but must be 0 or more")
     check_feasible(program)
-    search = Search(gap, node_limit, time_limit, begin)
-    found, makespan = _solve_apart(program, search) if program.time is None else _solve_makespan(program, search)
+    limits = Limits(gap, node_limit, time_limit, begin)
+    rows, makespan, status = [saving_row(program, budget) for budget in program.budgets], None, "optimal"
+    if program.time is not None:
+        makespan, status = _makespan(program, rows[0], limits)
+        rows += [time_row(program, groups, makespan) for groups in program.stages]
+    found = _solved(Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows), limits)
     choice = found.choice[program.group]
     base = float(_least(program).sum())
     return Solution(
@@ -121,7 +114,7 @@ def solve(
         objective=base + found.cost,
         bound=base + found.bound,
         gap=(found.cost - found.bound) / found.cost if found.cost > 0 else 0.0,
-        status=found.status,
+        status=worst(status, found.status),
         seconds=clock.perf_counter() - begin,
         churn=float(program.churn[np.arange(len(choice)), choice].sum()),
         makespan=makespan,
@@ -162,7 +155,7 @@ def saving_row(program: Program, budget: Budget) -> Row:
     """Constraint: what groups leave unsaved, of their maximum, is at most what their budget allows."""
     inside = np.zeros((len(program.cost), 1), np.bool_)
     inside[budget.groups] = True
-    return whole(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
+    return scaled(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
 
 
 def time_row(program: Program, groups: Ints, makespan: float) -> Row:
@@ -200,75 +193,42 @@ def _least(program: Program) -> Floats:
     return least
 
 
-def _model(program: Program, rows: Sequence[Row]) -> Model:
-    """A model of costs above each group's minimum, under some constraints."""
-    return Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows)
+def _solved(model: Model, limits: Limits) -> Answer:
+    """HiGHS's plan.  Raises UserError if it has none that satisfies the rows."""
+    found = run_highs(model, limits)
+    if found is not None and 0 < found.cost < 1e-3 * model.cost.max(where=np.isfinite(model.cost), initial=0.0):
+        # no better plan has an option that costs more than a whole plan; without it, HiGHS tells the others apart
+        close = np.where(model.cost <= found.cost * (1 + 1e-9), model.cost, np.inf)
+        found = run_highs(dataclasses.replace(model, cost=close), limits) or found
+    if found is None or not model.fits(found.choice):
+        raise UserError(
+            f"the solver found no plan within {limits.seconds:.6g} seconds and {limits.node_limit} nodes; raise its "
+            "limits, or lower the target"
+        )
+    return found
 
 
-def _solve_apart(program: Program, search: Search) -> tuple[Best, None]:
-    """Solve each budget's groups separately, since no constraint joins two budgets."""
-    parts = [(budget.groups, _model(program, [saving_row(program, budget)])) for budget in program.budgets]
-    return _together(parts, len(program.cost), search), None
-
-
-def _together(parts: Sequence[tuple[Ints, Model]], count: int, search: Search) -> Best:
-    """The plan [G] from models that are solved one after another, each for its groups [G']."""
-    choice = np.zeros(count, np.int64)
-    cost = bound = 0.0
-    status = "greedy"
-    for groups, model in parts:
-        best = search.best(model.part(groups))
-        choice[groups] = best.choice
-        cost, bound, status = cost + best.cost, bound + best.bound, worst(status, best.status)
-    return Best(choice, cost, bound, status)
-
-
-def _solve_makespan(program: Program, search: Search) -> tuple[Best, float]:
-    """The best plan whose slowest stage is as fast as the target allows, and the bound M on a stage's time.
+def _makespan(program: Program, target: Row, limits: Limits) -> tuple[float, str]:
+    """The bound M on a stage's time: that of the slowest stage, as fast as the target allows; and how it was found.
 
         1. M  = the lowest time of the slowest stage over relaxed plans, which may split linears between options, that
                 save exactly the target; raised to what an integral plan can do if none keeps it;
         2. minimise Q  subject to  target saved in total,  time of every stage <= M.
 
     M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
-    If saving and time go together (FP4 GEMMs save time, others take the same time), stages that keep M reach the
-    target on their own and are solved separately; otherwise the target joins them.
     """
-    (budget,) = program.budgets
-    target = saving_row(program, budget)
-    ideal = _ideal_makespan(program, budget)
-    makespan = 0.0 if ideal is None else ideal
-    if ideal is not None:
-        parts = [(groups, _model(program, [time_row(program, groups, ideal)])) for groups in program.stages]
-        found = _together(parts, len(program.cost), search)
-        if target.holds(found.choice):
-            return found, ideal
-    assert program.time is not None
-    taken = np.where(program.allowed, program.time, np.inf)
-    start, _ = greedy(Model(taken - taken.min(axis=1, keepdims=True), [target]))
-    status = "optimal" if ideal is not None else "fallback"
-    if search.seconds_left <= 0:
-        status = worst(status, "time_limit")
-    else:
-        answer = run_highs(_longest_model(program, [target], makespan)[0], start, search)
-        status = worst(status, answer.status)
-        if answer.choice is not None and target.holds(answer.choice):
-            start = min(start, answer.choice, key=lambda choice: _slowest(program, choice))
-    makespan = max(makespan, _slowest(program, start))
-    model = _model(program, [target, *(time_row(program, groups, makespan) for groups in program.stages)])
-    _, bound = greedy(_model(program, [target]))
-    best = search.best(model, start, bound)
-    return Best(best.choice, best.cost, best.bound, worst(status, best.status)), makespan
+    ideal = _ideal_makespan(program, program.budgets[0])
+    fastest = _solved(_longest_model(program, [target], ideal)[0], limits)
+    return max(ideal, _slowest(program, fastest.choice)), fastest.status
 
 
-def _ideal_makespan(program: Program, budget: Budget) -> float | None:
-    """M of step 1, before it is raised; None if HiGHS has no answer."""
+def _ideal_makespan(program: Program, budget: Budget) -> float:
+    """M of step 1, before it is raised."""
     unsaved = _unsaved(program)
     rest = min(max(budget.most - budget.wanted, 0.0), float(unsaved.max(axis=1).sum()))
     at_most = scaled(unsaved, rest)
-    model, top = _longest_model(program, [replace(at_most, lower=at_most.upper)], 0.0)
-    least = least_longest(model)
-    return None if least is None else least * top
+    model, top = _longest_model(program, [dataclasses.replace(at_most, lower=at_most.upper)], 0.0)
+    return least_longest(model) * top
 
 
 def _longest_model(program: Program, rows: Sequence[Row], least: float) -> tuple[Model, float]:

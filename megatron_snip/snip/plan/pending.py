@@ -46,5 +46,5 @@ class Pending:
     def from_dict(cls, values: Mapping[str, Any]) -> Pending:
         """Read the value from `to_dict`."""
         request = SolveRequest.from_dict(values["request"])
-        asked = values["objective"], request, values.get("max_loss")
+        asked = values["objective"], request, values["max_loss"]
         return cls(values["probed"], values["due"], tuple(values["options"]), *asked)

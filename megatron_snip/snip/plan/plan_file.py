@@ -81,7 +81,7 @@ class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Text
     increase: Finite | None
     error: Finite | None
-    predicted: Finite | None = None
+    predicted: Finite | None
 
 
 class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

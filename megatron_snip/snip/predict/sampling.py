@@ -11,7 +11,6 @@ for others too, so errors of linears are added up as if they were one: a plan's 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,10 +50,10 @@ def top_token(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
 def cost_error(stats: Statistics, options: Sequence[LinearPrecision], request: SolveRequest) -> float | None:
     """Standard error of the plan's loss divergence, as a share of it; None where there is no plan or no divergence.
 
-    The plan is the greedy one for the target, the same on every process.
+    The plan is one for the target, whatever the stages, the same on every process.
     """
     try:
-        whole = dataclasses.replace(request, stage=None, time=None, gap=math.inf)
+        whole = dataclasses.replace(request, stage=None, time=None)
         choice = whole.solve().choice
     except UserError:
         return None

@@ -1,4 +1,4 @@
-"""The order of a blend: a plain reference, megatron-core's own, and chunks that begin wrong."""
+"""The order of a blend: a plain reference, and megatron-core's own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_snip.data import blending
 from megatron_snip.data.blending import blending_index
+from megatron_snip.quant.kernels import cpu
 
 #: Ties at every step, at some, and none; weights that are no sums of powers of two; rare datasets.
 WEIGHTS = {
@@ -37,34 +37,15 @@ def slow_blend(weights, size):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("chunks", [1, 2, 7, 50])
-def test_against_a_plain_reference(weights, chunks, monkeypatch):
-    monkeypatch.setattr(blending, "CHUNKS", chunks)
-    monkeypatch.setattr(blending, "SHORTEST_CHUNK", 10)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_against_a_plain_reference(weights, compiled, monkeypatch):
+    assert cpu.library() is not None, "the kernel is built where tests run"
+    if not compiled:
+        monkeypatch.setattr(cpu, "library", lambda: None)
     weights = normalised(weights)
-    arrays = blending_index(weights, 503)
+    arrays = blending_index(weights, 5003)
     pairs = list(zip(arrays["dataset_index"].tolist(), arrays["dataset_sample_index"].tolist()))
-    assert pairs == slow_blend(weights, 503)
-
-
-@pytest.mark.parametrize("weights", [WEIGHTS["rare"], WEIGHTS["many"]], ids=["rare", "many"])
-def test_chunks_that_begin_wrong_are_made_anew(weights, monkeypatch):
-    """Guesses off by many samples, and no stretch in which to forget them."""
-    walks, walk = [], blending._walk
-    monkeypatch.setattr(blending, "_walk", lambda *args: walks.append(args[1].shape[1]) or walk(*args))
-    weights = np.array(normalised(weights))
-
-    def off(weights, places, warm_up):
-        counts = np.floor(np.outer(weights, places))
-        counts[0] += 9
-        counts[:, 0] = 0
-        return counts
-
-    monkeypatch.setattr(blending, "_guess", off)
-    chosen, number = blending._in_chunks(weights, 3000, 20)
-    assert len(walks) > 1 and walks[0] == 20
-    whole = blending._one_walk(weights.tolist(), 3000)
-    assert np.array_equal(chosen, whole[0]) and np.array_equal(number, whole[1])
+    assert pairs == slow_blend(weights, 5003)
 
 
 def test_nothing_is_asked_for():
@@ -73,13 +54,12 @@ def test_nothing_is_asked_for():
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_is_megatrons(weights):
-    """A length at which the walk is in chunks; megatron-core's C++ helpers are not compiled in every installation."""
+    """megatron-core's C++ helpers are not compiled in every installation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("megatron.core")
         helpers = pytest.importorskip("megatron.core.datasets.helpers")
     size, weights = 150_001, normalised(weights)
-    assert size // blending.SHORTEST_CHUNK > 2
     dataset, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
     helpers.build_blending_indices(dataset, number, weights, len(weights), size, False)
     ours = blending_index(weights, size)

@@ -26,6 +26,8 @@ def statistics(
 ) -> Statistics:
     """``token`` and ``own``: format -> [L]; ``more``: columns [L] by name that replace what else there is."""
     columns: dict[str, Sequence[float]] = {f"token/{fmt}": values for fmt, values in token.items()}
+    columns |= {f"spread/{fmt}": np.square(values) for fmt, values in token.items()}
+    columns |= {f"top_token/{fmt}": values for fmt, values in token.items()}
     columns |= {"update": update} | {f"own/{fmt}": values for fmt, values in own.items()}
     columns |= {f"norm/{tensor}": [1.0] * len(shapes) for tensor in "XWG"}
     for operand in (f"{fmt}/{operand}" for fmt in token for operand in OPERANDS):

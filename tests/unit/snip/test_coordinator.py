@@ -30,7 +30,7 @@ OLD = Plan.uniform(NAMES, "fp8", iteration=1)
 class FakeProbe:
     """Statistics by name, worth more with each linear; what is called is counted."""
 
-    device, tokens = torch.device("cpu"), 8
+    device, tokens, seen = torch.device("cpu"), 8, 8
 
     def __init__(self, worth=(4.0, 3.0, 2.0, 1.0), loss: float = 2.0) -> None:
         self.worth, self.loss = worth, loss
@@ -257,7 +257,7 @@ def test_bf16_among_the_options_counts_time(make):
 
 
 def test_a_stage_target_holds_in_every_stage(make):
-    one = make(snip_stage_target=True)
+    one = make(snip_stage_constraint="each")
     one.shapes = [dataclasses.replace(shape, stage=shape.block) for shape in SHAPES]
     run(one, [3, 4])
     assert precisions(one) == ["fp8", "fp4", "fp8", "fp4"]

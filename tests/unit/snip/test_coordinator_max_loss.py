@@ -100,14 +100,3 @@ def test_a_solve_under_way_keeps_what_was_asked(make):
     seen = applied(untried, None, [4])
     assert seen[4]["snip/solve_error"] == "the trial failed: --snip-max-loss 0.35, and --snip-trials is 0"
     assert precisions(untried) == ["fp8"] * 4
-
-
-def test_a_checkpoint_from_before_the_option_has_none(make):
-    one = make(snip_target=0.25)
-    run(one, [3])
-    saved = json.loads(json.dumps(one.state()))
-    del saved["pending"]["max_loss"]
-    other = make(snip_max_loss=9.0)
-    other.load_state(saved)
-    applied(other, iterations=[4])
-    assert precisions(other) == ["fp8", "fp8", "fp8", "fp4"], "the target of before"

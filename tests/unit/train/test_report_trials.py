@@ -12,7 +12,7 @@ from megatron_snip.snip.plan.plan_file import TrialRecord
 from megatron_snip.train import report_trials
 from megatron_snip.train.report import write_report
 from tests.unit.snip.made_up import changed, statistics
-from tests.unit.train.recorded import NAMES, SHAPES, full_run, line, measured, named, shown, two_plans, write_run
+from tests.unit.train.recorded import NAMES, SHAPES, full_run, line, named, shown, two_plans, write_run
 
 
 def record(best: int) -> TrialRecord:
@@ -90,9 +90,3 @@ def test_the_share_of_the_top_token(tmp_path):
     assert found.pop(("q", 0)) == pytest.approx(0.5, rel=1e-3)
     assert ("down", 2) not in found and len(found) == 19
     assert list(found.values()) == pytest.approx([0.25] * 19, rel=1e-3)
-
-
-def test_statistics_of_an_older_version_have_no_top_token(tmp_path):
-    measured().save(tmp_path / "stats/iter_0000002.json")
-    page = write_report(write_run(tmp_path, [line(1)]))
-    assert not any("Top token" in figure.get("title", "") for figure in shown(page)["Divergences"])

@@ -33,6 +33,7 @@ SNIP = {
     "plan": PLAN.to_dict(),
     "pending": {
         "probed": 5, "due": 6, "options": ["fp8", "fp4"], "objective": "snip", "request": REQUEST.to_dict(),
+        "max_loss": None,
     },
     "history": [
         {"iteration": 4, "hash": PLAN.hash, "achieved": 1.0, "changed": {"a": "fp4"}},

@@ -44,7 +44,6 @@ def error(world: int = WORLD, **changes) -> str:
         {"snip_apply_lag": 0},
         {"snip_guard": True, "max_skipped_iterations": 6, "spike_window": 16},
         {"max_skipped_iterations": 1, "spike_window": 2},
-        {"snip_stage_target": True, "snip_stage_constraint": "each"},
         {"snip_apply_lag": 4, "snip_interval": 5},
         {"precision": "plan", "precision_plan": "p"},
         {"mock_data": False, "data_path": ("a",)},
@@ -184,14 +183,6 @@ CASES = [
     ({"snip_guard": True, "spike_window": 15}, ["--snip-guard-patience is 5", "--spike-window 15"]),
     ({"snip_apply_lag": -1}, ["--snip-apply-lag is -1"]),
     ({"snip_apply_lag": 5, "snip_interval": 5}, ["--snip-apply-lag is 5", "--snip-interval - 1 = 4"]),
-    (
-        {"snip_stage_target": True, "snip_stage_constraint": "makespan"},
-        ["--snip-stage-target means --snip-stage-constraint each, but makespan is given", "drop --snip-stage-target"],
-    ),
-    (
-        {"snip_stage_target": True, "snip_stage_constraint": "none"},
-        ["--snip-stage-target means --snip-stage-constraint each, but none is given", "drop --snip-stage-target"],
-    ),
     ({"precision": "plan"}, ["--precision plan needs a plan; give --precision-plan FILE"]),
     ({"precision_plan": "p"}, ["--precision-plan is given, but --precision is bf16; use --precision plan"]),
     ({"mock_data": False}, ["no data: give --data-path, --train-data-path or --mock-data"]),

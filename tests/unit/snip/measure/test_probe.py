@@ -81,10 +81,7 @@ def test_a_process_without_linears_knows_what_the_others_add_up(updates, parts):
 
 @pytest.fixture(scope="module")
 def seen(parts):
-    """Per linear what each microbatch shows, as torch.autograd.grad tells it, to the bit what a probe sees.
-
-    In a wide pass as a probe's: else operands differ in their last bit, and those at a tie round to another code.
-    """
+    """Per linear what each microbatch shows, as torch.autograd.grad tells it, to the bit what a probe sees."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     (stage,) = parts.stages.values()
@@ -98,7 +95,7 @@ def seen(parts):
     batch = batch_of(parts)
     found: dict[str, list] = {name: [] for name in parts.linears}
     bf16 = LinearPrecision.uniform("bf16")
-    context = StepContext(ITERATION, batch.tokens.numel(), bf16, wide=True)
+    context = StepContext(ITERATION, batch.tokens.numel(), bf16)
     for m in range(len(batch.tokens)):
         with ExitStack() as stack:
             for module in (attention, llama, tensor):

@@ -180,24 +180,24 @@ def test_a_target_that_fixes_put_out_of_reach():
 
 
 def test_stage_constraints_reach_the_solver():
-    none, each, old, makespan, auto = (
+    none, each, makespan, auto = (
         solve_request(snip, SHAPES, read_choices(snip, SHAPES), np.zeros((len(NAMES), 2)))
         for snip in (
             SnipConfig(snip_stage_constraint="none"),
             SnipConfig(snip_stage_constraint="each"),
-            SnipConfig(snip_stage_target=True),
             SnipConfig(snip_stage_constraint="makespan"),
             SnipConfig(),
         )
     )
     assert none.stage is None and none.time is None and none.churn == 0.0
-    assert each.stage.tolist() == old.stage.tolist() == makespan.stage.tolist() == [s.stage for s in SHAPES]
-    assert each.time is None and old.time is None
+    assert each.stage.tolist() == makespan.stage.tolist() == [s.stage for s in SHAPES]
+    assert each.time is None
     assert auto.stage.tolist() == each.stage.tolist() and auto.time is None, "each by default: there are two stages"
     one = [dataclasses.replace(shape, stage=0) for shape in SHAPES]
     choices, quality = read_choices(SnipConfig(), one), np.zeros((len(NAMES), 2))
     assert solve_request(SnipConfig(), one, choices, quality).stage is None, "and none with one"
-    assert solve_request(SnipConfig(snip_stage_target=True), one, choices, quality).stage is not None
+    each = SnipConfig(snip_stage_constraint="each")
+    assert solve_request(each, one, choices, quality).stage is not None
     assert makespan.time.sum(axis=0) == pytest.approx([0.5, 0.25]), "shares of BF16's time"
 
 

@@ -120,21 +120,12 @@ def test_without_a_plan_or_a_cost_nothing_is_missing():
 
 @pytest.mark.parametrize("time", [None, np.tile([2.0, 1.0], (4, 1))])
 def test_stages_and_time_do_not_matter(time):
-    """The rough plan is one for the whole, greedy, and the same on every process; that of stages is another."""
+    """The plan is one for the whole, and the same on every process; that of stages is another."""
     stats = of_tokens(drawn(0))
     plain = request(stats, 0.5)
     staged = dataclasses.replace(plain, stage=np.array([0, 0, 1, 1]), time=time)
     assert staged.solve().choice.tolist() != plain.solve().choice.tolist()
     assert cost_error(stats, OPTIONS, staged) == cost_error(stats, OPTIONS, plain)
-
-
-def test_statistics_of_an_older_version():
-    stats = of_tokens(drawn(0))
-    kept = [i for i, name in enumerate(stats.columns) if name.startswith("token/")]
-    old = Statistics(7, 2.0, TOKENS, stats.shapes, tuple(stats.columns[i] for i in kept), stats.values[:, kept])
-    assert stats.has_spread and not old.has_spread
-    with pytest.raises(ValueError, match="have no spread/fp8"):
-        standard_error(old, OPTIONS)
 
 
 @pytest.mark.parametrize(("tokens", "a_batch", "batches"), [(8192, 1000, 9), (1, 8, 1), ("auto", MOST_TOKENS // 4, 4)])
