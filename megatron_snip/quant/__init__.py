@@ -16,7 +16,7 @@ from megatron_snip.quant.linear import (
 )
 from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.rounding import Clock, RoundingKey, name_stream
+from megatron_snip.quant.rounding import RoundingKey, name_stream
 from megatron_snip.quant.shape import KINDS, LinearShape
 from megatron_snip.quant.step_context import PLAIN, StepContext
 
@@ -25,7 +25,6 @@ __all__ = [
     "KINDS",
     "PLAIN",
     "Casts",
-    "Clock",
     "LinearCall",
     "LinearObserver",
     "LinearPrecision",

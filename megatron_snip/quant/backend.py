@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import Operand
+from megatron_snip.quant.cast import Operand, Output
 
 
 class Sizes(NamedTuple):

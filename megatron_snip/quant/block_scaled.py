@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.backend import Backend, Sizes
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import REDUCTION_DIM, Operand
+from megatron_snip.quant.cast import Operand, Output
+from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.quant.scaled_mm import no_multiple, unfit_element, unfit_gpu
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16
@@ -100,7 +100,7 @@ class NVFP4(_Blackwell):
 def _as_read(operand: Operand, dim: int, codes: torch.dtype, scales: torch.dtype) -> tuple[Tensor, Tensor]:
     """Views of a swizzled operand reduced along ``dim``: codes [outer, reduction], row-major, and scales, 1-D."""
     data, tiles = operand.data, operand.scales
-    assert operand.output == "swizzled" and tiles is not None
+    assert operand.form is not None and operand.form.output == "swizzled" and tiles is not None
     if dim == 0:
         data, tiles = data.T, tiles.T
     return data.view(codes), tiles.view(scales).view(-1)

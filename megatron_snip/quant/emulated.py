@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant.backend import Backend
-from megatron_snip.quant.cast import Output
+from megatron_snip.quant.cast import Operand, Output
+from megatron_snip.quant.dispatch import values
 from megatron_snip.quant.matmul import product
-from megatron_snip.quant.operands import Operand
 
 
 class Emulated(Backend):
@@ -23,4 +23,4 @@ class Emulated(Backend):
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
         """A GEMM of the operands [R, C] dequantised to ``dtype``, in dtype ``out``."""
-        return product(gemm, a.values(dtype), b.values(dtype), out)
+        return product(gemm, values(a, dtype), values(b, dtype), out)

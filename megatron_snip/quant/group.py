@@ -28,15 +28,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_snip.mesh import Axis
 from megatron_snip.quant.backend import Backend, Backends
-from megatron_snip.quant.cast import OPERANDS
+from megatron_snip.quant.cast import OPERANDS, Form, Operand
 from megatron_snip.quant.collectives import start_gather, start_sum
-from megatron_snip.quant.dispatch import ReduceAmax
+from megatron_snip.quant.dispatch import ReduceAmax, cast, values
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.operands import Casts, LinearCall, Operand, Operands, Wanted, cast_operands
+from megatron_snip.quant.operands import Casts, LinearCall, Operands, unset
 from megatron_snip.quant.swizzled import TILE_ROWS
-
-#: What is wanted where the input itself is read.
-ITSELF: Wanted = (None, "values")
 
 
 class Group(NamedTuple):
@@ -66,28 +63,25 @@ class Group(NamedTuple):
         """The amax of all that tp has of the input -> that of the whole, which cp cuts, or the cut of a lone linear."""
         return self.calls[0].reduce_amax.get("input")
 
-    def reads(self, gemm: str, *, kept: bool) -> list[Wanted]:
-        """The form of the input for a GEMM of each linear, and how it is held."""
-        wanted: list[Wanted] = []
-        for call, backends in zip(self.calls, self.backends, strict=True):
-            form = call.form(gemm, "input")
-            wanted.append(ITSELF if form is None else (form, getattr(backends, gemm).output("input", kept=kept)))
-        return wanted
+    def reads(self, gemm: str, *, kept: bool) -> list[Form | None]:
+        """The form of the input for a GEMM of each linear."""
+        pairs = zip(self.calls, self.backends, strict=True)
+        return [_form(call, backends, gemm, "input", kept=kept) for call, backends in pairs]
 
-    def sent(self, wanted: Sequence[Wanted], rows: int) -> list[Wanted]:
+    def sent(self, wanted: Sequence[Form | None], rows: int) -> list[Form | None]:
         """The forms in which ``rows`` of the input are gathered: the one that all linears want, or the rows themselves.
 
-        Codes in two formats would be more than the rows.
+        Codes in two formats would be more bytes than the rows.
         """
-        (form, output), *others = dict.fromkeys(wanted)
+        form, *others = dict.fromkeys(wanted)
         if others or form is None or form.key is not None:
-            return [ITSELF]
-        tiles = TILE_ROWS if output == "swizzled" else 1  # 128 tokens are whole tiles along either dim
+            return [None]
+        tiles = TILE_ROWS if form.output == "swizzled" else 1  # 128 tokens are whole tiles along either dim
         if rows % max(form.block[0], form.fmt.hadamard if form.transformed else 1, tiles):
-            return [ITSELF]
-        return [(form, "codes" if output == "values" else output)]
+            return [None]
+        return [form.held("codes") if form.output == "values" else form]
 
-    def kept_as(self, rows: int, *, needs_wgrad: bool) -> list[Wanted]:
+    def kept_as(self, rows: int, *, needs_wgrad: bool) -> list[Form | None]:
         """The forms in which backward needs ``rows`` of the input: wgrad's, or one that all of them can be made of.
 
         An observer looks at the rows themselves, whether there is a wgrad or not.
@@ -97,7 +91,7 @@ class Group(NamedTuple):
             kept = self.sent(kept, rows)
         elif len(kept) > 1:
             kept = list(dict.fromkeys(kept))
-        return [*kept, ITSELF] if self.observed and ITSELF not in kept else kept
+        return [*kept, None] if self.observed and None not in kept else kept
 
 
 def run_group(x: Tensor, ws: Sequence[Tensor], group: Group, up: Tensor | None = None) -> Sequence[Tensor]:
@@ -118,35 +112,31 @@ def forward(
     wanted, kept_as = group.reads("fprop", kept=False), group.kept_as(len(x), needs_wgrad=needs_wgrad)
     now = group.sent(wanted, len(x)) if group.gathers else wanted
     later = group.calls[0].forward_only  # another forward comes before the backward, and casts for it
-    cast = [*now, *(key for key in kept_as if key[0] is None)] if later else now + kept_as
-    made = _cast(x, cast, group.reduce_part if group.gathers else group.reduce_whole, up)
+    wanted_now = [*now, *(form for form in kept_as if form is None)] if later else now + kept_as
+    made = _cast_once(x, wanted_now, group.reduce_part if group.gathers else group.reduce_whole, up)
     inputs, rest = made[: len(now)], made[len(now) :]
     if group.gathers:
         inputs = _of_wholes(_gather(inputs, group)(), wanted, group, x.dtype)
-    kept = [rest.pop(0) if key[0] is None else Operand.unset(key, x) for key in kept_as] if later else rest
-    return _fprop(inputs, ws, group, x.dtype, needs_wgrad=needs_wgrad), kept
-
-
-def _fprop(
-    inputs: Sequence[Operand], ws: Sequence[Tensor], group: Group, dtype: torch.dtype, *, needs_wgrad: bool
-) -> list[Tensor]:
-    """y [T,N] of each linear.  One GEMM for linears that read the same form of the input would stand here."""
-    out = torch.float64 if group.wide and group.axis is None else dtype
-    ys = []
-    for x, w, call, backends in zip(inputs, ws, group.calls, group.backends, strict=True):
-        weight = _weight(w, "fprop", call, backends, dtype, needs_wgrad)
-        ys.append(backends.fprop.multiply("fprop", x, weight, dtype, out))
-    return ys
+    kept = [rest.pop(0) if form is None else unset(form, x) for form in kept_as] if later else rest
+    out = torch.float64 if group.wide and group.axis is None else x.dtype
+    ys = []  # linears that read the same form of the input could share one GEMM here
+    for operand, w, call, backends in zip(inputs, ws, group.calls, group.backends, strict=True):
+        weight = _weight(w, "fprop", call, backends, x.dtype, needs_wgrad)
+        ys.append(backends.fprop.multiply("fprop", operand, weight, x.dtype, out))
+    return ys, kept
 
 
 class _Step(NamedTuple):
-    """A linear between its dgrad and its wgrad; cast: of g [T,N], what is still needed; grad_x: an observer's."""
+    """A linear between its dgrad and its wgrad.
+
+    made: the casts of g [T,N] that are still needed.  grad_x: its own part of the input's gradient, for an observer.
+    """
 
     g: Tensor
     w: Tensor
     call: LinearCall
     backends: Backends
-    cast: list[Operand]
+    made: list[Operand]
     grad_x: Tensor | None
 
 
@@ -170,12 +160,13 @@ def backward(
     for i in range(len(gs) - 1, -1, -1):
         g, w, call, backends = gs[i], ws[i], group.calls[i], group.backends[i]
         wanted = _of_gradient(call, backends, needs_dgrad, needs_wgrad)
-        cast, grad = cast_operands(g, wanted, call.reduce_amax.get("grad_output"), amax=amaxes[i]), None
+        made, grad = cast(g, wanted, call.reduce_amax.get("grad_output"), amax=amaxes[i]), None
         if needs_dgrad:
-            grad = _dgrad(cast.pop(0), w, call, backends, dtype, out)
+            weight = _weight(w, "dgrad", call, backends, dtype)
+            grad = backends.dgrad.multiply("dgrad", made.pop(0), weight, dtype, out)
             total = grad if total is None else total + grad
             grad = None if call.observer is None else grad.to(dtype)
-        steps.append(_Step(g, w, call, backends, cast, grad))
+        steps.append(_Step(g, w, call, backends, made, grad))
     finish: Callable[[], Tensor] | None = None
     if total is not None and axis is not None and axis.size > 1:
         if total is steps[0].grad_x:
@@ -193,20 +184,15 @@ def backward(
     return total if total is None or total.dtype == dtype else total.to(dtype), grads_w[::-1]
 
 
-def _dgrad(g: Operand, w: Tensor, call: LinearCall, backends: Backends, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    """A linear's part of the input's gradient [T,K]."""
-    return backends.dgrad.multiply("dgrad", g, _weight(w, "dgrad", call, backends, dtype), dtype, out)
-
-
 def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None:
     """The gradient of w [N,K], if it is needed.  A GEMM that adds to a gradient in float32 would stand here.
 
     x [T,K]: the input itself, where an observer looks.
     """
-    g, w, call, backends, cast, grad_x = step
+    g, w, call, backends, made, grad_x = step
     product: Callable[[], Tensor] | None = None
     if kept is not None:
-        product = partial(backends.wgrad.multiply, "wgrad", cast.pop(), kept, g.dtype, w.dtype)
+        product = partial(backends.wgrad.multiply, "wgrad", made.pop(), kept, g.dtype, w.dtype)
     if call.observer is not None:
         assert x is not None
         product = None if product is None else cache(product)
@@ -214,17 +200,17 @@ def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None
     return None if product is None else product()
 
 
-def _cast(
-    x: Tensor, wanted: Sequence[Wanted], reduce_amax: ReduceAmax | None, up: Tensor | None = None
+def _cast_once(
+    x: Tensor, wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None, up: Tensor | None = None
 ) -> list[Operand]:
-    """x [R,K], or gate and up, in each wanted form, from one read."""
-    if len(wanted) <= 2 and wanted[0] != wanted[-1]:
-        return cast_operands(x, wanted, reduce_amax, up=up)
-    keys = list(dict.fromkeys(wanted))
-    if len(keys) > 2:  # a kernel writes two forms that follow each other: those of one format, as one linear alone
-        keys.sort(key=lambda key: "" if key[0] is None else key[0].fmt.name)
-    made = dict(zip(keys, cast_operands(x, keys, reduce_amax, up=up), strict=True))
-    return [made[key] for key in wanted]
+    """``cast``, where linears may want the same form."""
+    forms = list(dict.fromkeys(wanted))
+    if len(forms) == len(wanted) <= 2:
+        return cast(x, wanted, reduce_amax, up=up)
+    if len(forms) > 2:  # a kernel writes two forms that follow each other: those of one format, as for a lone linear
+        forms.sort(key=lambda form: "" if form is None else form.fmt.name)
+    made = dict(zip(forms, cast(x, forms, reduce_amax, up=up), strict=True))
+    return [made[form] for form in wanted]
 
 
 def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
@@ -239,23 +225,29 @@ def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Ope
     ]
 
 
-def _of_wholes(wholes: Sequence[Operand], wanted: Sequence[Wanted], group: Group, dtype: torch.dtype) -> list[Operand]:
-    """The whole input in each wanted form, of which ``wholes`` holds all, or what they are made of."""
-    made = {one[:2]: one for one in wholes}
-    if missing := [key for key in wanted if key not in made]:
-        if ITSELF in made:
-            made.update(zip(missing, _cast(made[ITSELF].data, missing, group.reduce_whole), strict=True))
+def _of_wholes(
+    wholes: Sequence[Operand], wanted: Sequence[Form | None], group: Group, dtype: torch.dtype
+) -> list[Operand]:
+    """The whole input in each wanted form; ``wholes`` holds all of them, or what they are made of."""
+    made = {one.form: one for one in wholes}
+    if missing := [form for form in wanted if form not in made]:
+        if None in made:
+            made.update(zip(missing, _cast_once(made[None].data, missing, group.reduce_whole), strict=True))
         else:  # values, of the codes that were sent
             (whole,) = wholes
-            made.update({key: Operand(*key, whole.values(dtype)) for key in set(missing)})
-    return [made[key] for key in wanted]
+            made.update({form: Operand(form, values(whole, dtype)) for form in set(missing)})
+    return [made[form] for form in wanted]
 
 
-def _of_gradient(call: LinearCall, backends: Backends, needs_dgrad: bool, needs_wgrad: bool) -> list[Wanted]:
+def _form(call: LinearCall, backends: Backends, gemm: str, role: str, *, kept: bool) -> Form | None:
+    """The form of an operand of a GEMM, held as the GEMM's backend wants it."""
+    backend: Backend = getattr(backends, gemm)
+    return call.form(gemm, role, output=backend.output(role, kept=kept))
+
+
+def _of_gradient(call: LinearCall, backends: Backends, needs_dgrad: bool, needs_wgrad: bool) -> list[Form | None]:
     gemms = [gemm for gemm, needed in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if needed]
-    return [
-        (call.form(gemm, "grad_output"), getattr(backends, gemm).output("grad_output", kept=False)) for gemm in gemms
-    ]
+    return [_form(call, backends, gemm, "grad_output", kept=False) for gemm in gemms]
 
 
 def _amaxes(gs: Sequence[Tensor], group: Group, needs_dgrad: bool, needs_wgrad: bool) -> list[Tensor | None]:
@@ -269,7 +261,7 @@ def _amaxes(gs: Sequence[Tensor], group: Group, needs_dgrad: bool, needs_wgrad: 
         return made
     chosen = []
     for i, (call, backends) in enumerate(zip(group.calls, group.backends, strict=True)):
-        forms = [form for form, _ in _of_gradient(call, backends, needs_dgrad, needs_wgrad) if form is not None]
+        forms = [form for form in _of_gradient(call, backends, needs_dgrad, needs_wgrad) if form is not None]
         if any(form.scaled for form in forms) and not any(form.transformed for form in forms):
             chosen.append(i)
     if len(chosen) > 1:
@@ -291,14 +283,14 @@ def _weight(
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
     backend: Backend = getattr(backends, gemm)
-    output = backend.output("weight", kept=kept)
-    wanted = [(call.form(gemm, "weight"), output)]
-    if training and kept and output in OPERANDS and output == backends.dgrad.output("weight", kept=kept):
-        wanted.append((call.form("dgrad", "weight"), output))
+    form = _form(call, backends, gemm, "weight", kept=kept)
+    wanted = [form]
+    if training and kept and form is not None and form.output in OPERANDS:
+        again = _form(call, backends, "dgrad", "weight", kept=kept)
+        wanted += [again] if again is not None and again.output == form.output else []
     made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=backend.takes_values)[0]
     if casts.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
-        gemms = (("fprop", backends.fprop), ("dgrad", backends.dgrad))
-        casts.free_tensor(w, [(call.form(g, "weight"), b.output("weight", kept=kept)) for g, b in gemms], dtype)
+        casts.free_tensor(w, [_form(call, backends, g, "weight", kept=kept) for g in ("fprop", "dgrad")], dtype)
     return made
 
 
@@ -324,9 +316,9 @@ class _Linears(torch.autograd.Function):
         ctx.group, ctx.needs_wgrad, ctx.kept_as = group, needs_wgrad, []
         ctx.shape, ctx.dtype, ctx.of_product = x.shape, x.dtype, up is not None
         saved = list(ws)
-        for form, output, *parts in kept:
-            ctx.kept_as.append((form, output))
-            saved += parts  # type: ignore[arg-type]  # None is saved, too
+        for form, *parts in kept:
+            ctx.kept_as.append(form)
+            saved += parts[:3]  # type: ignore[arg-type]  # None is saved, too
         ctx.save_for_backward(*saved, *(() if up is None else (x, up)))
         return tuple(ys) if flat else tuple([y.view(*x.shape[:-2], -1, y.shape[1]) for y in ys])
 
@@ -334,7 +326,7 @@ class _Linears(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, n = ctx.saved_tensors, len(grads)  # once: a recomputation gives them no second time
-        kept = [Operand(*key, *tensors[n + 3 * i : n + 3 * i + 3]) for i, key in enumerate(ctx.kept_as)]
+        kept = [Operand(form, *tensors[n + 3 * i : n + 3 * i + 3]) for i, form in enumerate(ctx.kept_as)]
         needs_x, needs_up, _, _, *needs_ws = ctx.needs_input_grad
         gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
         if gs[0].dtype != ctx.dtype:  # a wide pass

@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.cast import Form, Output, layout
+from megatron_snip.quant.cast import Form, Operand, layout
 from megatron_snip.quant.group import Group, backward, forward
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.operands import Operand
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, Rows
 from megatron_snip.quant.step_context import StepContext
@@ -113,8 +112,8 @@ def _linears_backward(
 ) -> list[Tensor]:  # fmt: skip
     rows, needs_wgrad, x = len(gs[0]) // parts, len(saved) > 0, inputs[0] if len(inputs) == 1 else None
     group, shape = _group(now, len(ws), gs[0], rows), (rows, ws[0].shape[1])
-    keys = group.kept_as(rows, needs_wgrad=needs_wgrad)
-    kept = [_unflat(*key, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, key in enumerate(keys)]
+    forms = group.kept_as(rows, needs_wgrad=needs_wgrad)
+    kept = [_unflat(form, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, form in enumerate(forms)]
     grad, grads_w = backward(gs, ws, kept, group, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
     grads: Sequence[Tensor | None] = [grad]
     if grad is not None and len(inputs) > 1:
@@ -156,7 +155,7 @@ def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Ten
 
     keeps_input: whether autograd keeps x, which an output may not be; None where the input is another.
     """
-    parts: list[Tensor | None] = [None] * 3 if kept is None else [kept.data, *kept[3:]]
+    parts: list[Tensor | None] = [None] * 3 if kept is None else [*kept[1:4]]
     if kept is not None and kept.form is None and keeps_input is not None:
         parts[0] = None if keeps_input else x.clone(memory_format=torch.contiguous_format)
     return [
@@ -166,17 +165,16 @@ def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Ten
 
 
 def _unflat(
-    form: Form | None, output: Output, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype,
-    x: Tensor | None,
-) -> Operand:  # fmt: skip
+    form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, x: Tensor | None
+) -> Operand:
     """What ``_flat`` was made of, [t,K] of a shape; x: the input itself, if autograd kept it."""
     data, scales, whole = flat
     if form is None:
-        return Operand(None, output, data.view(dtype).view(shape) if x is None else x)
-    codes_size, codes_along, scales_size, scales_along = layout(shape, form, output)
+        return Operand(None, data.view(dtype).view(shape) if x is None else x)
+    codes_size, codes_along, scales_size, scales_along = layout(shape, form)
     codes = _along(codes_along, data, codes_size)
-    scales = _along(scales_along, scales.view(torch.uint8) if output == "swizzled" else scales, scales_size)
-    return Operand(form, output, codes, scales, whole[0] if form.fmt.needs_tensor_amax else None)
+    scales = _along(scales_along, scales.view(torch.uint8) if form.output == "swizzled" else scales, scales_size)
+    return Operand(form, codes, scales, whole[0] if form.scaled else None)
 
 
 def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:

@@ -10,14 +10,14 @@ whatever the layout, reads one of eight draws of 16 bits from the words of
 Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
 et al., OOPSLA 2014).
 
-Seed and stream stay the same for a whole run.  What moves on, iteration and row0, a GPU's kernels read from device
-memory (``Clock``), so that a CUDA graph that was captured once draws anew in each iteration.
+Seed and stream stay the same for a whole run.  Iteration and row0 change, so a GPU's kernels read them from device
+memory: they are written once for a microbatch, and all casts of it read the same two numbers.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,27 +69,6 @@ class Rows(NamedTuple):
         return number // 2 * self.sequence + begin + row % self.piece
 
 
-class Clock(NamedTuple):
-    """Iteration and row0 of the next random bits on a device: int64 [1] each.
-
-    Kernels that were captured in a CUDA graph read them when the graph is replayed.  row0 None stays at the key's.
-    """
-
-    iteration: Tensor
-    row0: Tensor | None
-
-    @classmethod
-    def at(cls, key: RoundingKey, device: torch.device | str) -> Clock:
-        """A clock of its own that shows a key's iteration and row0."""
-        return cls(*(torch.full((1,), number, device=device) for number in (key.iteration, key.row0)))
-
-    def set(self, key: RoundingKey) -> None:
-        """Show another key's iteration and row0, in the same memory."""
-        self.iteration.fill_(key.iteration)
-        if self.row0 is not None:
-            self.row0.fill_(key.row0)
-
-
 @dataclass(frozen=True)
 class RoundingKey:
     """Names the random bits of one operand.
@@ -98,8 +77,6 @@ class RoundingKey:
     ``for_operand`` add the role.  Both GEMMs that read an operand round it by the same bits, which are drawn once.
     row0, col0: global position of the operand's first element, row = global sample index * seq-length + position, col =
     channel.  rows: where the operand's rows stand, counted from row0; None: one after another.
-    clock: what a GPU's kernels read in place of iteration and row0 (of tokens; a weight's rows never move); without
-    one they read numbers that are written once for all keys that have them.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
@@ -108,7 +85,6 @@ class RoundingKey:
     stream: int
     row0: int = 0
     col0: int = 0
-    clock: Clock | None = field(default=None, compare=False, repr=False)
     rows: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -127,17 +103,13 @@ class RoundingKey:
 
         Raises UserError for an unknown role.
         """
-        rows, clock = self.rows, self.clock
-        if row0 is not None:
-            rows, clock = None, None if clock is None else clock._replace(row0=None)
         return RoundingKey(
             self.seed,
             self.iteration,
             _operand_stream(self.stream, role),
             self.row0 if row0 is None else row0,
             self.col0 if col0 is None else col0,
-            clock,
-            rows,
+            self.rows if row0 is None else None,
         )
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E4M3
 from megatron_snip.quant.backend import Backend, Sizes
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import Operand
+from megatron_snip.quant.cast import Operand, Output
 
 _BLOCK = 128
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant.backend import Backends
+from megatron_snip.quant.cast import Operand
+from megatron_snip.quant.dispatch import values
 from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.operands import Operand
 
 #: Rows of a factor taken at a time, so that float64 copies of weights, and of logits, stay small.
 _CHUNK = 128
@@ -24,7 +25,7 @@ class Wide(Emulated):
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
         """A GEMM of the operands [R, C] dequantised to ``dtype``, summed in float64, in dtype ``out``."""
-        left, right = a.values(dtype), b.values(dtype)
+        left, right = values(a, dtype), values(b, dtype)
         n = right.shape[0] if gemm == "fprop" else left.shape[1]  # output channels
         cuts = [slice(start, start + _CHUNK) for start in range(0, n, _CHUNK)]
         if gemm == "dgrad":

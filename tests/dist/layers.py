@@ -28,9 +28,10 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives, operands
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives
 from megatron_snip.quant import run_linear as run_apart
 from megatron_snip.quant import group as groups
+from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.linear_op import pack
 from megatron_snip.quant.rounding import random_bits
 
@@ -325,17 +326,17 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = groups.Group([call], [], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
-            x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input")
+            x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input", output=output)
             largest = x.abs().amax().float()  # of the whole, for nvfp4
-            (whole,) = operands.cast_operands(x, [(form, output)])
-            (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)], lambda _, whole=largest: whole)
+            (whole,) = cast(x, [form])
+            (mine,) = cast(part(x, 0, mesh), [form], lambda _, whole=largest: whole)
             (gathered,) = groups._gather([mine], group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))
         if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
-            wanted = [(call.form("fprop", "input"), "swizzled")]
-            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[groups.ITSELF], wanted]))
+            wanted = [call.form("fprop", "input", output="swizzled")]
+            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[None], wanted]))
     return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import OPERANDS, Cast, Form, Output, Quantized, allocate
+from megatron_snip.quant.cast import OPERANDS, Form, Operand, Quantized, allocate
 from megatron_snip.quant.hadamard import LENGTH, SIGNS
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
@@ -50,16 +50,14 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tensor | None = None) -> bool:
+def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
-    GPUs, blocks of powers of two.
+    GPUs, in blocks whose sides are powers of two.
     """
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
-    for form, output in zip(forms, outputs, strict=True):
-        if not _natural(form.block) or form.transformed:
-            return False
-        if output in OPERANDS and form.element.carrier is None:
+    for form in forms:
+        if not _natural(form.block) or (form.output in OPERANDS and form.element.carrier is None):
             return False
     return True
 
@@ -93,36 +91,35 @@ def _natural(block: tuple[int, int]) -> bool:
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def cast(
+def run(
     x: Tensor,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None,
+    amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
     count: bool = True,
     up: Tensor | None = None,
-) -> list[Cast]:
-    """The casts of ``x`` [R, C], or with ``up`` of silu(x) * up, which ``takes`` has accepted; two forms a launch.
+) -> list[Operand]:
+    """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted; one launch writes two forms.
 
-    dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
+    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read.
     """
     x = _readable(x, dtype)
     x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
-    casts = [allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(forms, outputs, strict=True)]
-    for made in casts:
-        if made.saturated is not None:
-            made.saturated.zero_()
-    rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms, outputs))
+    made = [allocate(x, form, dtype=dtype, count=count) for form in forms]
+    for one in made:
+        if one.saturated is not None:
+            one.saturated.zero_()
+    rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms))
     for launch in launches(kinds, up is not None, _converts(x.device)):
-        written = casts[launch.forms]
-        _launch(launch, x, up, forms[launch.forms], written, amax, rounded)
+        written = made[launch.forms]
+        _launch(launch, x, up, written, amax, rounded)
         if count and launch.twins:
-            one, twin = (made.saturated for made in written)
-            assert one is not None and twin is not None
-            twin.copy_(one)
-    return casts
+            first, twin = (one.saturated for one in written)
+            assert first is not None and twin is not None
+            twin.copy_(first)
+    return made
 
 
 def _readable(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -139,25 +136,25 @@ def _launch(
     launch: Launch,
     x: Tensor,
     up: Tensor | None,
-    forms: Sequence[Form],
-    casts: Sequence[Cast],
+    written: Sequence[Operand],
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """Write ``casts``: of x [R, C] with contiguous rows, rounded to bfloat16 or not, or of silu(x) * up."""
+    """Write the casts of x [R, C], whose rows are contiguous, or of silu(x) * up, rounded to bfloat16 or not."""
     from megatron_snip.quant.kernels import triton_kernels, triton_steps
 
     rows, cols = x.shape
     arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), rows, cols, amax]
-    for form, made in zip(forms, casts, strict=True):
-        strides = (0, 0) if made.scales is None else made.scales.stride()
-        arguments += (*made, *strides, *_random(form.key, x.device))
-    if len(forms) == 1:
+    keys = [None if form is None else form.key for form, *_ in written]
+    for (_, data, scales, tensor_scale, saturated), key in zip(written, keys, strict=True):
+        strides = (0, 0) if scales is None else scales.stride()
+        arguments += (data, scales, saturated, tensor_scale, *strides, *_random(key, x.device))
+    if len(written) == 1:
         arguments += (None, None, None, None, 0, 0, *_random(None, x.device))
     even = rows % launch.covered == 0 and cols % COLS == 0
     grid = (-(-rows // launch.covered) * (launch.covered // launch.rows) * -(-cols // COLS),)
     chunk, warps = launch.tiling.chunk, launch.tiling.warps
-    alike = len(forms) == 2 and forms[0].key is not None and forms[0].key == forms[1].key
+    alike = len(keys) == 2 and keys[0] is not None and keys[0] == keys[1]
     how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS), alike)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
@@ -191,11 +188,8 @@ def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
     """
     if key is None:
         return [0, 0, 0, None, None, None]
-    iteration, row0 = (None, None) if key.clock is None else key.clock
-    if iteration is None or row0 is None:
-        stream = _stream(device)
-        iteration = _on_device(key.iteration, device, stream) if iteration is None else iteration
-        row0 = _on_device(key.row0, device, stream) if row0 is None else row0
+    stream = _stream(device)
+    iteration, row0 = (_on_device(number, device, stream) for number in (key.iteration, key.row0))
     rows = None if key.rows is None else _rows_on_device(key.rows, device)
     return [*_signed(*key.words, key.col0 >> 3), iteration, row0, rows]
 

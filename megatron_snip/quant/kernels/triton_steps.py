@@ -16,7 +16,7 @@ from triton.language.extra.cuda import libdevice
 
 
 class FormSpec(NamedTuple):
-    """What a kernel is compiled for in one form: a cast.Form and its output, as plain constants.
+    """What a kernel is compiled for in one form: a cast.Form as plain constants.
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.  carry: what makes a
@@ -24,7 +24,7 @@ class FormSpec(NamedTuple):
     hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, "e2m1" where it has one that
     converts to pairs of them, else "".
     saturating: the same instruction brings what is larger to the largest.  direct: it also rounds.  transposed: codes
-    are stored by columns.  twins: codes and scales are stored along the other dim too.  packed, each: as Constants has
+    are stored by columns.  twins: codes and scales are stored along the other dim too.  packed, each: as Form has
     them.  phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, fake_quantize
 from megatron_snip.quant.backend import Backends
+from megatron_snip.quant.cast import Operand
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.group import Group, run_group
-from megatron_snip.quant.operands import Operand
 from megatron_snip.quant.wide import WIDE
 
 T, K, N = 256, 384, 128
@@ -56,7 +56,7 @@ def sums(backends: Backends, gemm: str, a: Tensor, b: Tensor, dim: int, out: tor
     """A product whose reduction is cut in two elsewhere than a GEMM cuts by itself, and the whole one, in float32."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        operands = (Operand(None, "values", x) for x in (a, b))
+        operands = (Operand(None, x) for x in (a, b))
         return getattr(backends, gemm).multiply(gemm, *operands, torch.float32, out)
 
     pairs = zip(a.split(100, 1), b.split(100, dim), strict=True)
