@@ -1,18 +1,18 @@
-"""Linears that read one input, as one step of autograd: three GEMMs each, with tp's collectives beside them.
+"""Forward and backward of a group: linears that read one input, with tp's collectives beside their GEMMs.
 
     forward    cast this process's rows; gather codes and scales, or the rows themselves for bf16; multiply
-    backward   gather what wgrad reads   beside  dgrad of each linear
-               sum the input's gradient  beside  wgrad of each linear
+    backward   gather what wgrad reads   while  each linear runs dgrad
+               sum the input's gradient  while  each linear runs wgrad
 
-A lone linear is a group of one.  Whoever runs linears runs ``forward`` and ``backward``: autograd here, compiled blocks
-by linear_op.py; recomputation and probes run them too.
+A lone linear is a group of one.  Everything that runs linears runs ``forward`` and ``backward``: autograd by this
+module, compiled blocks by linear_op.py, recomputation and probes by either.
 
-The input is x, or SwiGLU's product silu(x) * up (arXiv 2002.05202), which is not stored where the cast can make it.  It
-is cast once, in forward, into its forms for fprop and wgrad.  Backward keeps wgrad's alone, unless wgrad is in bf16 or
-an observer looks.  Under sequence parallelism a process keeps its own rows, and casts them before they are gathered
-where all linears want one form and that gives the bits of casting the whole: nothing rounds stochastically, and blocks,
-and tiles of swizzled scales, end where rows do.  Source of the order: Megatron-LM's ColumnParallelLinear, arXiv
-2205.05198.
+The input is x, or SwiGLU's product silu(x) * up (arXiv 2002.05202), which is not stored if the cast can compute it.
+Forward casts it once, into its forms for fprop and wgrad.  Only the form for wgrad is kept for backward; the input
+itself is kept if wgrad is in bf16 or an observer looks.  Under sequence parallelism a process keeps its own rows.  It
+casts them before they are gathered if all linears want one form and the bits are those of casting the whole: nothing
+rounds stochastically, and blocks and tiles of swizzled scales end where a process's rows end.
+Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
 Shapes: T tokens, t of them of this process, K input and N output channels.
 """
 
@@ -37,10 +37,10 @@ from megatron_snip.quant.swizzled import TILE_ROWS
 
 
 class Group(NamedTuple):
-    """Linears that read the same input, as they are now: their calls, and who multiplies.
+    """Linears that read the same input, in their present precision: the call of each, and the backends of its GEMMs.
 
-    axis: tp, over which the input's gradient is summed; None where the input is this process's alone.  gathers: whether
-    a process has a part of the input's rows; reduce_part: the amax of such a part -> that of the whole.
+    axis: tp, over which the input's gradient is summed; None if no other process reads the input.  gathers: whether
+    each process has a part of the input's rows.  reduce_part: the amax of such a part -> the amax of the whole.
     wide: the sums that tp splits are float64: of the input's gradient under an axis, else of the output.
     """
 
@@ -60,7 +60,7 @@ class Group(NamedTuple):
 
     @property
     def reduce_whole(self) -> ReduceAmax | None:
-        """The amax of all that tp has of the input -> that of the whole, which cp cuts, or the cut of a lone linear."""
+        """The amax of the input that tp has, or a process of a row-parallel linear -> the amax of the whole input."""
         return self.calls[0].reduce_amax.get("input")
 
     def reads(self, gemm: str, *, kept: bool) -> list[Form | None]:
@@ -69,9 +69,9 @@ class Group(NamedTuple):
         return [_form(call, backends, gemm, "input", kept=kept) for call, backends in pairs]
 
     def sent(self, wanted: Sequence[Form | None], rows: int) -> list[Form | None]:
-        """The forms in which ``rows`` of the input are gathered: the one that all linears want, or the rows themselves.
+        """The form in which ``rows`` of the input are gathered: the one that all linears want, or else the rows.
 
-        Codes in two formats would be more bytes than the rows.
+        Codes of two formats would be more bytes than the rows.
         """
         form, *others = dict.fromkeys(wanted)
         if others or form is None or form.key is not None:
@@ -82,9 +82,9 @@ class Group(NamedTuple):
         return [form.held("codes") if form.output == "values" else form]
 
     def kept_as(self, rows: int, *, needs_wgrad: bool) -> list[Form | None]:
-        """The forms in which backward needs ``rows`` of the input: wgrad's, or one that all of them can be made of.
+        """The forms in which ``rows`` of the input are kept for backward: those for wgrad, or one that gives them all.
 
-        An observer looks at the rows themselves, whether there is a wgrad or not.
+        An observer looks at the rows themselves, with or without a wgrad.
         """
         kept = self.reads("wgrad", kept=True) if needs_wgrad else []
         if self.gathers and kept:
@@ -95,11 +95,11 @@ class Group(NamedTuple):
 
 
 def run_group(x: Tensor, ws: Sequence[Tensor], group: Group, up: Tensor | None = None) -> Sequence[Tensor]:
-    """x [..., K] of t tokens, ws [N,K] each, of x.dtype or float32 -> y [..., N] of T tokens of each linear.
+    """x [..., K] of t tokens, ws [N,K] each, of x.dtype or float32 -> y [..., N] of T tokens for each linear.
 
-    up: of x's shape; the linears read silu(x) * up.  Outputs are of x.dtype, and differentiable once.
+    up: of x's shape; the linears then read silu(x) * up.  Outputs have x.dtype and are differentiable once.
     """
-    # inside the Function gradients are off, and what it says of its inputs ignores no_grad outside
+    # asked here, because gradients are off inside the Function, and its needs_input_grad ignores an outer no_grad
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
     ys: Sequence[Tensor] = _Linears.apply(x, up, group, needs_wgrad, *ws)
     return ys
@@ -111,7 +111,7 @@ def forward(
     """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input in each form of ``kept_as``."""
     wanted, kept_as = group.reads("fprop", kept=False), group.kept_as(len(x), needs_wgrad=needs_wgrad)
     now = group.sent(wanted, len(x)) if group.gathers else wanted
-    later = group.calls[0].forward_only  # another forward comes before the backward, and casts for it
+    later = group.calls[0].forward_only  # the forward that runs again will cast for backward
     wanted_now = [*now, *(form for form in kept_as if form is None)] if later else now + kept_as
     made = _cast_once(x, wanted_now, group.reduce_part if group.gathers else group.reduce_whole, up)
     inputs, rest = made[: len(now)], made[len(now) :]
@@ -156,7 +156,7 @@ def backward(
     amaxes = _amaxes(gs, group, needs_dgrad, needs_wgrad) if len(gs) > 1 else [None]
     total: Tensor | None = None
     steps: list[_Step] = []
-    # autograd would run the linear that ran last first, and add in this order
+    # the last linear first, as autograd would, so that gradients are added in the same order
     for i in range(len(gs) - 1, -1, -1):
         g, w, call, backends = gs[i], ws[i], group.calls[i], group.backends[i]
         wanted = _of_gradient(call, backends, needs_dgrad, needs_wgrad)
@@ -170,13 +170,13 @@ def backward(
     finish: Callable[[], Tensor] | None = None
     if total is not None and axis is not None and axis.size > 1:
         if total is steps[0].grad_x:
-            total = total.clone()  # the observer is still to see its own
+            total = total.clone()  # the collective overwrites it before the observer sees it
         finish, total = start_sum(total, axis, scatter=group.gathers), None
     wholes = kept if wait is None else wait()
     x = next(one.data for one in wholes if one.form is None) if observed else None
     inputs: Sequence[Operand | None] = [None] * len(steps)
     if needs_wgrad and len(steps) == len(wholes) == 1 and wholes[0].form is not None:
-        inputs = wholes  # a lone linear keeps what its wgrad reads: the same, but sooner told
+        inputs = wholes  # a lone linear keeps exactly what its wgrad reads
     elif needs_wgrad:
         inputs = _of_wholes(wholes, group.reads("wgrad", kept=True), group, dtype)
     grads_w = [_wgrad(steps.pop(0), operand, x) for operand in inputs[::-1]]
@@ -185,9 +185,9 @@ def backward(
 
 
 def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None:
-    """The gradient of w [N,K], if it is needed.  A GEMM that adds to a gradient in float32 would stand here.
+    """The gradient of w [N,K], or None if it is not needed.  A GEMM that accumulates in float32 would go here.
 
-    x [T,K]: the input itself, where an observer looks.
+    x [T,K]: the input itself, if an observer looks.
     """
     g, w, call, backends, made, grad_x = step
     product: Callable[[], Tensor] | None = None
@@ -203,18 +203,18 @@ def _wgrad(step: _Step, kept: Operand | None, x: Tensor | None) -> Tensor | None
 def _cast_once(
     x: Tensor, wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None, up: Tensor | None = None
 ) -> list[Operand]:
-    """``cast``, where linears may want the same form."""
+    """``cast``, for linears of which several may want the same form."""
     forms = list(dict.fromkeys(wanted))
     if len(forms) == len(wanted) <= 2:
         return cast(x, wanted, reduce_amax, up=up)
-    if len(forms) > 2:  # a kernel writes two forms that follow each other: those of one format, as for a lone linear
+    if len(forms) > 2:  # a kernel writes two consecutive forms per launch: put those of one format together
         forms.sort(key=lambda form: "" if form is None else form.fmt.name)
     made = dict(zip(forms, cast(x, forms, reduce_amax, up=up), strict=True))
     return [made[form] for form in wanted]
 
 
 def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
-    """Begin to gather operands' rows [t,K]; the call that is returned waits for the wholes [T,K]."""
+    """Begin to gather operands' rows [t,K]; the returned function waits for the whole operands [T,K]."""
     assert group.axis is not None
     waits = []
     for part in parts:
@@ -228,7 +228,7 @@ def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Ope
 def _of_wholes(
     wholes: Sequence[Operand], wanted: Sequence[Form | None], group: Group, dtype: torch.dtype
 ) -> list[Operand]:
-    """The whole input in each wanted form; ``wholes`` holds all of them, or what they are made of."""
+    """The whole input in each wanted form; ``wholes`` holds these forms or what they are made of."""
     made = {one.form: one for one in wholes}
     if missing := [form for form in wanted if form not in made]:
         if None in made:
@@ -251,9 +251,9 @@ def _of_gradient(call: LinearCall, backends: Backends, needs_dgrad: bool, needs_
 
 
 def _amaxes(gs: Sequence[Tensor], group: Group, needs_dgrad: bool, needs_wgrad: bool) -> list[Tensor | None]:
-    """The largest magnitude of each whole gradient, by one collective for these shards [T,N] of all.
+    """The amax of each whole gradient of which gs [T,N] are shards, by one collective for all.
 
-    None where the cast finds its own.
+    None for a gradient whose cast finds its amax itself.
     """
     made: list[Tensor | None] = [None] * len(gs)
     reduce_amax = group.calls[0].reduce_amax.get("grad_output")
@@ -275,10 +275,10 @@ def _amaxes(gs: Sequence[Tensor], group: Group, needs_dgrad: bool, needs_wgrad: 
 def _weight(
     w: Tensor, gemm: str, call: LinearCall, backends: Backends, dtype: torch.dtype, training: bool = False
 ) -> Operand:
-    """The weight [N,K] for a GEMM, from the casts that are kept if there are any.
+    """The weight [N,K] for a GEMM, from the kept casts if there are any.
 
-    Tensor-core bytes that are kept are made for dgrad with those for fprop: one read serves both.  A gathered copy that
-    no later microbatch will read is freed.
+    If tensor-core bytes are kept, fprop makes those for dgrad, too: one read serves both.  This frees a gathered copy
+    that no later microbatch will read.
     """
     kept = call.weight_casts is not None
     casts = call.weight_casts if call.weight_casts is not None else Casts()
@@ -295,7 +295,7 @@ def _weight(
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, at no cost where gradients are off already: in all but a ``create_graph``."""
+    """torch's ``once_differentiable``, which costs nothing while gradients are off: always but for ``create_graph``."""
     refusing = once_differentiable(backward)
 
     @wraps(backward)
@@ -310,7 +310,7 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, up: Tensor | None, group: Group, needs_wgrad: bool, *ws: Tensor
     ) -> tuple[Tensor, ...]:
-        flat = x.ndim == 2  # else views here, where they are no nodes of the graph
+        flat = x.ndim == 2  # views made here are no nodes of autograd's graph
         rows, more = (x, up) if flat else (x.flatten(0, -2), up if up is None else up.flatten(0, -2))
         ys, kept = forward(rows, more, ws, group, needs_wgrad=needs_wgrad)
         ctx.group, ctx.needs_wgrad, ctx.kept_as = group, needs_wgrad, []

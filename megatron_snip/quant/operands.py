@@ -1,8 +1,8 @@
-"""The operands of a linear's three GEMMs: which form each is cast into, and casts that are kept.
+"""The operands of a linear's three GEMMs: the form of each, and the casts of weights that are kept.
 
-fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   reduces K: X tiles along dim 1, W dim 1
-dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     reduces N: G tiles along dim 1, W dim 0
-wgrad  dW[N,K] = Q(G)[T,N].T @ Q(X)[T,K]     reduces T: G tiles along dim 0, X dim 0
+fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   sums over K: tiles along dim 1 of X and of W
+dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     sums over N: tiles along dim 1 of G, dim 0 of W
+wgrad  dW[N,K] = Q(G)[T,N].T @ Q(X)[T,K]     sums over T: tiles along dim 0 of G and of X
 
 T tokens, K input channels, N output channels, G = dL/dY.
 """
@@ -25,7 +25,7 @@ from megatron_snip.quant.dispatch import ReduceAmax, cast, values
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 
-#: gemm -> role -> reduction dim, as the table above.
+#: GEMM -> role -> reduction dim, as in the table above.
 REDUCTION_DIM = {
     "fprop": {"input": 1, "weight": 1},
     "dgrad": {"grad_output": 1, "weight": 0},
@@ -44,12 +44,12 @@ class LinearObserver(Protocol):
 
 
 class LinearCall(NamedTuple):
-    """Everything about one call of a linear but its tensors.
+    """Everything about one call of a linear except its tensors.
 
-    key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
-    x's and y's first column.  weight_casts: kept from call to call while the weight does not change.
+    key: the linear's own; its row0 is the global row of x's first token.  input_col0, output_col0: the global channels
+    of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
     reduce_amax: by role, for operands that are shards.
-    forward_only: another forward comes before the backward (recomputation), so nothing is cast for wgrad yet.
+    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
     """
 
     precision: LinearPrecision
@@ -83,10 +83,11 @@ def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a linear multiplies, before quantisation: x [T,K], w [N,K], and in backward grad_output [T,N].
+    """What a linear multiplies, before quantisation: x [T,K], w [N,K] and grad_output [T,N].
 
-    grad_input [T,K] and grad_weight() [N,K] are what dgrad and wgrad make of them, in the linear's own precision, where
-    somebody needs them; the second is made when it is first asked for.  They are autograd's: nobody may write to them.
+    grad_input [T,K] and grad_weight() [N,K] are the results of dgrad and wgrad in the linear's own precision, or None
+    if autograd does not need them.  The first call of grad_weight computes it.  Autograd uses both: do not write to
+    them.
     """
 
     x: Tensor
@@ -101,7 +102,7 @@ class Operands:
         return {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
 
     def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
-        """One operand of one GEMM in a format, with this linear's own random bits; shape and dtype kept.
+        """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
 
         A format that does not quantise gives the operand itself.
         """
@@ -109,9 +110,9 @@ class Operands:
         return cast(tensor, [form], self.call.reduce_amax.get(role))[0].data
 
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """``quantized`` [R, C], and the number of elements beyond the largest value: int64 scalar.
+        """``quantized`` [R, C], and the number of elements beyond the format's largest value: int64 scalar.
 
-        A float32 scale, or one that is rounded up, leaves no finite element beyond it.
+        Float32 scales, and scales that are rounded up, leave no finite element beyond it.
         """
         form = self.call.form(gemm, role, fmt, "codes")
         if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
@@ -123,7 +124,7 @@ class Operands:
 
 
 def unset(form: Form, x: Tensor) -> Operand:
-    """In place of a cast of x [R, C] that nobody will read: the same sizes, codes as they are in memory, NaN scales."""
+    """A stand-in for a cast of x [R, C] that nobody will read: the same sizes, undefined codes, NaN for scales."""
     made = allocate(x, form, count=False)
     assert made.scales is not None
     made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
@@ -133,17 +134,16 @@ def unset(form: Form, x: Tensor) -> Operand:
 
 
 class Casts:
-    """Casts of one weight, each made once while it stays as it is: from one optimiser step to the next.
+    """Casts of one weight, each made once between two optimiser steps.
 
-    A tensor that was replaced or changed in place is cast anew.
-
-    frees: the tensor is a gathered copy, whose memory its owner allocates again to gather it again.
+    If the tensor is replaced or changed in place, it is cast again.
+    frees: the tensor is a gathered copy.  Its owner allocates its memory again when it gathers it again.
     """
 
     def __init__(self, *, frees: bool = False) -> None:
         self.frees = frees
         self._of: tuple[int, int, torch.Size, torch.dtype] | None = None
-        self._tensor: Tensor | None = None  # kept alive, so that no other tensor can have its address
+        self._tensor: Tensor | None = None  # kept alive, so that no other tensor gets its address
         self._made: dict[Form | None, Operand] = {}
 
     def clear(self) -> None:
@@ -156,7 +156,7 @@ class Casts:
         return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
+        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; if so, forget its casts."""
         of = _identity(x, dtype)
         if of == self._of:
             return False
@@ -165,7 +165,7 @@ class Casts:
         return True
 
     def free_tensor(self, x: Tensor, needed: Sequence[Form | None], dtype: torch.dtype) -> None:
-        """Free the memory of ``x`` [R, C], as FSDP2 does, if all that is needed until ``clear`` has been made."""
+        """Free the memory of ``x`` [R, C], as FSDP2 does, if all casts that are needed before ``clear`` are here."""
         if all(form is not None and _shared(form) in self._made for form in needed):
             x.untyped_storage().resize_(0)
             self._of = _identity(x, dtype)
@@ -181,7 +181,7 @@ class Casts:
     ) -> list[Operand]:
         """``x`` [R, C], rounded to ``dtype`` first, in each wanted form.
 
-        for_now: codes that had to be made are kept, but given as values, which the same read makes.
+        for_now: for codes that are not here yet, return values, which the same read makes; the codes are kept.
         """
         self.renewed(x, dtype)
         wanted = [None if form is None else _shared(form) for form in wanted]
@@ -202,7 +202,7 @@ def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torc
 
 @lru_cache(maxsize=256)
 def _shared(form: Form) -> Form:
-    """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
+    """Square blocks that are rounded to nearest are the same along both dims, so one cast serves both."""
     square = form.block[0] == form.block[1]
     if square and form.output not in OPERANDS and form.key is None and not form.transformed:
         return dataclasses.replace(form, dim=1)
