@@ -1,8 +1,9 @@
-"""The specification of every cast, in plain torch; kernels give the same bits.
+"""What a cast is: forms, operands, and ``reference``, the specification of every cast in plain torch.
 
-Per block: amax over finite elements, encode and scale by the format's rule (scales.py),
-q = grid(x * encode) clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.
-NaN stays in its element, infinities saturate, the sign of zero is kept.  Source: docs/numerics.md.
+For each block: amax is the largest finite magnitude, and the format's rule makes encode and scale of it (scales.py).
+Then q = grid(x * encode), clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.  NaN
+stays in its element, infinities saturate, and the sign of zero is kept.  Kernels give the same bits.  Source:
+docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -146,11 +147,11 @@ class Operand(NamedTuple):
 class Quantized(NamedTuple):
     """A quantised operand [R, C].
 
-    codes: uint8 [R, C], sign, exponent and mantissa bits as in the element's storage, NaN as 0xff;
-    for an unquantised format the operand itself.  scales: float32 [row blocks, column blocks].
+    codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format the
+    operand itself.  scales: float32 [row blocks, column blocks].
     block: rows and columns that share a scale; the last block of a side may be shorter.
     tensor_scale: float32 scalar that multiplies all scales, for formats with ``needs_tensor_amax``.
-    saturated: int64 scalar, how many elements were beyond the largest value and not rounded to it.
+    saturated: int64 scalar, the number of elements that were beyond the largest value and did not round to it.
     """
 
     codes: Tensor
@@ -177,7 +178,7 @@ class Quantized(NamedTuple):
 def resolve(
     x: Tensor, fmt: Format | str, *, role: str, dim: int, rounding: str | None, key: RoundingKey | None
 ) -> Form:
-    """Check a cast's arguments, x [R, C] among them, and return the form they ask for.
+    """Check the arguments of a cast of x [R, C], and return the form they describe.
 
     rounding None takes the format's rule for the role.  Raises UserError for an unknown format, role, dim
     or rounding, a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
@@ -198,7 +199,7 @@ def resolve(
 
 
 def finite_amax(x: Tensor) -> Tensor:
-    """Largest finite magnitude of x [...], 0 where there is none: float32 scalar."""
+    """Largest finite magnitude of x [...], or 0 if there is none: float32 scalar."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     return torch.where(x.isfinite(), x.abs(), 0.0).amax().float()
@@ -242,7 +243,7 @@ def layout(shape: Sequence[int], form: Form) -> Layout:
     (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
     blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if form.output == "codes":
-        return (rows, cols), 1, blocks, 1  # allocations take torch's own sizes more slowly
+        return (rows, cols), 1, blocks, 1  # a tuple, because allocating from a torch.Size is slower
     if form.output == "operand":
         square = block_rows == block_cols
         if square:
@@ -273,7 +274,7 @@ def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: 
 
 
 def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Room [R, C] beside x [...], contiguous along a dim."""
+    """Memory [R, C] on the device of x [...], contiguous along a dim."""
     return x.new_empty(shape, dtype=dtype) if dim == 1 else x.new_empty(shape[::-1], dtype=dtype).T
 
 
@@ -325,12 +326,12 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest finite magnitude of each block, 0 where there is none: [row blocks, column blocks]."""
+    """Largest finite magnitude of each block, or 0 if there is none: [row blocks, column blocks]."""
     return _block_largest(torch.where(x.isfinite(), x.abs(), 0.0), block)
 
 
 def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest element, of those not negative, of each block of x [R, C]: [row blocks, column blocks]."""
+    """Largest element of each block of x [R, C], which has no negative ones: [row blocks, column blocks]."""
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
     return F.pad(x, pad).view(rows, block[0], cols, block[1]).amax(dim=(1, 3))

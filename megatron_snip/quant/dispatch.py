@@ -155,7 +155,7 @@ def fake_quantize(
     magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
     Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
     bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
-    A form with that transform (Form.transformed) gives, and takes the amax of, the transformed tensor.
+    For a form with that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
     """
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
@@ -164,5 +164,5 @@ def fake_quantize(
 
 
 def _unquantised(x: Tensor, fmt: Format) -> Quantized:
-    """An operand [R, C] that stays as it is, with one scale of 1 over the whole of it."""
+    """An unquantised operand [R, C], with one scale of 1 for all of it."""
     return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))

@@ -1,4 +1,4 @@
-"""Loads and calls the compiled CPU casts (cpu.cpp), which setup.py builds when there is a compiler."""
+"""Loads and calls the compiled CPU casts (cpu.cpp), which setup.py builds if there is a compiler."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ABI = 9
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
-# Waking a thread costs some microseconds: fewer elements than this a thread are not worth one.
+# Waking a thread costs some microseconds, which fewer elements than this do not repay.
 _ELEMENTS_PER_THREAD = 1 << 16
-# Outputs of this size go past the caches: they would not be there any more when the next operation reads them.
+# Outputs of this size bypass the caches, which could not hold them until the next operation reads them.
 _STREAM_BYTES = 32 << 20
 _READABLE, _PLAIN = (torch.bfloat16, torch.float32, torch.uint8), (Tensor, Parameter)
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
@@ -36,12 +36,12 @@ _FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
-_NEAREST = (0,) * 10  # of a form without a key
+_NEAREST = (0,) * 10  # in place of a key
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None (logged once) where it was not built or is of another version."""
+    """The compiled kernel, or None (logged once) if it was not built or has another version."""
     path = Path(__file__).with_name("_cpu.so")
     if not path.exists():
         logger.warning("the CPU kernel is not built: %s", _SLOWER)
@@ -88,7 +88,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
 def reads(x: Tensor) -> bool:
     """Whether there is a compiled kernel and ``x`` [...] has memory that it can read.
 
-    Subclasses (fake tensors, for one) have none to point at.  No compiler gets here: it is shown operators (op.py).
+    Subclasses such as fake tensors have none.  Compilers never get here: they see operators (op.py).
     """
     return x.is_cpu and x.dtype in _READABLE and type(x) in _PLAIN and library() is not None
 
@@ -139,9 +139,9 @@ def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BES
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """A plain non-temporal copy by the kernel's threads, the benchmarks' measure of memory.
+    """A plain non-temporal copy by the kernel's threads, with which benchmarks measure memory bandwidth.
 
-    Both contiguous, of equal size, and a multiple of 64 bytes at addresses that are multiples of 64: [...].
+    Both [...] are contiguous and of equal size; size and addresses are multiples of 64 bytes.
     """
     loaded, size = library(), source.numel() * source.element_size()
     assert loaded is not None and size == target.numel() * target.element_size()
@@ -150,7 +150,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
-    """``Quantized.dequantize`` to bfloat16 or float32: [R, C]; ``reads`` has accepted the codes."""
+    """``Quantized.dequantize`` to bfloat16 or float32, of codes that ``reads`` has accepted: [R, C]."""
     codes, scales, element = quantized.codes.contiguous(), quantized.scales, quantized.fmt.element
     assert element is not None and dtype in (torch.bfloat16, torch.float32)
     if quantized.tensor_scale is not None:

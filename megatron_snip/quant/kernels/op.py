@@ -94,14 +94,15 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def rounds(x: Tensor) -> bool:
-    """Whether ``run`` and ``finite_amax`` each round x [R, C] to a dtype as they read it, and need no copy."""
+    """Whether ``run`` and ``finite_amax`` round x [R, C] to a dtype as they read it, so that no copy is needed."""
     return triton_cast.takes_amax(x)
 
 
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
     """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar.
 
-    up: of x's shape, for which ``triton_cast.takes_product``; ``swiglu_product(x, up)`` is looked at, and not stored.
+    up: of x's shape, and ``triton_cast.takes_product`` accepts both: the amax of ``swiglu_product(x, up)``, which is
+    not stored.
     """
     if rounds(x):
         return triton_cast.finite_amax(x, dtype, up)
@@ -110,7 +111,7 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None =
 
 
 def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``hadamard.hadamard`` of x [T, C], and, where the kernel found it on its way, ``finite_amax`` of that."""
+    """``hadamard.hadamard`` of x [T, C], and its ``finite_amax`` if the kernel finds it as well, else None."""
     check_tokens(x)
     if _traced(x):
         made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach())
@@ -121,8 +122,8 @@ def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def swiglu_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of gate and up [...] from that of ``swiglu_product(gate, up)``, of those that are needed."""
-    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # not in a graph, which a compiler fuses
+    """Gradients of gate and up [...] from the gradient of ``swiglu_product(gate, up)``; None if not needed."""
+    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # False under a compiler, which fuses
         if isinstance(grad, FakeTensor):
             made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.swiglu_backward(grad, gate, up)
             return made
@@ -132,7 +133,7 @@ def swiglu_gradients(
 
 
 def _traced(x: Tensor) -> bool:
-    """Whether a compiler watches, or x [...] has a shape only."""
+    """Whether a compiler traces this call, or x [...] is a fake tensor."""
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
@@ -145,7 +146,7 @@ def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _finite_amax_now(x: Tensor, up: Tensor | None = None) -> Tensor:
-    if triton_cast.takes_amax(x):  # of an operator's call
+    if triton_cast.takes_amax(x):  # when called by the operator
         return triton_cast.finite_amax(x, up=up)
     x = x if up is None else swiglu_product(x, up)
     return cpu.finite_amax(x) if cpu.reads(x) else specification.finite_amax(x)

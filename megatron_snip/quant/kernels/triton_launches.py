@@ -1,5 +1,6 @@
-"""What a cast launches but for its tensors and keys: which forms together, what for each kernel is compiled, and in
-which tiling.  All of it follows from the kinds of the forms, and is worked out once for each set of them.
+"""How a cast is launched: which forms together, for what the kernel is compiled, and in which tiling.
+
+All of it follows from the kinds of the forms, and is worked out once for each set of kinds.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ COLS = 128
 
 
 class Tiling(NamedTuple):
-    """How many rows of x a program has in registers at once, by how many warps, and how many rows it casts in all where
-    no block is higher than it has at once; else it casts one row of blocks.
+    """How a program walks through its tile of x.
+
+    chunk: the rows that it has in registers at once.  rows: those that it casts in all if no block is higher than a
+    chunk; otherwise it casts one row of blocks.
     """
 
     chunk: int
@@ -38,21 +41,21 @@ class Tiling(NamedTuple):
         return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
-#: By the longest side of a block.  Chosen by counts of the compiled code, not
-#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, one that issues
-#: few instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+#: By the longest side of a block.  Chosen without a GPU, by counts of the compiled code: of the tilings that leave an
+#: SM 16 warps on Hopper and Blackwell, one that issues few instructions per element (benchmarks/kernel_resources.py
+#: --sweep).  benchmarks/gpu.py measures them all.
 TILINGS = {
     128: Tiling(16, 4),
     32: Tiling(32, 8),
-    16: Tiling(16, 4, 64),  # in one of 16 rows, finding its place would be a fifth of a program's work
+    16: Tiling(16, 4, 64),  # with 16 rows only, a program would spend a fifth of its work on finding its place
 }
 ANY = Tiling(32, 4)  # for other blocks
-# For swizzled operands in blocks of 32, nearest.
+# For swizzled operands in blocks of 32, rounded to nearest.
 SWIZZLED = Tiling(32, 4)
-# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
+# For SwiGLU's product in blocks of 128, rounded to nearest: with whole blocks, the product is computed once.
 WHOLE = Tiling(128, 16)
 
-#: Elements to which GPUs convert float32 by an instruction: from compute capability 8.9 on, and from 10.0 on.
+#: Elements to which an instruction converts float32: from compute capability 8.9, and from 10.0.
 FP8, FP8_AND_FP4 = (E4M3, E5M2), (E4M3, E5M2, E2M1)
 
 
@@ -76,9 +79,9 @@ class Kind(NamedTuple):
 class Launch(NamedTuple):
     """One launch.
 
-    forms: those of the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast
-    is stored twice.  rows: a program's.  covered: a tensor of a multiple of so many rows has no ragged edge, beyond
-    which lie scales of 0.  registers: the most that a thread may have, or None.
+    forms: the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast is stored
+    twice.  rows: of a program.  covered: tensors whose rows are a multiple of this have no ragged edge, beyond which
+    scales are 0.  registers: the most that a thread may have, or None.
     """
 
     forms: slice
@@ -92,9 +95,10 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ...]) -> list[Launch]:
-    """The launches of a cast into forms of these kinds: two forms each, if blocks higher than a chunk are equally high.
+    """The launches of a cast into forms of these kinds.
 
-    product: whether SwiGLU's product is cast.  converts: to which elements the device has instructions.
+    A launch writes two forms, unless both have blocks higher than a chunk and of different heights.
+    product: whether SwiGLU's product is cast.  converts: the elements to which the device has instructions.
     """
     made: list[Launch] = []
     first = 0
@@ -109,7 +113,7 @@ def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ..
 
 
 def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
-    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
+    """The tiling of a launch of these forms.  Blocks of up to 32 rows fit into a chunk and are read once.
 
     product: whether SwiGLU's product is cast.
     """
@@ -131,7 +135,7 @@ def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequen
     rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
-    # with more, random bits would leave an SM too few warps
+    # random bits would take more and leave an SM too few warps
     registers = 128 if any(kind.phase >= 0 for kind in kinds) else None
     return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen, registers)
 
@@ -141,7 +145,7 @@ def _swizzled(kinds: Sequence[Kind]) -> bool:
 
 
 def _twins(kinds: Sequence[Kind]) -> bool:
-    """Whether these are two operands of the same codes and scales, one along each dim."""
+    """Whether these are two operands with the same codes and scales, one along each dim."""
     if len(kinds) < 2 or any(kind.phase >= 0 for kind in kinds):
         return False
     one, other = (kind.form for kind in kinds)
