@@ -1,10 +1,10 @@
-"""The one ``cast``: a tensor into the forms that GEMMs want, by the kernel of its device.
+"""``cast``: a tensor into the forms that GEMMs want, by the kernel of its device.
 
-    cast            callers: linears, probes, quantize, fake_quantize
-    kernels/op.py   KERNELS, which kernel a device has; compilers see an operator in its place
-    kernels/cpu.py, kernels/triton_cast.py, or the specification (cast.py) where no kernel takes the tensor
+    cast                     what callers use: linears, probes, quantize, fake_quantize
+    kernels/op.run           the kernel of the device (KERNELS); compilers see a custom operator in its place
+    kernels/cpu.run, kernels/triton_cast.run, or cast.reference if no kernel takes the tensor
 
-All kernels give the same bits, so the choice never changes a result.
+Kernels give the bits of the reference, so the choice never changes a result.
 """
 
 from __future__ import annotations

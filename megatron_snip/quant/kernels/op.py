@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     run: Run
 
 
-#: By device.  What the kernel of a tensor's device does not take, and every other device, the specification runs.
+#: Device type -> its kernel.  The specification runs on other devices, and what a kernel does not take.
 KERNELS = {
     "cuda": Kernel(triton_cast.takes, triton_cast.run),
     "cpu": Kernel(cpu.takes, cpu.run),
