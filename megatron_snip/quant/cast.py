@@ -81,9 +81,7 @@ class Form:
 
     def held(self, output: Output) -> Form:
         """This form, held in another way."""
-        made = object.__new__(Form)
-        made.__dict__.update(self.__dict__, output=output, text=_text(self.fmt, self.block, self.dim, output))
-        return made
+        return Form(self.fmt, self.role, self.dim, self.key, output)
 
     @property
     def element(self) -> Element:

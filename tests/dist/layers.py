@@ -32,6 +32,7 @@ from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepCo
 from megatron_snip.quant import run_linear as run_apart
 from megatron_snip.quant import group as groups
 from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linear_op import pack
 from megatron_snip.quant.rounding import random_bits
 
@@ -65,21 +66,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.operands: list[dict[str, Any]] = []
-        self.real = operands.cast
+        self.real = op.run
 
-    def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any, **more: Any) -> list[Any]:
-        once = list(dict.fromkeys(forms))  # codes and values of one form may come from one read
-        codes = self.real(x, once, ["codes"] * len(once), amax, reduce_amax, **more)
+    def __call__(self, x: Tensor, forms: Any, *how: Any) -> list[Any]:
+        once = list(dict.fromkeys(form.held("codes") for form in forms))  # one read may give codes and values of a form
+        codes = self.real(x, once, *how)
         for form, made in zip(once, codes, strict=True):
             self.operands.append(
                 {
                     "role": form.role,
-                    "codes": made.values,
+                    "codes": made.data,
                     "scales": made.scales,
                     "bits": None if form.key is None else random_bits(form.key, *x.shape),
                 }
             )
-        return self.real(x, forms, outputs, amax, reduce_amax, **more)
+        return self.real(x, forms, *how)
 
 
 def apart(layer: ColumnParallelLinear, x: Tensor, context: StepContext = CONTEXT) -> Tensor:
@@ -99,12 +100,12 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     g = part(g, 2, mesh) if kind == "column" else outside(g)
     x.requires_grad_()
     recorder = Recorder()
-    operands.cast = recorder
+    op.run = recorder
     try:
         y = apart(layer, region.enter(x)) if kind == "column" else layer(x, CONTEXT)
         y.backward(g)
     finally:
-        operands.cast = recorder.real
+        op.run = recorder.real
     return {"y": y.detach(), "dx": x.grad, "dw": local(layer.weight.grad), "operands": recorder.operands}
 
 
