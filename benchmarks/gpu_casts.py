@@ -181,7 +181,7 @@ def _tilings(contact: Contact) -> Table:
             kernels[str(tiling)] = _compiled(case)
             cases[str(tiling)] = case
         seconds = _times(contact, cases)
-        moved = source.element_size() * (1 + launch.product) + _written(launch.forms, launch.outputs[0])
+        moved = source.element_size() * (1 + launch.product) + _written(launch.forms)
         best = min(kernels, key=lambda words: seconds[words])
         for words, kernel in kernels.items():
             share = moved / 4 * seconds["copy"] / seconds[words]
