@@ -43,7 +43,7 @@ def cast(
     dtype: what x is rounded to first.  count: whether to count what saturates.
     up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
     """
-    if torch.is_grad_enabled():  # no_grad takes longer than this question, and in a Function gradients are off
+    if torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad)):
         with torch.no_grad():
             return cast(x, wanted, reduce_amax, amax=amax, dtype=dtype, count=count, up=up)
     forms: list[Form] = []
