@@ -204,9 +204,9 @@ def _cast_once(
     x: Tensor, wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None, up: Tensor | None = None
 ) -> list[Operand]:
     """``cast``, for linears of which several may want the same form."""
-    forms = list(dict.fromkeys(wanted))
-    if len(forms) == len(wanted) <= 2:
+    if len(wanted) == 1 or (len(wanted) == 2 and wanted[0] != wanted[1]):
         return cast(x, wanted, reduce_amax, up=up)
+    forms = list(dict.fromkeys(wanted))
     if len(forms) > 2:  # a kernel writes two consecutive forms per launch: put those of one format together
         forms.sort(key=lambda form: "" if form is None else form.fmt.name)
     made = dict(zip(forms, cast(x, forms, reduce_amax, up=up), strict=True))

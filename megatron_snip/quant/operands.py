@@ -185,8 +185,9 @@ class Casts:
         """
         self.renewed(x, dtype)
         wanted = [None if form is None else _shared(form) for form in wanted]
-        if not (missing := [form for form in dict.fromkeys(wanted) if form not in self._made]):
+        if not (missing := [form for form in wanted if form not in self._made]):
             return [self._made[form] for form in wanted]
+        missing = list(dict.fromkeys(missing))
         assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
         codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
         made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)
