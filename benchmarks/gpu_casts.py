@@ -96,9 +96,9 @@ LAUNCHES: dict[str, tuple[tuple[tuple[str, str, int, bool], ...], Output]] = {
 }
 
 
-def _written(forms: Sequence[Form], output: Output) -> float:
+def _written(forms: Sequence[Form]) -> float:
     """Bytes an element that a cast writes, beside scales."""
-    return sum(2.0 if output == "values" else 0.5 if form.constants(output).packed else 1.0 for form in forms)
+    return sum(2.0 if form.output == "values" else 0.5 if form.packed else 1.0 for form in forms)
 
 
 def casts(contact: Contact) -> Table:
@@ -109,10 +109,11 @@ def casts(contact: Contact) -> Table:
     sizes = {"copy": 4.0}
     cases: dict[str, Case] = {"copy": lambda: target.copy_(x)}
     for name, (described, output) in LAUNCHES.items():
-        forms = [Form(get_format(fmt), role, dim, KEY if random else None).without_transform()
-                 for fmt, role, dim, random in described]  # fmt: skip
-        cases[name] = _cast_case(x, forms, output, amax)
-        sizes[name] = 2.0 + _written(forms, output)
+        forms = [
+            Form(get_format(fmt), role, dim, KEY if random else None, output) for fmt, role, dim, random in described
+        ]
+        cases[name] = _cast_case(x, forms, amax)
+        sizes[name] = 2.0 + _written(forms)
     for name, moved, case in _fused(x):
         cases[name], sizes[name] = case, moved
     seconds = _times(contact, {name: case for name, case in cases.items() if runs(name, case, table.bad)})
@@ -126,13 +127,12 @@ def casts(contact: Contact) -> Table:
 def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
     """What one launch does in place of several, and those several: names, bytes an element, cases."""
     up = x.flip(0)
-    forms = [Form(get_format("fp8"), "input", dim) for dim in (1, 0)]
-    outputs: list[Output] = ["operand", "operand"]
-    yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, outputs, up=up)
-    yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms, outputs)
-    scaled, halves = [Form(get_format("nvfp4"), "input", dim) for dim in (1, 0)], list[Output](["swizzled", "swizzled"])
-    yield "nvfp4 SwiGLU's product, two launches", 9.0, lambda: cast(x, scaled, halves, up=up)
-    yield "nvfp4 SwiGLU's product in four launches", 15.0, lambda: cast(swiglu_product(x, up), scaled, halves)
+    forms = [Form(get_format("fp8"), "input", dim, output="operand") for dim in (1, 0)]
+    yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, up=up)
+    yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms)
+    scaled = [Form(get_format("nvfp4"), "input", dim, output="swizzled") for dim in (1, 0)]
+    yield "nvfp4 SwiGLU's product, two launches", 9.0, lambda: cast(x, scaled, up=up)
+    yield "nvfp4 SwiGLU's product in four launches", 15.0, lambda: cast(swiglu_product(x, up), scaled)
     yield "SwiGLU's gradients, one launch", 10.0, lambda: swiglu_gradients(up, x, up, True, True)
     yield "SwiGLU's gradients in four launches", 22.0, lambda: (
         torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)
@@ -181,7 +181,7 @@ def _tilings(contact: Contact) -> Table:
             kernels[str(tiling)] = _compiled(case)
             cases[str(tiling)] = case
         seconds = _times(contact, cases)
-        moved = source.element_size() * (1 + launch.product) + _written(launch.forms, launch.outputs[0])
+        moved = source.element_size() * (1 + launch.product) + _written(launch.forms)
         best = min(kernels, key=lambda words: seconds[words])
         for words, kernel in kernels.items():
             share = moved / 4 * seconds["copy"] / seconds[words]
@@ -213,5 +213,5 @@ def _compiled(case: Case) -> object:
     return seen[-1]
 
 
-def _cast_case(x: Tensor, forms: list[Form], output: Output, amax: Tensor) -> Case:
-    return lambda: cast(x, forms, [output] * len(forms), amax)
+def _cast_case(x: Tensor, forms: list[Form], amax: Tensor) -> Case:
+    return lambda: cast(x, forms, amax=amax)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from gpu import Contact, Table, runs
-from gpu_casts import as_a_gpu_rounds
 from harness import Case, interleaved, live_peak
 from torch import Tensor
 
-from megatron_snip.formats import get_format
-from megatron_snip.quant import Casts, Clock, LinearPrecision, RoundingKey, quantize, quantized_linear
-from megatron_snip.quant.cast import Form, cast_reference
+from megatron_snip.quant import Casts, LinearPrecision, RoundingKey, quantize, quantized_linear
+from megatron_snip.quant.cast import Operand
+from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.kernels import triton_cast
-from megatron_snip.quant.operands import LinearCall, Operand, Operands, cast_operands
+from megatron_snip.quant.operands import LinearCall, Operands
 from megatron_snip.quant.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
@@ -122,8 +119,6 @@ def linears(contact: Contact) -> Table:
         cases = {name: case for name, case in cases.items() if runs(name, case, table.bad)}
         _measure(contact, table, f"{k} -> {n}", cases, graphs=set(cases))
         contact.keep(table)
-    with as_a_gpu_rounds(contact):
-        table.bad += _repeated(contact)
     if not contact.rehearse and contact.left() > 40:  # compiling them takes long
         k, n = shapes[-1]
         plain = {"plain BF16": _plain(*operands[-1])}
@@ -140,12 +135,11 @@ def _plain(x: Tensor, w: Tensor, g: Tensor) -> Case:
 def _ours(x: Tensor, w: Tensor, g: Tensor, setting: Setting) -> Case:
     x, w = x.detach().requires_grad_(), w.detach().to(setting.master).requires_grad_()
     precision, casts = LinearPrecision.parse(setting.precision), Casts()
-    key = replace(KEY, clock=Clock.at(KEY, x.device))
 
     def run() -> object:
         if not setting.cached:
             casts.clear()
-        y = quantized_linear(x, w, precision, key=key, impl=setting.impl, weight_casts=casts)
+        y = quantized_linear(x, w, precision, key=KEY, impl=setting.impl, weight_casts=casts)
         return torch.autograd.grad(y, (x, w), g)
 
     return run
@@ -156,7 +150,7 @@ def _gemms(contact: Contact, x: Tensor, w: Tensor, g: Tensor, name: str) -> Case
     call, backend = LinearCall(LinearPrecision.parse(name), KEY), Emulated() if contact.rehearse else Hopper()
 
     def made(tensor: Tensor, gemm: str, role: str) -> Operand:
-        return cast_operands(tensor, [(call.form(gemm, role), backend.output(role, kept=False))])[0]
+        return cast(tensor, [call.form(gemm, role, output=backend.output(role, kept=False))])[0]
 
     operands = {
         "fprop": (made(x, "fprop", "input"), made(w, "fprop", "weight"), torch.bfloat16),
@@ -238,28 +232,6 @@ def _measure(contact: Contact, table: Table, shape: str, cases: dict[str, Case],
         table.rows.append(
             (shape, name, f"{eager[name] * 1e3:.3f}", f"{base['eager'] / eager[name]:.2f}", *graph, f"{peak:.0f}")
         )
-
-
-def _repeated(contact: Contact) -> list[str]:
-    """What is wrong with the random bits of a CUDA graph that is replayed with its clock set anew."""
-    x = torch.randn(128, 128, device=contact.device)
-    clock, fmt = Clock.at(KEY, x.device), get_format("fp4")
-    made: dict[str, Tensor] = {}
-
-    def case() -> None:
-        forms = [Form(fmt, "grad_output", dim, replace(KEY, clock=clock)) for dim in (1, 0)]
-        one, two = triton_cast.cast(x, forms, ["codes", "codes"], None, count=False)
-        made["1 x 128"], made["128 x 1"] = one.values, two.values
-
-    replay, bad = graphed(contact, case), []
-    for key in (KEY, replace(KEY, iteration=2**32 - 1, row0=2**40)):
-        clock.set(key)
-        replay()
-        for dim, (name, codes) in zip((1, 0), made.items(), strict=True):
-            (expected,) = cast_reference(x, [Form(fmt, "grad_output", dim, key)], ["codes"])
-            if not torch.equal(codes, expected.values):
-                bad.append(f"a CUDA graph's random bits of {name} at iteration {key.iteration} are not the key's")
-    return bad
 
 
 def graphed(contact: Contact, case: Case) -> Case:

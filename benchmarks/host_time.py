@@ -40,8 +40,8 @@ from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
 from megatron_snip.quant.block_scaled import MX, NVFP4
-from megatron_snip.quant.cast import Form
-from megatron_snip.quant.kernels import triton_cast, triton_launches
+from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.kernels import op, triton_cast, triton_launches
 from megatron_snip.quant.scaled_mm import Hopper
 from megatron_snip.train.setup import build, check
 
@@ -88,6 +88,7 @@ def _on_a_gpu(name: str) -> Callable[[], object]:
     def as_there() -> object:
         with (
             mock.patch.object(triton_cast, "on_nvidia", lambda x: True),
+            mock.patch.dict(op.KERNELS, cpu=op.KERNELS["cuda"]),
             mock.patch.object(torch, "_scaled_mm_v2", product),
             mock.patch.object(Hopper, "unfit_device", lambda self, device: None),
             mock.patch.object(MX, "unfit_device", lambda self, device: None),
@@ -136,11 +137,12 @@ def _blocks(precision: str, parallel: dict[str, Any]) -> Callable[[], object]:
 def _launched(name: str) -> Callable[[], object]:
     g, amax = torch.randn(SIDE, SIDE).bfloat16(), torch.ones(())
     fmt, key = get_format(name), RoundingKey(1, 2, 3)
-    forms = [Form(fmt, "grad_output", dim, key if "grad_output" in fmt.stochastic_roles else None) for dim in (1, 0)]
-    output = "operand" if fmt.scale == "fp32" else "swizzled"
+    output: Output = "operand" if fmt.scale == "fp32" else "swizzled"
+    drawn = key if "grad_output" in fmt.stochastic_roles else None
+    forms = [Form(fmt, "grad_output", dim, drawn, output) for dim in (1, 0)]
 
     def run() -> object:
-        return [triton_cast.cast(g, forms, [output] * 2, amax, count=False) for _ in range(LINEARS)]
+        return [triton_cast.run(g, forms, amax, count=False) for _ in range(LINEARS)]
 
     return run
 

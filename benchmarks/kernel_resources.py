@@ -172,19 +172,18 @@ def issued(compiled: Any, passes: int) -> tuple[int, int]:
 
 
 class Launch(NamedTuple):
-    """One cast of x [R, C]: its forms and outputs, what it is rounded to if it is float32, and whether it is SwiGLU's
-    product that is cast.
+    """One cast of x [R, C]: its forms, what it is rounded to if it is float32, and whether it is SwiGLU's product that
+    is cast.
     """
 
     forms: list[Form]
-    outputs: list[Output]
     dtype: torch.dtype | None = None
     product: bool = False
 
     @property
     def tiling(self) -> Tiling:
         """What it has when it is launched."""
-        return triton_launches.tiling([*map(triton_launches.Kind.of, self.forms, self.outputs)], self.product)
+        return triton_launches.tiling([*map(triton_launches.Kind.of, self.forms)], self.product)
 
     def __call__(self) -> object:
         """Cast an x of even tiles."""
@@ -194,13 +193,13 @@ class Launch(NamedTuple):
     def of(self, x: torch.Tensor, up: torch.Tensor, amax: torch.Tensor) -> object:
         """Cast x [R, C], or the product of x and ``up``."""
         read = up if self.product else None
-        return triton_cast.cast(x, self.forms, self.outputs, amax, self.dtype, count=False, up=read)
+        return triton_cast.run(x, self.forms, amax, self.dtype, count=False, up=read)
 
 
 def _both(name: str, role: str, output: Output, key: RoundingKey | None = None, *, product: bool = False) -> Launch:
     fmt = get_format(name)
-    forms = [Form(fmt, role, dim, key if role in fmt.stochastic_roles else None) for dim in (1, 0)]
-    return Launch(forms, [output, output], torch.bfloat16 if role == "weight" else None, product)
+    forms = [Form(fmt, role, dim, key if role in fmt.stochastic_roles else None, output) for dim in (1, 0)]
+    return Launch(forms, torch.bfloat16 if role == "weight" else None, product)
 
 
 _KEY = RoundingKey(1, 2, 3)
@@ -229,7 +228,7 @@ SWEEP_OF_16 = [*(Tiling(16, warps, rows) for warps in (4, 8) for rows in (16, 64
 
 def devices(launch: Launch) -> tuple[int, ...]:
     """The capabilities that launch it: Blackwell alone reads swizzled operands."""
-    return (BLACKWELL,) if "swizzled" in launch.outputs else (HOPPER, BLACKWELL)
+    return (BLACKWELL,) if any(form.output == "swizzled" for form in launch.forms) else (HOPPER, BLACKWELL)
 
 
 def sweep(launch: Launch) -> list[Tiling]:
@@ -248,7 +247,7 @@ class Work(NamedTuple):
 
 def work(compiled: Any, launch: Launch, tiling: Tiling) -> Work:
     """What a compiled launch does in a tiling."""
-    kinds = tuple(map(triton_launches.Kind.of, launch.forms, launch.outputs))
+    kinds = tuple(map(triton_launches.Kind.of, launch.forms))
     with in_tiling(tiling):
         (whole,) = triton_cast.launches(kinds, launch.product, ())
     elements = whole.rows * triton_launches.COLS / (32 * tiling.warps)

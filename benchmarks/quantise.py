@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.cast import Form, Output, finite_amax, reference
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.kernels import cpu
 
@@ -50,13 +50,12 @@ Measured = tuple[Case, float]  # and bytes an element
 
 def ours(x: Tensor, amax: Tensor, names: tuple[str, ...], output: Output, key: RoundingKey | None) -> Measured:
     """One call that casts x into the named blocks."""
-    forms = [Form(get_format(name), role, dim, key) for name, role, dim in (BLOCKS[name] for name in names)]
-    outputs: list[Output] = [output] * len(forms)
+    forms = [Form(get_format(name), role, dim, key, output) for name, role, dim in (BLOCKS[name] for name in names)]
     size = 2.0 + len(forms) * (2 if output == "values" else 1)
-    if not cpu.takes(x, forms, outputs):
-        return (lambda: cast(x, forms, outputs, amax)), size
-    room = cpu.room(x, forms, outputs)
-    return (lambda: cpu.fill(x, forms, outputs, room, amax)), size
+    if not cpu.takes(x, forms):
+        return (lambda: cast(x, forms, amax=amax)), size
+    room = cpu.room(x, forms)
+    return (lambda: cpu.fill(x, room, amax)), size
 
 
 def our_groups(x: Tensor, amax: Tensor) -> dict[str, dict[str, Measured]]:
@@ -72,7 +71,7 @@ def our_groups(x: Tensor, amax: Tensor) -> dict[str, dict[str, Measured]]:
         "codes": {f"{name}, nearest, codes": ours(x, amax, (name,), "codes", None) for name in CODES},
         "both": both,
         "allocating": {
-            "fp8 1x128, nearest, new output": (lambda: cast(x, [form], ["values"]), 4.0),
+            "fp8 1x128, nearest, new output": (lambda: cast(x, [form]), 4.0),
             "torch clone, new output": (x.clone, 4.0),
         },
     }
@@ -83,7 +82,7 @@ def compiled_cases(x: Tensor) -> dict[str, Measured]:
     form = Form(get_format("fp8"), "input", 1)
 
     def plain() -> Tensor:
-        return cast_reference(x, [form], ["values"])[0].values
+        return reference(x, [form])[0].data
 
     return {
         "our specification, eager: fp8 1x128": (plain, 4.0),

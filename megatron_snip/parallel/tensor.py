@@ -234,7 +234,7 @@ class _ParallelLinear(nn.Module):
         """Everything about a call."""
         key = context.key
         assert key is not None, "a stage gives each microbatch its key"
-        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.clock, key.rows)
+        own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.rows)
         return LinearCall(
             context.precision or self._precision, own, self._input_col0, self._output_col0,
             context.observers.get(self.name) if context.observers else None,

@@ -1,4 +1,4 @@
-"""Backends: who holds and multiplies the operands of a linear's GEMMs."""
+"""Backends: how the operands of a linear's GEMMs are held, and what multiplies them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import Operand
+from megatron_snip.quant.cast import Operand, Output
 
 
 class Sizes(NamedTuple):
-    """What a linear multiplies: x [tokens, inputs], w [outputs, inputs], of this process."""
+    """Sizes of what this process multiplies in a linear: x [tokens, inputs], w [outputs, inputs]."""
 
     tokens: int
     inputs: int
@@ -22,10 +21,10 @@ class Sizes(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to hold and to multiply quantised operands; where it cannot, it says why."""
+    """One way to hold and multiply quantised operands.  If it cannot, it says why."""
 
-    name: str  # as the start of a run tells it
-    takes_values = False  # for ``codes`` too, which a cast that makes codes to keep gives besides
+    name: str  # printed at the start of a run
+    takes_values = False  # whether it also takes values where it wants codes: a cast can make both from one read
 
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
@@ -41,17 +40,18 @@ class Backend(ABC):
 
     @abstractmethod
     def output(self, role: str, *, kept: bool) -> Output:
-        """How an operand of a role is held; ``kept`` until backward or longer, so memory counts."""
+        """How an operand of a role is held.  kept: until backward or longer, so that memory matters."""
 
     @abstractmethod
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-        """The product of a GEMM in dtype ``out``, operands dequantised to ``dtype`` where that is needed; a and b as
-        the table in operands.py: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
+        """The product of a GEMM in dtype ``out``; operands that must be dequantised become ``dtype`` first.
+
+        a and b are as in operands.py: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
         """
 
 
 class Backends(NamedTuple):
-    """Who multiplies each GEMM of a linear."""
+    """The backend of each GEMM of a linear."""
 
     fprop: Backend
     dgrad: Backend

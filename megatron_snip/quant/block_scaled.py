@@ -1,13 +1,13 @@
-"""The ``blackwell`` backends: tensor cores that read one scale every 32 or 16 elements themselves.
+"""The ``blackwell`` backends: tensor cores that apply a scale every 32 or 16 elements themselves.
 
-MX      E4M3 elements, an E8M0 scale every 32 along the reduction dim.  Narrower elements ride E4M3.  A power-of-two
-        scale of 1x128 or 128x128 is the same scale four times, so `fp8_pow2` and `fp4_pow2` run here too.
-NVFP4   E2M1 elements, two a byte, an E4M3 scale every 16 under a float32 scale of the tensor; 16x16 blocks of
+MX      E4M3 elements, with an E8M0 scale every 32 along the reduction dim.  Narrower elements are written as E4M3.  A
+        power-of-two scale of 1x128 or 128x128 is the same scale four times, so `fp8_pow2` and `fp4_pow2` run here, too.
+NVFP4   E2M1 elements, two to a byte, with an E4M3 scale every 16 under a float32 scale of the tensor.  16x16 blocks of
         weights repeat their scale.
 
-Codes and scales are the specification's, bit for bit, and casts write them as cuBLASLt reads them (cast.py's output
-"swizzled"), so that here are views alone.  float32 scales that are no powers of two have no such form: `fp8` and `fp4`
-are emulated on Blackwell.
+Codes and scales are the specification's, bit for bit.  Casts write them as cuBLASLt reads them (cast.py's output
+"swizzled"), so this module only makes views.  Blackwell cannot apply float32 scales that are not powers of two: `fp8`
+and `fp4` are emulated there.
 Source: torch.nn.functional.scaled_mm; cuBLAS 12.8, "1D Block Scaling Factors Layout".
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.backend import Backend, Sizes
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import REDUCTION_DIM, Operand
+from megatron_snip.quant.cast import Operand, Output
+from megatron_snip.quant.operands import REDUCTION_DIM
 from megatron_snip.quant.scaled_mm import no_multiple, unfit_element, unfit_gpu
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16
@@ -37,16 +37,16 @@ class _Blackwell(Backend):
         return unfit_gpu(device, "Blackwell", (10, 0), (12, 8))
 
     def unfit_sizes(self, sizes: Sizes) -> str | None:
-        """Which size is no multiple of 32, or None: two E2M1 to a byte then fill 16 bytes too."""
+        """Which size is not a multiple of 32, or None.  32 E2M1 codes, two to a byte, fill the 16 bytes it needs."""
         return no_multiple(sizes, _MX_BLOCK)
 
     def output(self, role: str, *, kept: bool) -> Output:
-        """What its tensor cores read; at most a byte an element, so it is what is kept too."""
+        """What its tensor cores read.  It has at most one byte per element, so it is kept, too."""
         return "swizzled"
 
 
 class MX(_Blackwell):
-    """``Backend`` of that name."""
+    """The backend of MX formats."""
 
     name = "blackwell (MXFP8 tensor cores, a scale every 32)"
 
@@ -70,7 +70,7 @@ class MX(_Blackwell):
 
 
 class NVFP4(_Blackwell):
-    """``Backend`` of that name."""
+    """The backend of NVFP4."""
 
     name = "blackwell (NVFP4 tensor cores, a scale every 16)"
 
@@ -89,7 +89,7 @@ class NVFP4(_Blackwell):
         )
         whole: Any = a.tensor_scale, b.tensor_scale
         recipe: Any = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-        # one for each scale: the kernel asks for both, torch's rule for shapes looks at the first
+        # one for each scale: the kernel needs both, though torch's shape rule looks only at the first
         swizzled: Any = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
         return F.scaled_mm(
             a_codes, b_codes.T, [a_scales, whole[0]], recipe, [b_scales, whole[1]], recipe,
@@ -98,9 +98,9 @@ class NVFP4(_Blackwell):
 
 
 def _as_read(operand: Operand, dim: int, codes: torch.dtype, scales: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of a swizzled operand reduced along ``dim``: codes [outer, reduction], row-major, and scales, 1-D."""
+    """A swizzled operand that is summed along ``dim``, as views: codes [outer, reduction] by rows, and scales, 1-D."""
     data, tiles = operand.data, operand.scales
-    assert operand.output == "swizzled" and tiles is not None
+    assert operand.form is not None and operand.form.output == "swizzled" and tiles is not None
     if dim == 0:
         data, tiles = data.T, tiles.T
     return data.view(codes), tiles.view(scales).view(-1)

@@ -1,4 +1,4 @@
-"""Linears whose GEMMs each go to the first of a list of backends that can run it."""
+"""Linears of which each GEMM runs on the first backend of a list that can run it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.operands import LinearCall
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 
-_PLAIN = Emulated()  # for bf16, where nothing is emulated
+_PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 
 
 class ByGemm:
-    """Linear implementation by backends, the best first."""
+    """A linear implementation from a list of backends, the best first."""
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        #: Who multiplies each GEMM, by precision, device and ``Sizes``: asked at every call, so answered once.  Raises
-        #: UserError as a call does.
+        #: Precision, device, ``Sizes`` -> the backend of each GEMM.  Cached, because every call asks.  Raises UserError
+        #: as a call does.
         self.backends = cache(self._choose)
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
@@ -36,13 +36,13 @@ class ByGemm:
         return None
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] -> y [..., N].  Raises UserError for what no backend of the list can run."""
+        """x [..., K], w [N,K] -> y [..., N].  Raises UserError if no backend of the list can run a GEMM."""
         outputs, inputs = w.shape
         backends = self.backends(call.precision, x.device, x.numel() // inputs, inputs, outputs)
         return run_group(x, [w], Group([call], [backends]))[0]
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-        """Who multiplies the GEMMs of each format, in words; where they are emulated, also why."""
+        """Format -> the name of the backend of its GEMMs; if they are emulated, also why."""
         told = {}
         for name in dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS):
             backend, why = self._first(name, device, sizes)
@@ -63,7 +63,10 @@ class ByGemm:
         return Backends(*chosen)
 
     def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
-        """The first backend that runs a format here, and why others do not: those that take the format, if any do."""
+        """The first backend that runs a format here, and why earlier ones do not.
+
+        If some backends take the format, only their reasons count.
+        """
         fmt = get_format(name)
         if not fmt.quantised:
             return _PLAIN, ""

@@ -1,91 +1,46 @@
-"""The specification of every cast, in plain torch; kernels give the same bits.
+"""What a cast is: forms, operands, and ``reference``, the specification of every cast in plain torch.
 
-Per block: amax over finite elements, encode and scale by the format's rule (scales.py),
-q = grid(x * encode) clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.
-NaN stays in its element, infinities saturate, the sign of zero is kept.  Source: docs/numerics.md.
+For each block: amax is the largest finite magnitude, and the format's rule makes encode and scale of it (scales.py).
+Then q = grid(x * encode), clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.  NaN
+stays in its element, infinities saturate, and the sign of zero is kept.  Kernels give the same bits.  Source:
+docs/numerics.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.formats import NAN_CODE, SCALES, Element, Format, get_format
-from megatron_snip.formats.element import Specials
+from megatron_snip.formats import NAN_CODE, Element, Format, get_format
 from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
-from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.rounding import RoundingKey, random_bits
 from megatron_snip.quant.scales import block_scales, tensor_scale
 from megatron_snip.quant.swizzled import TILE_BYTES, TILE_ROWS, pack, scale_bytes, swizzle
 
 Rounding = Literal["nearest", "stochastic"]
 
-#: What a cast gives.  "values": dequantised, of x's dtype.  "codes": a byte an element as the element
-#: stores it, NaN as 0xff.  "operand": a byte an element for FP8 tensor cores, that is codes of the
-#: element's carrier, laid out as Hopper's want them: codes contiguous along the reduction dim, scales of tiles
-#: along the other one, scales of square blocks along the reduction dim, with zeros up to a multiple of 4.
-#: "swizzled": for Blackwell's.  Codes contiguous along the reduction dim, the carrier's, or under E4M3 scales E2M1's,
-#: two a byte along that dim; scales a byte each in tiles (swizzled.py), whose rows are laid out as the codes'.
+#: How a cast operand is held.  "values": dequantised, in x's dtype.  "codes": one byte per element, as the element
+#: stores it, with NaN as 0xff.  "operand": what Hopper's FP8 tensor cores read.  One byte per element, a code of the
+#: element's carrier; codes are contiguous along the reduction dim.  Scales of tiles are contiguous along the other dim,
+#: those of square blocks along the reduction dim, padded there with zeros to a multiple of 4.  "swizzled": what
+#: Blackwell's read.  Codes of the carrier, or under E4M3 scales of E2M1, two to a byte; contiguous along the reduction
+#: dim.  Scales are bytes in tiles (swizzled.py), whose rows lie as those of the codes.
 Output = Literal["values", "codes", "operand", "swizzled"]
 
-_SPECIALS: tuple[Specials, ...] = get_args(Specials)
-OUTPUTS: tuple[Output, ...] = get_args(Output)
-#: What tensor cores read.
+#: The outputs that tensor cores read.
 OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
-
-
-class Constants(NamedTuple):
-    """A form and its output, but for the key, in integers: whatever a kernel is built or called for follows from them.
-
-    C's struct (cpu.py), what Triton's kernels are compiled for (triton_launches.py) and the operators' integers (op.py)
-    are made of them.  specials, scale and output: places in Specials, SCALES and Output.  block_rows, block_cols: of
-    what shares a scale.  dim: the reduction dim.
-    """
-
-    exponent_bits: int
-    mantissa_bits: int
-    specials: int
-    scale: int
-    block_rows: int
-    block_cols: int
-    dim: int
-    output: int
-
-    @property
-    def element(self) -> Element:
-        """The element onto whose grid values are rounded."""
-        return Element(self.exponent_bits, self.mantissa_bits, _SPECIALS[self.specials])
-
-    @property
-    def stored(self) -> Element:
-        """The element in which codes are written: the carrier's for tensor cores, but for what is packed."""
-        element = self.element
-        if OUTPUTS[self.output] not in OPERANDS or self.packed:
-            return element
-        assert element.carrier is not None, f"{element.name} has no carrier"
-        return element.carrier
-
-    @property
-    def packed(self) -> bool:
-        """Whether two codes share a byte, and a scale is E4M3 and not E8M0 where it is swizzled."""
-        return OUTPUTS[self.output] == "swizzled" and SCALES[self.scale] == "e4m3"
-
-    @property
-    def each(self) -> int:
-        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of them."""
-        return 16 if self.packed else 32
 
 
 @dataclass(frozen=True)
 class Form:
-    """How an operand [R, C] is quantised for one GEMM; an operand may be cast into several forms at once.
+    """How an operand [R, C] is quantised and held for one GEMM.  One call of ``cast`` may make several forms.
 
     role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction dim,
     along which tiles run.  key: the random bits of stochastic rounding; None rounds to nearest.
@@ -95,92 +50,106 @@ class Form:
     role: str
     dim: int
     key: RoundingKey | None = None
+    output: Output = "values"
 
     #: Rows and columns that share a scale.
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
-    #: Whether what is cast is ``hadamard(x)``: wgrad's operands of some formats.
+    #: Whether ``hadamard(x)`` is cast in place of x: wgrad's operands of some formats.
     transformed: bool = field(init=False, repr=False, compare=False)
     #: Whether a cast needs the amax of the whole tensor.
     scaled: bool = field(init=False, repr=False, compare=False)
-    #: By output, what ``constants`` gives.
-    _constants: Mapping[Output, Constants] = field(init=False, repr=False, compare=False)
+    #: All that a kernel needs to know except the key, such as "4 3 fn fp32 1x128 1 codes"; ``form_of`` reads it.
+    #: Kernels look up what they are built for by it, and custom operators, which take no objects, are given it.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
-        object.__setattr__(self, "block", self.fmt.block_shape(self.role, self.dim))
+        block = self.fmt.block_shape(self.role, self.dim)
+        object.__setattr__(self, "block", block)
         object.__setattr__(self, "transformed", transformed)
         object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
-        object.__setattr__(self, "_constants", _constants(self.fmt, self.block, self.dim))
+        object.__setattr__(self, "text", _text(self.fmt, block, self.dim, self.output))
 
-    def __hash__(self) -> int:
-        return hash((self.fmt.name, self.role, self.dim, self.key))  # casts are looked up by forms: this is quick
+    def __hash__(self) -> int:  # quick, because kept casts are looked up by their forms
+        return hash((self.fmt.name, self.role, self.dim, self.key, self.output))
 
     def with_key(self, key: RoundingKey) -> Form:
-        """This form with a key; what follows from the rest, and is most of the work, is not made again."""
+        """This form with a key.  What follows from the other fields, which is most of the work, is not made again."""
         made = object.__new__(Form)
         made.__dict__.update(self.__dict__, key=key)
         return made
 
-    def without_transform(self) -> Form:
-        """The form that casts ``hadamard(x)`` as this one casts x."""
-        return replace(self, fmt=replace(self.fmt, hadamard=0))
+    def held(self, output: Output) -> Form:
+        """This form, held in another way."""
+        return Form(self.fmt, self.role, self.dim, self.key, output)
 
     @property
     def element(self) -> Element:
-        """The format's element; bf16 has none and is never cast."""
+        """The element onto whose grid values are rounded; bf16 has none and is never cast."""
         assert self.fmt.element is not None, "bf16 is not cast"
         return self.fmt.element
 
-    def constants(self, output: Output) -> Constants:
-        """This form, its key and transform aside, and an output in integers."""
-        return self._constants[output]
+    @property
+    def stored(self) -> Element:
+        """The element in which codes are written: for tensor cores the carrier, except where two codes share a byte."""
+        if self.output not in OPERANDS or self.packed:
+            return self.element
+        assert self.element.carrier is not None, f"{self.element.name} has no carrier"
+        return self.element.carrier
 
-    @classmethod
-    def of(cls, constants: Constants, key: RoundingKey | None) -> tuple[Form, Output]:
-        """A form with these constants and this key, and the output."""
-        rows, cols = constants.block_rows, constants.block_cols
-        square = rows == cols
-        fmt = Format(
-            name="constants",
-            element=constants.element,
-            tile=max(rows, cols),
-            weight_block=rows if square else None,
-            scale=SCALES[constants.scale],
-        )
-        return cls(fmt, "weight" if square else "input", constants.dim, key), OUTPUTS[constants.output]
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte, and swizzled scales are E4M3 and not E8M0."""
+        return self.output == "swizzled" and self.fmt.scale == "e4m3"
+
+    @property
+    def each(self) -> int:
+        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of them."""
+        return 16 if self.packed else 32
 
 
 @lru_cache(maxsize=1024)
-def _constants(fmt: Format, block: tuple[int, int], dim: int) -> Mapping[Output, Constants]:
+def form_of(text: str) -> Form:
+    """A form with this ``text``, without a key.  Its format is in no registry, and it is not transformed."""
+    exponent, mantissa, specials, scale, block, dim, output = text.split()
+    rows, cols = map(int, block.split("x"))
+    square = rows == cols
+    element = Element(int(exponent), int(mantissa), specials)  # type: ignore[arg-type]
+    fmt = Format(text, element, tile=max(rows, cols), weight_block=rows if square else None, scale=scale)
+    return Form(fmt, "weight" if square else "input", int(dim), output=output)  # type: ignore[arg-type]
+
+
+def _text(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> str:
     if (element := fmt.element) is None:
-        return {}  # bf16 is not cast
-    numbers = element.exponent_bits, element.mantissa_bits, _SPECIALS.index(element.specials), SCALES.index(fmt.scale)
-    return {output: Constants(*numbers, *block, dim, place) for place, output in enumerate(OUTPUTS)}
+        return ""  # bf16 is not cast
+    bits = f"{element.exponent_bits} {element.mantissa_bits} {element.specials}"
+    return f"{bits} {fmt.scale} {block[0]}x{block[1]} {dim} {output}"
 
 
-class Cast(NamedTuple):
-    """One form of an operand [R, C].
+class Operand(NamedTuple):
+    """An operand [R, C] of a GEMM, cast into one form.
 
-    values: as the Output says, logically [R, C].  For codes and operands, scales: float32 [row blocks,
-    column blocks], or bytes in tiles, and where they are counted, saturated: int64 scalar, the elements beyond
-    ``Element.saturation`` or infinite; for formats with ``needs_tensor_amax`` tensor_scale: float32 scalar that
-    multiplies all scales.
+    data: [R, C], values, codes or bytes as the form's output says; the tensor itself where form is None.
+    scales: of codes and bytes, float32 [row blocks, column blocks], or bytes in tiles.  tensor_scale: float32 scalar
+    that multiplies all scales, for formats with ``needs_tensor_amax``.  saturated: int64 scalar, the number of elements
+    that are infinite or beyond ``Element.saturation``, where they are counted.
     """
 
-    values: Tensor
-    scales: Tensor | None
-    saturated: Tensor | None
+    form: Form | None
+    data: Tensor
+    scales: Tensor | None = None
     tensor_scale: Tensor | None = None
+    saturated: Tensor | None = None
 
 
 class Quantized(NamedTuple):
     """A quantised operand [R, C].
 
-    codes: uint8 [R, C], sign, exponent and mantissa bits as in the element's storage, NaN as 0xff;
-    for an unquantised format the operand itself.  scales: float32 [row blocks, column blocks].
+    codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format the
+    operand itself.  scales: float32 [row blocks, column blocks].
     block: rows and columns that share a scale; the last block of a side may be shorter.
     tensor_scale: float32 scalar that multiplies all scales, for formats with ``needs_tensor_amax``.
-    saturated: int64 scalar, how many elements were beyond the largest value and not rounded to it.
+    saturated: int64 scalar, the number of elements that were beyond the largest value and did not round to it.
     """
 
     codes: Tensor
@@ -191,9 +160,9 @@ class Quantized(NamedTuple):
     saturated: Tensor | None = None
 
     @property
-    def constants(self) -> Constants:
-        """The constants of the codes; those in square blocks do not tell their dim, and decoding does not ask."""
-        return _constants(self.fmt, self.block, int(self.block[0] == 1))["codes"]
+    def text(self) -> str:
+        """``Form.text`` of the codes.  Square blocks do not tell their dim, and decoding does not need it."""
+        return _text(self.fmt, self.block, int(self.block[0] == 1), "codes")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scale * q, computed in float32 and rounded to ``dtype``: [R, C]."""
@@ -207,7 +176,7 @@ class Quantized(NamedTuple):
 def resolve(
     x: Tensor, fmt: Format | str, *, role: str, dim: int, rounding: str | None, key: RoundingKey | None
 ) -> Form:
-    """Check a cast's arguments, x [R, C] among them, and return the form they ask for.
+    """Check the arguments of a cast of x [R, C], and return the form they describe.
 
     rounding None takes the format's rule for the role.  Raises UserError for an unknown format, role, dim
     or rounding, a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
@@ -228,7 +197,7 @@ def resolve(
 
 
 def finite_amax(x: Tensor) -> Tensor:
-    """Largest finite magnitude of x [...], 0 where there is none: float32 scalar."""
+    """Largest finite magnitude of x [...], or 0 if there is none: float32 scalar."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     return torch.where(x.isfinite(), x.abs(), 0.0).amax().float()
@@ -239,64 +208,76 @@ def swiglu_product(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@torch.no_grad()
-def cast_reference(
-    x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], amax: Tensor | None = None, count: bool = True
-) -> list[Cast]:
-    """``x`` [R, C] in each of the forms.
+def as_read(x: Tensor, dtype: torch.dtype | None, up: Tensor | None) -> Tensor:
+    """What is cast of x [R, C]: SwiGLU's product of it and ``up``, where that is given, rounded to ``dtype``."""
+    x = x if up is None else swiglu_product(x, up)
+    return x if dtype is None else x.to(dtype)
 
-    amax: of the whole tensor, where a form needs it; for a transformed form, of the transformed tensor.
-    count: whether to count what saturates.
+
+@torch.no_grad()
+def reference(
+    x: Tensor,
+    forms: Sequence[Form],
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    count: bool = True,
+    up: Tensor | None = None,
+) -> list[Operand]:
+    """``as_read(x, dtype, up)`` [R, C] in each of the forms; for transformed forms x is ``hadamard``'s output.
+
+    amax: the largest finite magnitude of the whole tensor, where a form needs it.  count: whether to count what
+    saturates.
     """
-    return [_cast(x, form, output, amax, count) for form, output in zip(forms, outputs, strict=True)]
+    x = as_read(x, dtype, up)
+    return [_quantise(x, form, amax, count) for form in forms]
 
 
 #: Sizes of codes and of scales, each with the dim along which they lie in memory.
 Layout = tuple[Sequence[int], int, Sequence[int], int]
 
 
-def layout(shape: Sequence[int], form: Form, output: Output) -> Layout:
-    """How codes and scales of an x [R, C] of this shape lie, of any output but values."""
+def layout(shape: Sequence[int], form: Form) -> Layout:
+    """How codes and scales of an x [R, C] of this shape lie, for every output except values."""
     (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
     blocks = [-(-rows // block_rows), -(-cols // block_cols)]
-    if output == "codes":
-        return (rows, cols), 1, blocks, 1  # allocations take torch's own sizes more slowly
-    if output == "operand":
+    if form.output == "codes":
+        return (rows, cols), 1, blocks, 1  # a tuple, because allocating from a torch.Size is slower
+    if form.output == "operand":
         square = block_rows == block_cols
         if square:
             blocks[dim] += -blocks[dim] % 4
         return shape, dim, blocks, dim if square else 1 - dim
-    constants, codes, scales = form.constants(output), [rows, cols], [0, 0]
+    codes, scales = [rows, cols], [0, 0]
     assert form.fmt.scale != "fp32", "E8M0 has powers of two alone"
-    assert form.block[dim] % constants.each == 0 and form.element.bits <= (4 if constants.packed else 8)
-    if constants.packed:
+    assert form.block[dim] % form.each == 0 and form.element.bits <= (4 if form.packed else 8)
+    if form.packed:
         codes[dim] = -(-codes[dim] // 2)
-    scales[dim] = -(-shape[dim] // (4 * constants.each)) * TILE_BYTES
+    scales[dim] = -(-shape[dim] // (4 * form.each)) * TILE_BYTES
     scales[1 - dim] = -(-shape[1 - dim] // TILE_ROWS)
     return codes, dim, scales, dim
 
 
-def allocate(x: Tensor, form: Form, output: Output, *, dtype: torch.dtype | None = None, count: bool = True) -> Cast:
-    """Room for a cast of x [R, C], laid out as the Output says; values are of x's dtype or ``dtype``."""
-    if output == "values":
-        return Cast(torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), None, None)
-    codes, codes_along, scales, scales_along = layout(x.shape, form, output)
-    return Cast(
+def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: bool = True) -> Operand:
+    """Memory for a cast of x [R, C], laid out as the form's output says; values are of x's dtype or ``dtype``."""
+    if form.output == "values":
+        return Operand(form, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
+    codes, codes_along, scales, scales_along = layout(x.shape, form)
+    return Operand(
+        form,
         _contiguous_along(codes_along, x, codes, torch.uint8),
-        _contiguous_along(scales_along, x, scales, torch.uint8 if output == "swizzled" else torch.float32),
-        x.new_empty((), dtype=torch.int64) if count else None,
+        _contiguous_along(scales_along, x, scales, torch.uint8 if form.output == "swizzled" else torch.float32),
         x.new_empty((), dtype=torch.float32) if form.scaled else None,
+        x.new_empty((), dtype=torch.int64) if count else None,
     )
 
 
 def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Room [R, C] beside x [...], contiguous along a dim."""
+    """Memory [R, C] on the device of x [...], contiguous along a dim."""
     return x.new_empty(shape, dtype=dtype) if dim == 1 else x.new_empty(shape[::-1], dtype=dtype).T
 
 
-def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None, count: bool) -> Cast:
+def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:
     element, block = form.element, form.block
-    x = hadamard(x) if form.transformed else x
     encoding, scales = block_scales(_block_amax(x.float(), block), form.fmt, tensor_amax)
     y = x.float() * _expand(encoding, block, x.shape)
     size = y.abs().clamp(max=element.max)
@@ -305,18 +286,18 @@ def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None, cou
     else:
         q = round_stochastic(size, element, random_bits(form.key, x.shape[0], x.shape[1], x.device))
     q = torch.copysign(q, y)
-    if output == "values":
-        if form.fmt.needs_tensor_amax:
+    if form.output == "values":
+        if form.scaled:
             assert tensor_amax is not None
             scales = scales * tensor_scale(tensor_amax, element)
-        return Cast((q * _expand(scales, block, q.shape)).to(x.dtype), None, None)
-    made = allocate(x, form, output, count=count)
+        return Operand(form, (q * _expand(scales, block, q.shape)).to(x.dtype))
+    made = allocate(x, form, count=count)
     assert made.scales is not None
-    codes = encode(q, form.constants(output).stored)
-    if output == "swizzled":
+    codes = encode(q, form.stored)
+    if form.output == "swizzled":
         _swizzle(codes, scales, form, made)
     else:
-        made.values.copy_(codes)
+        made.data.copy_(codes)
         made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
     if made.tensor_scale is not None:
         assert tensor_amax is not None
@@ -326,29 +307,29 @@ def _cast(x: Tensor, form: Form, output: Output, tensor_amax: Tensor | None, cou
     return made
 
 
-def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Cast) -> None:
-    """Write codes [R, C] and scales [row blocks, column blocks] into room for swizzled ones.
+def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
+    """Write codes [R, C] and scales [row blocks, column blocks] into memory for swizzled ones.
 
-    E2M1 has no NaN, so the scale of a block that holds one is NaN, which reaches the same rows of the product.
+    E2M1 has no NaN, so the scale of a block that holds one becomes NaN, which reaches the same rows of the product.
     """
-    constants, block, (values, tiles) = form.constants("swizzled"), form.block, made[:2]
+    block, data, tiles = form.block, made.data, made.scales
     assert tiles is not None
-    if constants.packed:
+    if form.packed:
         scales = torch.where(_block_largest(codes, block) == NAN_CODE, torch.nan, scales)
     if form.dim == 0:
-        codes, scales, block, values, tiles = codes.T, scales.T, block[::-1], values.T, tiles.T
-    values.copy_(pack(codes) if constants.packed else codes)
+        codes, scales, block, data, tiles = codes.T, scales.T, block[::-1], data.T, tiles.T
+    data.copy_(pack(codes) if form.packed else codes)
     size = (codes.shape[0], codes.shape[1])
-    tiles.copy_(swizzle(scale_bytes(scales, block, size, each=constants.each, e4m3=constants.packed)))
+    tiles.copy_(swizzle(scale_bytes(scales, block, size, each=form.each, e4m3=form.packed)))
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest finite magnitude of each block, 0 where there is none: [row blocks, column blocks]."""
+    """Largest finite magnitude of each block, or 0 if there is none: [row blocks, column blocks]."""
     return _block_largest(torch.where(x.isfinite(), x.abs(), 0.0), block)
 
 
 def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest element, of those not negative, of each block of x [R, C]: [row blocks, column blocks]."""
+    """Largest element of each block of x [R, C], which has no negative ones: [row blocks, column blocks]."""
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
     return F.pad(x, pad).view(rows, block[0], cols, block[1]).amax(dim=(1, 3))

@@ -1,4 +1,4 @@
-"""tp's collectives of tokens, begun before the GEMMs that run beside them and waited for after.
+"""tp's collectives of tokens, which begin before a GEMM and are waited for after it.
 
 Shapes: T tokens, t of them of this process, C channels.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from megatron_snip.mesh import Axis
 
-# torch 2.13 renamed both; the old names warn there and the new ones are missing before
+# torch 2.13 renamed both: the old names warn there, and older releases lack the new ones
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin to gather rows, [t, C] of each process -> [T, C], laid out as the parts are.
+    """Begin to gather the rows [t, C] of each process; the returned function waits for the whole [T, C].
 
-    The call that is returned waits for the whole.  It copies only parts whose columns lie one after another.
+    The whole has the layout of the parts.  Parts that are contiguous by columns cost a copy.
     """
     columns_first = not part.is_contiguous()
     flat = part.T if columns_first else part
@@ -39,9 +39,9 @@ def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_sum(x: Tensor, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
-    """Begin to sum partial sums x [T, C], which may be overwritten, over tp.
+    """Begin to add up partial sums x [T, C] over tp; x may be overwritten.
 
-    The call that is returned waits for the sum [T, C], or with ``scatter`` this process's [t, C] of it.
+    The returned function waits for the sum [T, C], or with ``scatter`` for this process's rows [t, C] of it.
     """
     if axis.size == 1:
         return lambda: x

@@ -1,6 +1,10 @@
-"""Casts by the fastest implementation there is: the kernel of the tensor's device, else the specification.
+"""``cast``: a tensor into the forms that GEMMs want, by the kernel of its device.
 
-All give the same bits (cast.py), so this choice never changes a result.
+    cast                     what callers use: linears, probes, quantize, fake_quantize
+    kernels/op.run           the kernel of the device (KERNELS); compilers see a custom operator in its place
+    kernels/cpu.run, kernels/triton_cast.run, or cast.reference if no kernel takes the tensor
+
+Kernels give the bits of the reference, so the choice never changes a result.
 """
 
 from __future__ import annotations
@@ -11,15 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
-from megatron_snip.quant.cast import (
-    Cast,
-    Form,
-    Output,
-    Quantized,
-    Rounding,
-    resolve,
-    swiglu_product,
-)
+from megatron_snip.quant.cast import Form, Operand, Quantized, Rounding, as_read, resolve, swiglu_product
 from megatron_snip.quant.kernels import op, triton_cast
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 from megatron_snip.quant.rounding import RoundingKey
@@ -31,66 +27,82 @@ ReduceAmax = Callable[[Tensor], Tensor]
 
 def cast(
     x: Tensor,
-    forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None = None,
+    wanted: Sequence[Form | None],
     reduce_amax: ReduceAmax | None = None,
     *,
+    amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
     count: bool = False,
     up: Tensor | None = None,
-) -> list[Cast]:
-    """``x`` [R, C] in each of the forms, from one read of it where a kernel can.
+) -> list[Operand]:
+    """``x`` [R, C] in each wanted form, from one read of it where a kernel can; without a gradient.
 
-    amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a shard; None takes
-    x's own, which ``reduce_amax`` makes the whole tensor's.  Only formats with ``needs_tensor_amax`` look.
-    Transformed forms (hadamard.py) are cast from the transformed tensor, and its own amax counts for them.
-    dtype: what x is rounded to first, on the way where a kernel can.  count: whether to count what saturates.
+    A form None wants x itself.  amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a
+    shard; None takes x's own, which ``reduce_amax`` makes the whole tensor's.  Only forms that are ``scaled`` need it.
+    Transformed forms (hadamard.py) are cast from the transformed tensor, whose own amax counts.
+    dtype: what x is rounded to first.  count: whether to count what saturates.
     up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
     """
-    transformed = scaled = False
-    for form in forms:
-        transformed, scaled = transformed or form.transformed, scaled or form.scaled
-    if not transformed and not scaled:
-        return op.cast(x, forms, outputs, None, dtype=dtype, count=count, up=up)
-    if up is not None and (transformed or not triton_cast.takes_product(x, up)):
-        x, up = swiglu_product(x, up), None
-    if dtype is not None and (transformed or not op.rounds(x)):
-        x, dtype = x.to(dtype), None
-    if transformed:
-        return _cast_with_transform(x, forms, outputs, amax, reduce_amax, count)
-    if amax is not None:
-        amax = amax.to(x.device, torch.float32)
-    if amax is None and scaled:
-        amax = op.finite_amax(x, dtype, up)
-        amax = amax if reduce_amax is None else reduce_amax(amax)
-    return op.cast(x, forms, outputs, amax, dtype=dtype, count=count, up=up)
+    if torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad)):
+        with torch.no_grad():
+            return cast(x, wanted, reduce_amax, amax=amax, dtype=dtype, count=count, up=up)
+    forms: list[Form] = []
+    transformed = False
+    for form in wanted:
+        if form is not None:
+            forms.append(form)
+            transformed = transformed or form.transformed
+    if (len(forms) < len(wanted) or transformed) and (dtype is not None or up is not None):
+        x, dtype, up = as_read(x, dtype, up), None, None  # this tensor itself is wanted, or hadamard's of it
+    if not transformed:
+        made = _run(x, forms, amax, reduce_amax, dtype, count, up) if forms else []
+    else:
+        made = _run_transformed(x, forms, amax, reduce_amax, count)
+    if len(forms) == len(wanted):
+        return made
+    rest = iter(made)
+    return [Operand(None, x) if form is None else next(rest) for form in wanted]
 
 
-def _cast_with_transform(
+def _run_transformed(
+    x: Tensor, forms: Sequence[Form], amax: Tensor | None, reduce_amax: ReduceAmax | None, count: bool
+) -> list[Operand]:
+    """Casts of x and of ``hadamard(x)``, each of which is read once."""
+    plain = [form for form in forms if not form.transformed]
+    assert amax is None or not plain, "x and hadamard(x) have different amaxes"
+    made = iter(_run(x, plain, amax, reduce_amax, None, count, None) if plain else ())
+    y, largest = op.hadamard(x)
+    rest = [form for form in forms if form.transformed]
+    rotated = iter(_run(y, rest, amax, reduce_amax, None, count, None, largest))
+    return [next(rotated if form.transformed else made) for form in forms]
+
+
+def _run(
     x: Tensor,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
     amax: Tensor | None,
     reduce_amax: ReduceAmax | None,
+    dtype: torch.dtype | None,
     count: bool,
-) -> list[Cast]:
-    """``cast`` where some forms are of ``hadamard(x)``: one call for x, one for the transformed tensor."""
-    assert amax is None or all(form.transformed for form in forms), "x and hadamard(x) have different amaxes"
-    casts: dict[int, Cast] = {}
-    for transformed in (False, True):
-        chosen = [index for index, form in enumerate(forms) if form.transformed == transformed]
-        if not chosen:
-            continue
-        plain = [forms[index].without_transform() if transformed else forms[index] for index in chosen]
-        source, largest = op.hadamard(x) if transformed else (x, None)
-        if amax is not None:
-            largest = amax
-        elif largest is not None and reduce_amax is not None and any(form.scaled for form in plain):
-            largest = reduce_amax(largest)
-        made = cast(source, plain, [outputs[index] for index in chosen], largest, reduce_amax, count=count)
-        casts.update(zip(chosen, made, strict=True))
-    return [casts[index] for index in range(len(forms))]
+    up: Tensor | None,
+    largest: Tensor | None = None,
+) -> list[Operand]:
+    """Casts of x [R, C] with the amax that they need.  largest: x's own amax, where it is known."""
+    for form in forms:
+        if form.scaled:
+            break
+    else:
+        return op.run(x, forms, None, dtype, count, up)
+    if up is not None and not triton_cast.takes_product(x, up):
+        x, up = swiglu_product(x, up), None
+    if dtype is not None and not op.rounds(x):
+        x, dtype = x.to(dtype), None
+    if amax is not None:
+        amax = amax.to(x.device, torch.float32)
+    else:
+        amax = op.finite_amax(x, dtype, up) if largest is None else largest
+        amax = amax if reduce_amax is None else reduce_amax(amax)
+    return op.run(x, forms, amax, dtype, count, up)
 
 
 def quantize(
@@ -107,9 +119,22 @@ def quantize(
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
         return _unquantised(x, form.fmt)
-    made = cast(x, [form], ["codes"], amax, count=True)[0]
-    assert made.scales is not None
-    return Quantized(made.values, made.scales, form.fmt, form.block, made.tensor_scale, made.saturated)
+    return quantized(cast(x, [form.held("codes")], amax=amax, count=True)[0])
+
+
+def values(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """An operand dequantised to ``dtype``: [R, C].  What tensor cores read is never dequantised."""
+    form = operand.form
+    if form is None or form.output == "values":
+        return operand.data
+    return dequantize(quantized(operand), dtype)
+
+
+def quantized(codes: Operand) -> Quantized:
+    """The same codes [R, C] of an operand, as users see them."""
+    form, data, scales, tensor_scale, saturated = codes
+    assert form is not None and form.output == "codes" and scales is not None
+    return Quantized(data, scales, form.fmt, form.block, tensor_scale, saturated)
 
 
 def fake_quantize(
@@ -130,14 +155,14 @@ def fake_quantize(
     magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
     Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
     bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
-    A form with that transform (Form.transformed) gives, and takes the amax of, the transformed tensor.
+    For a form with that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
     """
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
         return x
-    return cast(x, [form], ["values"], amax)[0].values
+    return cast(x, [form], amax=amax)[0].data
 
 
 def _unquantised(x: Tensor, fmt: Format) -> Quantized:
-    """An operand [R, C] that stays as it is, with one scale of 1 over the whole of it."""
+    """An unquantised operand [R, C], with one scale of 1 for all of it."""
     return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))

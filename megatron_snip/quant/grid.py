@@ -21,7 +21,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _binade(size: Tensor, element: Element) -> Tensor:
-    """Exponent of |x| as float32 has it, at least the element's emin: int32."""
+    """The exponent of |x| in float32, or the element's emin if that is larger: int32."""
     exponent = (size.view(torch.int32) >> _MANTISSA) - _BIAS
     return exponent.clamp(min=element.emin)
 
@@ -29,14 +29,14 @@ def _binade(size: Tensor, element: Element) -> Tensor:
 def round_nearest(size: Tensor, element: Element) -> Tensor:
     """|x| to the nearest grid value, ties to the even code: float32 [...] -> float32 [...].
 
-    Adding c, whose last bit is worth one grid step, lets float32's own rounding do the work.
+    The last bit of c is worth one grid step, so adding c lets float32 do the rounding.
     """
     c = power_of_two(_binade(size, element) + _MANTISSA - element.mantissa_bits)
     return torch.where(size.isnan(), size, (size + c) - c)
 
 
 def round_stochastic(size: Tensor, element: Element, draws: Tensor) -> Tensor:
-    """|x| to the upper grid neighbour if (draw + 1/2) * 2**-16 < its distance to the lower, in grid steps.
+    """|x| up to the next grid value if (draw + 1/2) * 2**-16 < its distance from the one below in steps; else down.
 
     size float32 [...], draws integers [...] of 16 bits -> float32 [...].
     """

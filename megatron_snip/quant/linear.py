@@ -1,8 +1,8 @@
-"""A linear whose three GEMMs each have their own format, by one of several implementations.
+"""The quantised linear, and the table of its implementations.
 
-The GEMMs are told in operands.py.  An implementation is one entry of the table: a callable
-``(x [..., K], w [N,K], call) -> y [..., N]`` with its backward, and ``refusal(precision, device)``, which says why
-it cannot run a precision on a device.  Tensors are plain: a DTensor's amax would hide an all-reduce.
+An implementation is a callable ``(x [..., K], w [N,K], call) -> y [..., N]``, differentiable, with ``refusal(precision,
+device)``, which says why it cannot run a precision on a device.  Tensors are plain: the amax of a DTensor would hide an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_snip.quant.transformer_engine import TransformerEngine
 class LinearImplementation(Protocol):
     """One way to run a linear.
 
-    A probe runs linears in bf16 and looks at what they multiply: there, operands are to be shown to ``call.observer``.
-    Most simply it leaves bf16 to ``ByGemm()``, as transformer_engine.py does.
+    A probe runs linears in bf16 and observes what they multiply, so an implementation must show its bf16 operands to
+    ``call.observer``.  The simplest way is to run bf16 by ``ByGemm()``, as transformer_engine.py does.
     """
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
@@ -72,7 +72,7 @@ def check_linear(impl: str, precision: LinearPrecision, device: torch.device) ->
 
 @cache
 def _refusal(impl: str, precision: LinearPrecision, device: torch.device) -> str | None:
-    """Asked at every call of a linear, so answered once."""
+    """Cached, because every call of a linear asks."""
     return _IMPLEMENTATIONS[impl].refusal(precision, device)
 
 
@@ -91,15 +91,15 @@ def quantized_linear(
 ) -> Tensor:
     """``x @ w.T`` with every GEMM in its format: x [T,K], w [N,K] -> y [T,N] of x.dtype, differentiable.
 
-    w may be float32 where x is bfloat16 (a master weight): it is rounded to x.dtype first, and so is its
-    gradient before it becomes float32.
-    key: of this linear (stream = ``name_stream(name)``), row0 = global row of x's first token; each
-    operand's own key is derived from it.  It may be None where nothing rounds stochastically.
-    input_col0, output_col0: global channel of x's and y's first column, for tensor-parallel shards.
-    weight_casts: keeps the weight's casts until it changes.  reduce_amax: role -> the amax of the whole tensor from a
-    shard's, for formats that need it.
-    Raises UserError for an unknown impl or one that cannot run the precision, shapes or dtypes that do not
-    match, and a missing key.
+    w may be float32 if x is bfloat16 (a master weight): it is rounded to x.dtype first, and so is its gradient before
+    it becomes float32.
+    key: the linear's own (stream = ``name_stream(name)``); its row0 is the global row of x's first token.  The key of
+    each operand is derived from it.  It may be None if nothing rounds stochastically.
+    input_col0, output_col0: the global channels of the first columns of x and y, for tensor-parallel shards.
+    weight_casts: keeps the weight's casts until it changes.  reduce_amax: role -> a function from the amax of a shard
+    to that of the whole tensor, for formats that need it.
+    Raises UserError for an unknown impl, one that cannot run the precision, shapes or dtypes that do not match, and a
+    missing key.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise UserError(f"x {list(x.shape)} and w {list(w.shape)} do not match; give x [T,K] and w [N,K]")
@@ -115,12 +115,12 @@ def quantized_linear(
 
 
 def run_linear(x: Tensor, w: Tensor, call: LinearCall, impl: str) -> Tensor:
-    """``quantized_linear`` without its checks, for callers that have made them: x [..., K], w [N,K] -> y [..., N]."""
+    """``quantized_linear`` without its checks, which the caller has made: x [..., K], w [N,K] -> y [..., N]."""
     return _IMPLEMENTATIONS[impl](x, w, call)
 
 
 def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
-    """Without a key: raise UserError now for any GEMM that would round stochastically later."""
+    """Raise UserError for a GEMM that would round stochastically, since there is no key."""
     for gemm, dims in REDUCTION_DIM.items():
         fmt = get_format(getattr(precision, gemm))
         stochastic = sorted(fmt.stochastic_roles & dims.keys())
@@ -131,33 +131,33 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
 
 
 def check_compiled(impl: str) -> None:
-    """Raise UserError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
+    """Raise UserError, naming the way out, if an implementation cannot run inside compiled blocks."""
     if not gemm_by_gemm(impl):
         able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
         raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
 
 
 def gemm_by_gemm(impl: str) -> bool:
-    """Whether each GEMM of an implementation goes to a backend of its own, which ``backends_of`` tells."""
+    """Whether an implementation runs each GEMM on a backend of its own, which ``backends_of`` gives."""
     return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
 
 
 def backends_of(
     impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
 ) -> Backends:
-    """Who multiplies each GEMM of a linear of these ``Sizes``; the implementation is ``gemm_by_gemm``."""
+    """The backend of each GEMM of a linear of these ``Sizes``; the implementation must be ``gemm_by_gemm``."""
     return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-    """Who multiplies the GEMMs of each format of a linear, in words; ``check_linear`` has passed."""
+    """Format -> the name of what multiplies its GEMMs in a linear; ``check_linear`` has passed."""
     implementation = _IMPLEMENTATIONS[impl]
     if isinstance(implementation, ByGemm):
         return implementation.runs(precision, device, sizes)
     return {getattr(precision, gemm): impl for gemm in GEMMS}
 
 
-# each asks its backends in this order, for every GEMM
+# every GEMM goes to the first backend that can run it
 register_linear("auto", ByGemm(Hopper(), MX(), NVFP4(), Emulated()))
 register_linear("emulated", ByGemm(Emulated()))
 register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))

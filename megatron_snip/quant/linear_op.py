@@ -1,9 +1,10 @@
-"""A group of linears as an operator that compilers do not look into: torch.ops.megatron_snip.linears and its backward.
+"""A group of linears as a custom operator, torch.ops.megatron_snip.linears, for compiled blocks.
 
-It runs group.py's ``forward`` and ``backward``, collectives included.  What differs from step to step is read when it
-runs, by a number of each linear (``handle``): precision, backends, kept casts of the weight.  So a graph outlives a
-change of plans, and all blocks of a model share it.  What backward needs of the input are outputs of unknown sizes.
-The context is a tensor, because its numbers would be compiled into the graph.
+The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.
+What changes from step to step (precision, backends, kept casts of the weight) is looked up when the operator runs, by a
+number for each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share
+it.  What backward needs of the input is returned as outputs of unknown sizes.  The context is a tensor, because plain
+numbers would be compiled into the graph.
 """
 
 from __future__ import annotations
@@ -16,40 +17,39 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.cast import Form, Output, layout
+from megatron_snip.quant.cast import Form, Operand, layout
 from megatron_snip.quant.group import Group, backward, forward
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.operands import Operand
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey, Rows
 from megatron_snip.quant.step_context import StepContext
 
 
 class Owner(Protocol):
-    """Who knows what a linear does now: the module."""
+    """The module of a linear, which knows what the linear does now."""
 
     def group(self, linears: Sequence[Any], context: StepContext, device: torch.device, rows: int) -> Group:
-        """Owners, this one the first, that read one input, of which this process has so many rows."""
+        """The group of ``linears``, of which this is the first; this process has so many rows of their input."""
         ...
 
 
 _OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _NUMBERS = itertools.count()
-#: Precisions of all linears that a pass was run in, each with its number.
+#: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.
 _PRECISIONS: dict[LinearPrecision, int] = {}
-#: Of an operand that is kept: its bytes as they lie in memory, its scales and its tensor's scale, each 1-D.
+#: What an operand is kept as: its bytes as they lie in memory, its scales and its tensor scale, each 1-D.
 _KEPT = (torch.uint8, torch.float32, torch.float32)
 
 
 def handle_of(owner: Owner) -> Tensor:
-    """A number for a linear, int64 [1] on the CPU: a tensor, or each linear would be a graph of its own."""
+    """A number for a linear, int64 [1] on the CPU.  With a plain number, each linear would compile its own graph."""
     number = next(_NUMBERS)
     _OWNERS[number] = owner
     return torch.tensor([number])
 
 
 def pack(context: StepContext) -> Tensor:
-    """A microbatch's context as int64 [4], or [8] with its rows, on the CPU; nobody observes it."""
+    """The context of a microbatch without observers: int64 [4], or [8] if its key has rows, on the CPU."""
     key, precision = context.key, context.precision
     assert key is not None and not context.observed
     number = -1 if precision is None else _PRECISIONS.setdefault(precision, len(_PRECISIONS))
@@ -67,7 +67,8 @@ def linears(
 ) -> list[Tensor]:
     """inputs x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, differentiable once.
 
-    parts: T / t, the processes that have rows of x.  keeps_input: whether backward needs x itself, for a wgrad in bf16.
+    parts: T / t, the number of processes that have rows of x.  keeps_input: whether backward needs x itself, for a
+    wgrad in bf16.
     """
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
     keeps = (needs_wgrad and keeps_input) or len(inputs) > 1
@@ -77,7 +78,7 @@ def linears(
 
 
 def _group(now: Tensor, count: int, x: Tensor, rows: int) -> Group:
-    """What the linears of these handles are now, by what ``linears`` put together; x [...] tells the device."""
+    """The group of the linears whose handles begin ``now``, which ends with the context; x [...] has the device."""
     numbers = now.tolist()
     owners, (seed, iteration, row0, precision, *pieces) = [_OWNERS[one] for one in numbers[:count]], numbers[count:]
     key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*pieces) if pieces else None)
@@ -113,8 +114,8 @@ def _linears_backward(
 ) -> list[Tensor]:  # fmt: skip
     rows, needs_wgrad, x = len(gs[0]) // parts, len(saved) > 0, inputs[0] if len(inputs) == 1 else None
     group, shape = _group(now, len(ws), gs[0], rows), (rows, ws[0].shape[1])
-    keys = group.kept_as(rows, needs_wgrad=needs_wgrad)
-    kept = [_unflat(*key, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, key in enumerate(keys)]
+    forms = group.kept_as(rows, needs_wgrad=needs_wgrad)
+    kept = [_unflat(form, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, form in enumerate(forms)]
     grad, grads_w = backward(gs, ws, kept, group, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
     grads: Sequence[Tensor | None] = [grad]
     if grad is not None and len(inputs) > 1:
@@ -152,11 +153,12 @@ _linears.register_autograd(_backward, setup_context=_setup)
 
 
 def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Tensor]:
-    """An operand [t,K] as ``_KEPT`` says, empty where nothing is.
+    """An operand [t,K] as three tensors (``_KEPT``), empty for what it does not have.
 
-    keeps_input: whether autograd keeps x, which an output may not be; None where the input is another.
+    keeps_input: whether autograd keeps x, because an operator may not return its input.  None: SwiGLU's product was
+    cast.
     """
-    parts: list[Tensor | None] = [None] * 3 if kept is None else [kept.data, *kept[3:]]
+    parts: list[Tensor | None] = [None] * 3 if kept is None else [*kept[1:4]]
     if kept is not None and kept.form is None and keeps_input is not None:
         parts[0] = None if keeps_input else x.clone(memory_format=torch.contiguous_format)
     return [
@@ -166,19 +168,18 @@ def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Ten
 
 
 def _unflat(
-    form: Form | None, output: Output, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype,
-    x: Tensor | None,
-) -> Operand:  # fmt: skip
-    """What ``_flat`` was made of, [t,K] of a shape; x: the input itself, if autograd kept it."""
+    form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, x: Tensor | None
+) -> Operand:
+    """The operand [t,K] of which ``_flat`` made three tensors.  x: the input itself, if autograd kept it."""
     data, scales, whole = flat
     if form is None:
-        return Operand(None, output, data.view(dtype).view(shape) if x is None else x)
-    codes_size, codes_along, scales_size, scales_along = layout(shape, form, output)
+        return Operand(None, data.view(dtype).view(shape) if x is None else x)
+    codes_size, codes_along, scales_size, scales_along = layout(shape, form)
     codes = _along(codes_along, data, codes_size)
-    scales = _along(scales_along, scales.view(torch.uint8) if output == "swizzled" else scales, scales_size)
-    return Operand(form, output, codes, scales, whole[0] if form.fmt.needs_tensor_amax else None)
+    scales = _along(scales_along, scales.view(torch.uint8) if form.output == "swizzled" else scales, scales_size)
+    return Operand(form, codes, scales, whole[0] if form.scaled else None)
 
 
 def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """What lies in memory along a dim: 1-D -> [R, C]."""
+    """A 1-D tensor as [R, C], contiguous along a dim."""
     return flat.view(*shape) if dim == 1 else flat.view(*shape[::-1]).T

@@ -1,8 +1,8 @@
-"""The operands of a linear's three GEMMs: which form each is cast into, and casts that are kept.
+"""The operands of a linear's three GEMMs: the form of each, and the casts of weights that are kept.
 
-fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   reduces K: X tiles along dim 1, W dim 1
-dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     reduces N: G tiles along dim 1, W dim 0
-wgrad  dW[N,K] = Q(G)[T,N].T @ Q(X)[T,K]     reduces T: G tiles along dim 0, X dim 0
+fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   sums over K: tiles along dim 1 of X and of W
+dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     sums over N: tiles along dim 1 of G, dim 0 of W
+wgrad  dW[N,K] = Q(G)[T,N].T @ Q(X)[T,K]     sums over T: tiles along dim 0 of G and of X
 
 T tokens, K input channels, N output channels, G = dL/dY.
 """
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant.cast import OPERANDS, Form, Output, Quantized, allocate, swiglu_product
-from megatron_snip.quant.dispatch import ReduceAmax, cast, dequantize
+from megatron_snip.quant.cast import OPERANDS, Form, Operand, Output, allocate
+from megatron_snip.quant.dispatch import ReduceAmax, cast, values
 from megatron_snip.quant.precision import LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 
-#: gemm -> role -> reduction dim, as the table above.
+#: GEMM -> role -> reduction dim, as in the table above.
 REDUCTION_DIM = {
     "fprop": {"input": 1, "weight": 1},
     "dgrad": {"grad_output": 1, "weight": 0},
@@ -44,12 +44,12 @@ class LinearObserver(Protocol):
 
 
 class LinearCall(NamedTuple):
-    """Everything about one call of a linear but its tensors.
+    """Everything about one call of a linear except its tensors.
 
-    key: of this linear, row0 = global row of x's first token.  input_col0, output_col0: global channel of
-    x's and y's first column.  weight_casts: kept from call to call while the weight does not change.
+    key: the linear's own; its row0 is the global row of x's first token.  input_col0, output_col0: the global channels
+    of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
     reduce_amax: by role, for operands that are shards.
-    forward_only: another forward comes before the backward (recomputation), so nothing is cast for wgrad yet.
+    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
     """
 
     precision: LinearPrecision
@@ -61,12 +61,12 @@ class LinearCall(NamedTuple):
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
 
-    def form(self, gemm: str, role: str, fmt: str | None = None) -> Form | None:
-        """The form of an operand of a GEMM, in its own format by default; None stays as it is (bf16).
+    def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
+        """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
 
-        A weight's rows are output channels, those of the others tokens.
+        A weight's rows are output channels, those of the other operands tokens.
         """
-        form = _form(fmt or getattr(self.precision, gemm), gemm, role)
+        form = _form(fmt or getattr(self.precision, gemm), gemm, role, output)
         if form is None or role not in form.fmt.stochastic_roles:
             return form
         assert self.key is not None, "quantized_linear refuses this call"
@@ -75,18 +75,19 @@ class LinearCall(NamedTuple):
 
 
 @cache
-def _form(name: str, gemm: str, role: str) -> Form | None:
-    """The form of an operand but for its key; None for a format that does not quantise."""
+def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
+    """The form of an operand without its key; None for a format that does not quantise."""
     fmt = get_format(name)
-    return Form(fmt, role, REDUCTION_DIM[gemm][role]) if fmt.quantised else None
+    return Form(fmt, role, REDUCTION_DIM[gemm][role], output=output) if fmt.quantised else None
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a linear multiplies, before quantisation: x [T,K], w [N,K], and in backward grad_output [T,N].
+    """What a linear multiplies, before quantisation: x [T,K], w [N,K] and grad_output [T,N].
 
-    grad_input [T,K] and grad_weight() [N,K] are what dgrad and wgrad make of them, in the linear's own precision, where
-    somebody needs them; the second is made when it is first asked for.  They are autograd's: nobody may write to them.
+    grad_input [T,K] and grad_weight() [N,K] are the results of dgrad and wgrad in the linear's own precision, or None
+    if autograd does not need them.  The first call of grad_weight computes it.  Autograd uses both: do not write to
+    them.
     """
 
     x: Tensor
@@ -96,119 +97,54 @@ class Operands:
     grad_input: Tensor | None = None
     grad_weight: Callable[[], Tensor] | None = None
 
+    def tensor(self, role: str) -> Tensor:
+        """The unquantised operand of a role: [T,K], [N,K] or [T,N]."""
+        return {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
+
     def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
-        """One operand of one GEMM in a format, with this linear's own random bits; shape and dtype kept.
+        """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
 
         A format that does not quantise gives the operand itself.
         """
-        tensor = {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
-        form = self.call.form(gemm, role, fmt)
-        return (
-            tensor
-            if form is None
-            else cast(tensor, [form], ["values"], None, self.call.reduce_amax.get(role))[0].values
-        )
+        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt)
+        return cast(tensor, [form], self.call.reduce_amax.get(role))[0].data
 
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """``quantized`` [R, C], and how many elements were beyond the largest value: int64 scalar.
+        """``quantized`` [R, C], and the number of elements beyond the format's largest value: int64 scalar.
 
-        A float32 scale, or one that is rounded up, leaves no finite element beyond it.
+        Float32 scales, and scales that are rounded up, leave no finite element beyond it.
         """
-        tensor = {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
-        form = self.call.form(gemm, role, fmt)
+        form = self.call.form(gemm, role, fmt, "codes")
         if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
-            return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=tensor.device)
-        made = cast(tensor, [form], ["codes"], None, self.call.reduce_amax.get(role), count=True)[0]
-        assert made.scales is not None and made.saturated is not None
-        codes = Quantized(made.values, made.scales, form.fmt, form.block, made.tensor_scale)
-        return dequantize(codes, tensor.dtype), made.saturated
+            return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=self.x.device)
+        tensor = self.tensor(role)
+        made = cast(tensor, [form], self.call.reduce_amax.get(role), count=True)[0]
+        assert made.saturated is not None
+        return values(made, tensor.dtype), made.saturated
 
 
-#: A form, None for the tensor itself, and how it is to be held.
-Wanted = tuple[Form | None, Output]
-
-
-class Operand(NamedTuple):
-    """One operand [R, C] of one GEMM as an implementation wants it.
-
-    data: the tensor itself where form is None; values, codes or tensor-core bytes as ``Output`` says.
-    scales: of codes and bytes, as cast.Cast has them; tensor_scale: float32 scalar that multiplies them.
-    """
-
-    form: Form | None
-    output: Output
-    data: Tensor
-    scales: Tensor | None = None
-    tensor_scale: Tensor | None = None
-
-    @classmethod
-    def unset(cls, wanted: Wanted, x: Tensor) -> Operand:
-        """For codes of x [R, C] that nobody will read: no cast, the same sizes, NaN for scales."""
-        form, output = wanted
-        assert form is not None
-        made = allocate(x, form, output, count=False)
-        assert made.scales is not None
-        made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
-        if made.tensor_scale is not None:
-            made.tensor_scale.fill_(torch.nan)
-        return cls(form, output, made.values, made.scales, made.tensor_scale)
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantised [R, C] of a dtype; not for tensor-core bytes."""
-        if self.form is None or self.output == "values":
-            return self.data
-        assert self.output == "codes" and self.scales is not None
-        return dequantize(Quantized(self.data, self.scales, self.form.fmt, self.form.block, self.tensor_scale), dtype)
-
-
-def cast_operands(
-    x: Tensor,
-    wanted: Sequence[Wanted],
-    reduce_amax: ReduceAmax | None = None,
-    dtype: torch.dtype | None = None,
-    up: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> list[Operand]:
-    """``x`` [R, C], rounded to ``dtype`` first, in each wanted form, from one read where a kernel can; no gradient.
-
-    up, amax: as ``dispatch.cast`` has them.
-    """
-    if torch.is_grad_enabled():  # not where a Function casts, for which this would be dear
-        with torch.no_grad():
-            return cast_operands(x, wanted, reduce_amax, dtype, up, amax)
-    forms: list[Form] = []
-    outputs: list[Output] = []
-    for form, output in wanted:
-        if form is not None:
-            forms.append(form)
-            outputs.append(output)
-    if len(forms) < len(wanted):  # x itself is wanted
-        x, up = x if up is None else swiglu_product(x, up), None
-        x, dtype = x if dtype is None else x.to(dtype), None
-    made = iter(cast(x, forms, outputs, amax, reduce_amax, dtype=dtype, up=up) if forms else ())
-    operands = []
-    for form, output in wanted:
-        if form is None:
-            operands.append(Operand(None, output, x))
-        else:
-            data, scales, _, whole = next(made)
-            operands.append(Operand(form, output, data, scales, whole))
-    return operands
+def unset(form: Form, x: Tensor) -> Operand:
+    """A stand-in for a cast of x [R, C] that nobody will read: the same sizes, undefined codes, NaN for scales."""
+    made = allocate(x, form, count=False)
+    assert made.scales is not None
+    made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
+    if made.tensor_scale is not None:
+        made.tensor_scale.fill_(torch.nan)
+    return made
 
 
 class Casts:
-    """Casts of one weight, each made once while it stays as it is: from one optimiser step to the next.
+    """Casts of one weight, each made once between two optimiser steps.
 
-    A tensor that was replaced or changed in place is cast anew.
-
-    frees: the tensor is a gathered copy, whose memory its owner allocates again to gather it again.
+    If the tensor is replaced or changed in place, it is cast again.
+    frees: the tensor is a gathered copy.  Its owner allocates its memory again when it gathers it again.
     """
 
     def __init__(self, *, frees: bool = False) -> None:
         self.frees = frees
         self._of: tuple[int, int, torch.Size, torch.dtype] | None = None
-        self._tensor: Tensor | None = None  # kept alive, so that no other tensor can have its address
-        self._made: dict[Wanted, Operand] = {}
+        self._tensor: Tensor | None = None  # kept alive, so that no other tensor gets its address
+        self._made: dict[Form | None, Operand] = {}
 
     def clear(self) -> None:
         """Forget and free all casts."""
@@ -220,7 +156,7 @@ class Casts:
         return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; its casts then go."""
+        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; if so, forget its casts."""
         of = _identity(x, dtype)
         if of == self._of:
             return False
@@ -228,16 +164,16 @@ class Casts:
         self._of, self._tensor = of, x.detach()
         return True
 
-    def free_tensor(self, x: Tensor, needed: Sequence[Wanted], dtype: torch.dtype) -> None:
-        """Free the memory of ``x`` [R, C], as FSDP2 does, if all that is needed until ``clear`` has been made."""
-        if all(form is not None and _shared(form, output) in self._made for form, output in needed):
+    def free_tensor(self, x: Tensor, needed: Sequence[Form | None], dtype: torch.dtype) -> None:
+        """Free the memory of ``x`` [R, C], as FSDP2 does, if all casts that are needed before ``clear`` are here."""
+        if all(form is not None and _shared(form) in self._made for form in needed):
             x.untyped_storage().resize_(0)
             self._of = _identity(x, dtype)
 
     def get(
         self,
         x: Tensor,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[Form | None],
         dtype: torch.dtype,
         reduce_amax: ReduceAmax | None = None,
         *,
@@ -245,20 +181,19 @@ class Casts:
     ) -> list[Operand]:
         """``x`` [R, C], rounded to ``dtype`` first, in each wanted form.
 
-        for_now: codes that had to be made are kept, but given as values, made by the same read.
+        for_now: for codes that are not here yet, return values, which the same read makes; the codes are kept.
         """
         self.renewed(x, dtype)
-        wanted = [_shared(*one) for one in wanted]
-        if missing := [key for key in wanted if key not in self._made]:
-            assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
-            missing = list(dict.fromkeys(missing))
-            codes: list[Wanted] = [key for key in missing if for_now and key[1] == "codes"]
-            now: list[Wanted] = [(form, "values") for form, _ in codes]
-            made = cast_operands(x, [*missing, *now], reduce_amax, dtype)
-            self._made.update(zip(missing, made, strict=False))
-            used = dict(zip(codes, made[len(missing) :], strict=True))
-            return [used.get(key, self._made[key]) for key in wanted]
-        return [self._made[key] for key in wanted]
+        wanted = [None if form is None else _shared(form) for form in wanted]
+        if not (missing := [form for form in wanted if form not in self._made]):
+            return [self._made[form] for form in wanted]
+        missing = list(dict.fromkeys(missing))
+        assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
+        codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
+        made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)
+        self._made.update(zip(missing, made, strict=False))
+        used = dict(zip(codes, made[len(missing) :], strict=True))
+        return [used[form] if form in used else self._made[form] for form in wanted]
 
 
 def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torch.dtype]:
@@ -267,10 +202,9 @@ def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torc
 
 
 @lru_cache(maxsize=256)
-def _shared(form: Form | None, output: Output) -> Wanted:
-    """Square blocks rounded to nearest are the same along both dims: one cast serves both."""
-    if form is None:
-        return None, "values"
-    if output not in OPERANDS and form.key is None and form.block[0] == form.block[1] and not form.transformed:
-        return dataclasses.replace(form, dim=1), output
-    return form, output
+def _shared(form: Form) -> Form:
+    """Square blocks that are rounded to nearest are the same along both dims, so one cast serves both."""
+    square = form.block[0] == form.block[1]
+    if square and form.output not in OPERANDS and form.key is None and not form.transformed:
+        return dataclasses.replace(form, dim=1)
+    return form

@@ -1,8 +1,8 @@
-"""Random bits for stochastic rounding, as a function of position: no generator state.
+"""Random bits for stochastic rounding, as a function of position, without generator state.
 
 Philox-4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose tests it passes), in plain
-torch int64 arithmetic.  Element (row, col) of an operand, both counted over the whole tensor
-whatever the layout, reads one of eight draws of 16 bits from the words of
+torch int64 arithmetic.  Rows and columns are counted over the whole tensor, whatever the layout.  Element (row, col) of
+an operand reads one of the eight draws of 16 bits in the words of
 
     counter = (col >> 3, row & 0xffffffff, row >> 32, iteration)
     key     = (low, high 32 bits of mix64(mix64(seed) ^ stream))
@@ -10,14 +10,14 @@ whatever the layout, reads one of eight draws of 16 bits from the words of
 Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
 et al., OOPSLA 2014).
 
-Seed and stream stay the same for a whole run.  What moves on, iteration and row0, a GPU's kernels read from device
-memory (``Clock``), so that a CUDA graph that was captured once draws anew in each iteration.
+Seed and stream stay the same for a whole run.  Iteration and row0 change, so a GPU's kernels read them from device
+memory: they are written once for a microbatch, and all casts of it read the same two numbers.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,10 +50,11 @@ def name_stream(name: str) -> int:
 
 
 class Rows(NamedTuple):
-    """Where an operand's rows stand in the whole, when a process has two pieces of each sequence.
+    """Where the rows of an operand lie in the whole tensor, if a process has two pieces of each sequence.
 
-    Rows come piece by piece: of the first sequence the one that begins at its row ``first``, then that at ``second``,
-    and so on for the next, ``sequence`` rows later.  A scale block lies in one piece.
+    Rows come piece by piece, each of ``piece`` rows: for the first sequence the piece that begins at its row ``first``,
+    then the one at ``second``; then the same for the next sequence, which begins ``sequence`` rows later.  No scale
+    block crosses a piece.
     """
 
     piece: int
@@ -62,44 +63,21 @@ class Rows(NamedTuple):
     second: int
 
     def places(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
-        """Rows of the whole, counted from the first sequence's first, of the rows 0, 1, ...: int64 [rows]."""
+        """The places of rows 0, 1, ... in the whole tensor, counted from the first sequence: int64 [rows]."""
         row = torch.arange(rows, device=device)
         number = row // self.piece
         begin = torch.where(number % 2 == 0, self.first, self.second)
         return number // 2 * self.sequence + begin + row % self.piece
 
 
-class Clock(NamedTuple):
-    """Iteration and row0 of the next random bits on a device: int64 [1] each.
-
-    Kernels that were captured in a CUDA graph read them when the graph is replayed.  row0 None stays at the key's.
-    """
-
-    iteration: Tensor
-    row0: Tensor | None
-
-    @classmethod
-    def at(cls, key: RoundingKey, device: torch.device | str) -> Clock:
-        """A clock of its own that shows a key's iteration and row0."""
-        return cls(*(torch.full((1,), number, device=device) for number in (key.iteration, key.row0)))
-
-    def set(self, key: RoundingKey) -> None:
-        """Show another key's iteration and row0, in the same memory."""
-        self.iteration.fill_(key.iteration)
-        if self.row0 is not None:
-            self.row0.fill_(key.row0)
-
-
 @dataclass(frozen=True)
 class RoundingKey:
     """Names the random bits of one operand.
 
-    seed: the run's.  iteration: the optimiser step.  stream: hash of (linear, role); start from ``name_stream`` and let
-    ``for_operand`` add the role.  Both GEMMs that read an operand round it by the same bits, which are drawn once.
-    row0, col0: global position of the operand's first element, row = global sample index * seq-length + position, col =
-    channel.  rows: where the operand's rows stand, counted from row0; None: one after another.
-    clock: what a GPU's kernels read in place of iteration and row0 (of tokens; a weight's rows never move); without
-    one they read numbers that are written once for all keys that have them.
+    seed: of the run.  iteration: the optimiser step.  stream: hash of linear and role: ``name_stream`` makes the
+    linear's, and ``for_operand`` adds the role.  Both GEMMs that read an operand round it by the same bits.
+    row0, col0: global position of the operand's first element; row = global sample index * seq-length + position, col =
+    channel.  rows: where the operand's rows lie, counted from row0; None: one after another.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
@@ -108,7 +86,6 @@ class RoundingKey:
     stream: int
     row0: int = 0
     col0: int = 0
-    clock: Clock | None = field(default=None, compare=False, repr=False)
     rows: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -123,25 +100,21 @@ class RoundingKey:
         return _words(self.seed, self.stream)
 
     def for_operand(self, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
-        """The key of one operand; positions left out stay this key's, a row0 counts one after another.
+        """The key of one operand.  Positions that are not given are this key's; with a row0, rows follow each other.
 
         Raises UserError for an unknown role.
         """
-        rows, clock = self.rows, self.clock
-        if row0 is not None:
-            rows, clock = None, None if clock is None else clock._replace(row0=None)
         return RoundingKey(
             self.seed,
             self.iteration,
             _operand_stream(self.stream, role),
             self.row0 if row0 is None else row0,
             self.col0 if col0 is None else col0,
-            clock,
-            rows,
+            self.rows if row0 is None else None,
         )
 
 
-@lru_cache(maxsize=8192)  # three operands of each of a large model's linears
+@lru_cache(maxsize=8192)  # three operands for each linear of a large model
 def _operand_stream(stream: int, role: str) -> int:
     if role not in ROLES:
         raise UserError(f"role={role!r}: choose one of {', '.join(ROLES)}")

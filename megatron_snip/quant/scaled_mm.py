@@ -1,9 +1,9 @@
 """The ``hopper`` backend: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
 
-Operands are codes and scales of the specification, bit for bit; the hardware multiplies them and applies the
-scales every 128 elements, in float32.  Elements narrower than 8 bits ride E4M3, which holds their values
-exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling
-(CUDA 12.9 or newer, compute capability 9.0).  Blackwell's is in block_scaled.py.
+Operands are the specification's codes and scales, bit for bit.  The hardware multiplies the codes and applies the
+scales every 128 elements, in float32.  Elements of fewer than 8 bits are written as E4M3, which holds their values
+exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling (CUDA 12.9 or
+newer, compute capability 9.0).  block_scaled.py is the same for Blackwell.
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
 """
@@ -17,14 +17,13 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E4M3
 from megatron_snip.quant.backend import Backend, Sizes
-from megatron_snip.quant.cast import Output
-from megatron_snip.quant.operands import Operand
+from megatron_snip.quant.cast import Operand, Output
 
 _BLOCK = 128
 
 
 class Hopper(Backend):
-    """``Backend`` of that name."""
+    """The ``hopper`` backend."""
 
     name = "hopper (FP8 tensor cores, scales of 1x128 and 128x128)"
 
@@ -39,11 +38,11 @@ class Hopper(Backend):
         return unfit_gpu(device, "Hopper", (9, 0), (12, 9))
 
     def unfit_sizes(self, sizes: Sizes) -> str | None:
-        """Which size is no multiple of the block, or None."""
+        """Which size is not a multiple of the block, or None."""
         return no_multiple(sizes, _BLOCK)
 
     def output(self, role: str, *, kept: bool) -> Output:
-        """Bytes for the tensor cores; one an element, so they are what is kept too."""
+        """What tensor cores read.  It has one byte per element, so it is kept, too."""
         return "operand"
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -63,7 +62,7 @@ class Hopper(Backend):
 
 
 def no_multiple(sizes: Sizes, multiple: int) -> str | None:
-    """Which size is no multiple of what a backend needs, or None."""
+    """Which size is not a multiple of what a backend needs, or None."""
     words = {"tokens": sizes.tokens, "input channels": sizes.inputs, "output channels": sizes.outputs}
     return next(
         (f"{size} {what} are no multiple of {multiple}" for what, size in words.items() if size % multiple), None
@@ -71,7 +70,10 @@ def no_multiple(sizes: Sizes, multiple: int) -> str | None:
 
 
 def unfit_gpu(device: torch.device, kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why a device is not such a GPU, whose compute capability has the same major number and is no lower, or None."""
+    """Why a device is not a GPU of this kind, or None.
+
+    Its compute capability must have the same major number as ``capability`` and not be lower.
+    """
     if device.type != "cuda":
         return f"tensor cores need a {kind} GPU, the device is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -84,7 +86,7 @@ def unfit_gpu(device: torch.device, kind: str, capability: tuple[int, int], cuda
 
 
 def unfit_element(fmt: Format) -> str | None:
-    """Why a format's elements do not ride E4M3, or None."""
+    """Why a format's elements cannot be written as E4M3, or None."""
     assert fmt.element is not None
     if fmt.element.carrier is None:
         return f"{fmt.name}'s {fmt.element.name} elements fit neither E4M3 nor E5M2"
@@ -100,7 +102,7 @@ def _bytes(operand: Operand) -> Tensor:
 
 
 def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:
-    """X [T,K], G [T,N] or, for wgrad, G^T [N,T]: row-major, its scales column-major."""
+    """X [T,K], G [T,N], or G^T [N,T] for wgrad: row-major, with column-major scales."""
     assert a.scales is not None
     codes = _bytes(a)
     return (codes.T, a.scales.T) if gemm == "wgrad" else (codes, a.scales)
@@ -109,7 +111,7 @@ def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:
 def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
     """W^T [K,N], W [N,K] or X [T,K], column-major, with scales as cuBLASLt wants them.
 
-    Scales of 128x128 blocks run along the reduction dim first, padded to a multiple of 4 there, as Output has them.
+    Scales of 128x128 blocks are contiguous along the reduction dim, padded there to a multiple of 4 (cast.Output).
     """
     assert b.scales is not None
     codes = _bytes(b)

@@ -1,8 +1,8 @@
-"""The specification of scales: from the largest magnitude of each block to what multiplies it.
+"""The specification of scales: the scale of a block from its largest magnitude.
 
-Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which
-decodes: x ~= scale * q.  All arithmetic is float32, every division a true one: Tensor.__rtruediv__
-(``6.0 / t``) multiplies by a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
+Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which decodes:
+x ~= scale * q.  All arithmetic is float32, and divisions round once.  Tensor.__rtruediv__ (``6.0 / t``) multiplies by
+a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
 Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's
 NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
 """
@@ -19,15 +19,15 @@ from megatron_snip.quant.grid import power_of_two, round_nearest
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 _MANTISSA = 0x7FFFFF  # of a float32's bits
-# Exponents of E8M0 run from -127 to 127, but 2**-127 is no normal float32 to encode with.
+# E8M0 has exponents from -127 to 127, but a float32 that encodes 2**127, 2**-127, would not be normal.
 _SMALLEST, _LARGEST = -127, 126
 
 
 def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``encode`` and stored ``scale`` of each block: amax float32 [...] -> two float32 [...].
 
-    tensor_amax: float32 scalar, needed by formats with ``needs_tensor_amax``; their stored scale decodes
-    together with ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
+    tensor_amax: float32 scalar, for formats with ``needs_tensor_amax``; the scale of a block then decodes together with
+    ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
     """
     assert fmt.element is not None
     if fmt.scale in ("e8m0", "e8m0_ceil"):
@@ -38,32 +38,32 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
     assert fmt.scale in ("fp32", "fp32_pow2"), f"no rule for scale {fmt.scale}"
     encode = _divide(fmt.element.max, amax)
     if fmt.scale == "fp32_pow2":
-        # below the smallest normal number, which E2M5 alone reaches (3.94 / 3.4e38), the masked bits would be 0
+        # only E2M5 gets below the smallest normal number (3.94 / 3.4e38), of which the mask would leave 0
         encode = (encode.clamp(min=_FLOAT32_TINY).view(torch.int32) & 0x7F800000).view(torch.float32)
     return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
 
 
 def tensor_encode(tensor_amax: Tensor, element: Element) -> Tensor:
-    """What brings the largest block scale of an "e4m3" format to E4M3's largest: float32 [] -> []."""
+    """The factor that makes the largest block scale of an "e4m3" format E4M3's largest value: float32 [] -> []."""
     return _divide(E4M3.max * element.max, tensor_amax)
 
 
 def tensor_scale(tensor_amax: Tensor, element: Element) -> Tensor:
-    """The scale of the tensor by which "e4m3" block scales are multiplied: float32 [] -> []."""
+    """The tensor's scale, which multiplies the block scales of "e4m3" formats: float32 [] -> []."""
     return _divide(1.0, tensor_encode(tensor_amax, element))
 
 
 def _divide(numerator: float, denominator: Tensor) -> Tensor:
-    """A true division in float32, at most the largest finite value."""
+    """A float32 division that rounds once, clamped to the largest finite value."""
     return torch.div(torch.full_like(denominator, numerator), denominator).clamp(max=FLOAT32_MAX)
 
 
 def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
-    """Exponent floor(log2 amax) - emax of the element, or ceil(log2(amax / max)), within E8M0; the smallest for 0."""
-    # float32's own exponent field is floor(log2); a subnormal amax is below E8M0's smallest anyway
+    """2**(floor(log2 amax) - emax), or with ``up`` 2**ceil(log2(amax / max)), within E8M0; the smallest for 0."""
+    # float32's exponent field is floor(log2), except for subnormal numbers, which are below E8M0's smallest anyway
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - element.emax
-    if up:  # amax / max is above 2**exponent where its mantissa is above max's
+    if up:  # amax / max is above 2**exponent if amax's mantissa is above max's
         largest = torch.tensor(element.max).view(torch.int32)
         exponent = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA).item())
     exponent = exponent.clamp(min=_SMALLEST, max=_LARGEST)

@@ -1,6 +1,6 @@
-"""A quantisable linear as data: its size, and where it stands in the model.
+"""A quantisable linear as data: its size and its place in the model.
 
-Whoever needs to know what is beside a linear reads it here; nobody reads it off the name.
+Code that needs a linear's neighbours reads them here and never parses names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ KINDS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear of the whole model: weight [out_features, in_features], whatever tp shards it.
+    """A linear of the whole model: weight [out_features, in_features], before tp shards it.
 
-    block: the block's number in the whole model; kind: one of KINDS; reads: what its input is, the same word for
-    linears that read the same tensor; stage: the pipeline process that holds it; other_flops: FLOPs per token of
-    forward that this stage does besides linears and that are counted with this one: attention with the last linear of
-    its block, the output layer with the last of the model, or of the stage that has it.
+    block: the number of its block in the whole model.  kind: one of KINDS.  reads: a word for its input, the same for
+    linears that read the same tensor.  stage: the pipeline process that holds it.  other_flops: FLOPs per token of
+    forward that its stage does outside linears and that are counted with this linear: attention with the last linear of
+    a block, the output layer with the last linear of the stage that has it.
     """
 
     name: str

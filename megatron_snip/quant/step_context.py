@@ -1,4 +1,4 @@
-"""What a forward is told beside its tensors, from the schedule down to each linear."""
+"""What a forward gets besides its tensors, from the pipeline schedule down to each linear."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_snip.quant.rounding import RoundingKey
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """One pass over a batch, made by who runs it; stages, blocks and linears are handed it and keep nothing of it.
+    """One pass over a batch.  Stages, blocks and linears receive it and keep nothing of it.
 
-    iteration: the optimiser step, for random bits.  loss_tokens: those of the global batch that count, by which the
-    loss is divided.  precision: of all linears, in place of each one's own.  observers: of linears, by name.
-    key: the microbatch's, of no linear yet; its stage makes it.
-    token_losses: the last stage adds the losses [T] in nats of each microbatch's tokens that count to this list.
+    iteration: the optimiser step, for random bits.  loss_tokens: the number of tokens of the global batch that count in
+    the loss, by which it is divided.  precision: of all linears, in place of each one's own.  observers: of linears, by
+    name.  key: the microbatch's, without a linear's stream; its stage makes it.
+    token_losses: the last stage appends to this list the losses [T] in nats of each microbatch's tokens that count.
     """
 
     iteration: int = 0
@@ -32,9 +32,9 @@ class StepContext:
 
     @property
     def observed(self) -> bool:
-        """Whether a probe looks, which compiled code would not show anything."""
+        """Whether a probe observes this pass; compiled code would show it nothing."""
         return bool(self.observers)
 
 
-#: A pass of which nobody asks anything.
+#: A pass without any requests.
 PLAIN = StepContext()

@@ -1,6 +1,6 @@
-"""The specification of what Blackwell's tensor cores read: packed codes, and one-byte scales in tiles of 128 x 4.
+"""The specification of Blackwell's operands: packed codes, and scales of one byte in tiles of 128 x 4.
 
-Source: cuBLAS 12.8, "1D Block Scaling Factors Layout".  Matrices here are [outer, reduction] of a GEMM.
+Source: cuBLAS 12.8, "1D Block Scaling Factors Layout".  Matrices here are [outer, reduction], as in a GEMM.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ TILE_ROWS, TILE_BYTES = 128, 512
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """One-byte scales [outer, reduction blocks] in tiles of 128 x 4, with zeros beyond the edges: [outer tiles, bytes].
+    """Scales of one byte [outer, reduction blocks] in tiles of 128 x 4: [outer tiles, bytes], zeros beyond the edges.
 
-    In a tile, scale (r, c) is byte 16 (r % 32) + 4 (r // 32) + c; tiles run along the reduction dim first.
+    In a tile, scale (r, c) is byte 16 (r % 32) + 4 (r // 32) + c.  Tiles follow each other along the reduction dim.
     """
     rows, cols = scales.shape
     padded = F.pad(scales, (0, -cols % 4, 0, -rows % TILE_ROWS))
@@ -25,19 +25,19 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes of four bits a byte, the first one low: uint8 [outer, reduction] -> [outer, half of it]."""
+    """Pairs of 4-bit codes as bytes, the first in the low half: uint8 [outer, reduction] -> [outer, half of it]."""
     codes = F.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, ::2] & 15 | codes[:, 1::2] << 4
 
 
 def scale_bytes(scales: Tensor, block: tuple[int, int], size: tuple[int, int], *, each: int, e4m3: bool) -> Tensor:
-    """Scales of blocks, float32 [., .], as a byte for every ``each`` elements of codes [outer, reduction] of a size.
+    """Scales of blocks, float32 [row blocks, column blocks], as one byte per ``each`` elements along the reduction dim.
 
-    e4m3: whether they become E4M3 and not E8M0.
+    size: of the codes, [outer, reduction].  e4m3: whether the bytes are E4M3, else E8M0.
     """
     repeated = scales.repeat_interleave(block[0], dim=0)[: size[0]]
     repeated = repeated.repeat_interleave(block[1] // each, dim=1)[:, : -(-size[1] // each)]
     if e4m3:
         return repeated.to(torch.float8_e4m3fn).view(torch.uint8)
-    # a float32 power of two's exponent field is its E8M0 code; 2**-127, which is subnormal, and 0 have 0
+    # the exponent field of a float32 power of two is its E8M0 code; 0, and 2**-127, which is subnormal, have code 0
     return (repeated.contiguous().view(torch.int32) >> 23).to(torch.uint8)

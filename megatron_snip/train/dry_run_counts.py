@@ -285,11 +285,8 @@ class Tracker(TorchDispatchMode):
             source = self.memory.of(args[0])
             formats = ["" if source is None else source.fmt]
         else:
-            (forms, outputs), counted = op._forms(args[2]), bool(args[4])
-            sizes = [  # codes have scales
-                1 if output == "values" else 2 + counted + form.fmt.needs_tensor_amax
-                for form, output in zip(forms, outputs, strict=True)
-            ]
+            forms, counted = op.forms_of(args[2], args[3]), bool(args[5])
+            sizes = [1 if form.output == "values" else 2 + counted + form.scaled for form in forms]  # codes have scales
             names = [_ELEMENTS.get((f.element.exponent_bits, f.element.mantissa_bits), f.element.name) for f in forms]
             formats = [fmt for fmt, size in zip(names, sizes, strict=True) for _ in range(size)]
         for tensor, fmt in zip(outs, formats, strict=True):

@@ -70,8 +70,8 @@ def casts_of_pieces() -> dict[str, bool]:
                 x = operands[role]
                 part = own_tokens(x.transpose(1, 2), cp).transpose(1, 2)
                 reduce = call.reduce_amax.get(role)
-                (got,) = cast(part.flatten(0, 1), [call.form(gemm, role)], ["values"], None, reduce)
-                (whole,) = cast(x.flatten(0, 1), [plain.form(gemm, role)], ["values"])
-                wanted = own_tokens(whole.values.unflatten(0, (B, S)).transpose(1, 2), cp).transpose(1, 2)
-                same[f"{module.__name__} {fmt} {gemm} {role}"] = torch.equal(got.values, wanted.flatten(0, 1))
+                (got,) = cast(part.flatten(0, 1), [call.form(gemm, role)], reduce)
+                (whole,) = cast(x.flatten(0, 1), [plain.form(gemm, role)])
+                wanted = own_tokens(whole.data.unflatten(0, (B, S)).transpose(1, 2), cp).transpose(1, 2)
+                same[f"{module.__name__} {fmt} {gemm} {role}"] = torch.equal(got.data, wanted.flatten(0, 1))
     return same

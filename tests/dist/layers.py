@@ -28,9 +28,11 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives, operands
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives
 from megatron_snip.quant import run_linear as run_apart
 from megatron_snip.quant import group as groups
+from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linear_op import pack
 from megatron_snip.quant.rounding import random_bits
 
@@ -64,21 +66,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.operands: list[dict[str, Any]] = []
-        self.real = operands.cast
+        self.real = op.run
 
-    def __call__(self, x: Tensor, forms: Any, outputs: Any, amax: Any, reduce_amax: Any, **more: Any) -> list[Any]:
-        once = list(dict.fromkeys(forms))  # codes and values of one form may come from one read
-        codes = self.real(x, once, ["codes"] * len(once), amax, reduce_amax, **more)
+    def __call__(self, x: Tensor, forms: Any, *how: Any) -> list[Any]:
+        once = list(dict.fromkeys(form.held("codes") for form in forms))  # one read may give codes and values of a form
+        codes = self.real(x, once, *how)
         for form, made in zip(once, codes, strict=True):
             self.operands.append(
                 {
                     "role": form.role,
-                    "codes": made.values,
+                    "codes": made.data,
                     "scales": made.scales,
                     "bits": None if form.key is None else random_bits(form.key, *x.shape),
                 }
             )
-        return self.real(x, forms, outputs, amax, reduce_amax, **more)
+        return self.real(x, forms, *how)
 
 
 def apart(layer: ColumnParallelLinear, x: Tensor, context: StepContext = CONTEXT) -> Tensor:
@@ -98,12 +100,12 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
     g = part(g, 2, mesh) if kind == "column" else outside(g)
     x.requires_grad_()
     recorder = Recorder()
-    operands.cast = recorder
+    op.run = recorder
     try:
         y = apart(layer, region.enter(x)) if kind == "column" else layer(x, CONTEXT)
         y.backward(g)
     finally:
-        operands.cast = recorder.real
+        op.run = recorder.real
     return {"y": y.detach(), "dx": x.grad, "dw": local(layer.weight.grad), "operands": recorder.operands}
 
 
@@ -325,17 +327,17 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = groups.Group([call], [], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
-            x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input")
+            x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input", output=output)
             largest = x.abs().amax().float()  # of the whole, for nvfp4
-            (whole,) = operands.cast_operands(x, [(form, output)])
-            (mine,) = operands.cast_operands(part(x, 0, mesh), [(form, output)], lambda _, whole=largest: whole)
+            (whole,) = cast(x, [form])
+            (mine,) = cast(part(x, 0, mesh), [form], lambda _, whole=largest: whole)
             (gathered,) = groups._gather([mine], group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))
         if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
-            wanted = [(call.form("fprop", "input"), "swizzled")]
-            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[groups.ITSELF], wanted]))
+            wanted = [call.form("fprop", "input", output="swizzled")]
+            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[None], wanted]))
     return found
 
 

@@ -25,10 +25,10 @@ import torch
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax, swiglu_product
+from megatron_snip.quant.cast import Form, Operand, Output, finite_amax, reference, swiglu_product
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
-from tests.unit.quant.kernels.operands import bits, operands
+from tests.unit.quant.kernels.operands import bits, held, operands
 
 FORMATS = ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")
 #: Of which Blackwell reads swizzled operands.
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def _form(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
-    return Form(get_format(fmt), role, dim, key).without_transform()
+    return Form(get_format(fmt), role, dim, key)
 
 
 def _outputs(form: Form) -> tuple[Output, ...]:
@@ -103,10 +103,10 @@ def _each() -> Iterator[Case]:
             yield Case(pair, ("swizzled", "swizzled"), ragged=ragged)
 
 
-def differences(ours: Cast, expected: Cast) -> list[str]:
+def differences(ours: Operand, expected: Operand) -> list[str]:
     """Parts of a cast that are not the same bits."""
     found = []
-    for part in Cast._fields:
+    for part in Operand._fields[1:]:
         a, b = getattr(ours, part), getattr(expected, part)
         if (a is None) != (b is None) or (a is not None and not torch.equal(bits(a), bits(b).to(a.device))):
             found.append(part)
@@ -122,12 +122,13 @@ def run(number: int, *, rehearse: bool) -> str:
     amax = finite_amax(read)
     try:
         with _on_the_cpu() if rehearse else nullcontext():
-            assert rehearse or triton_cast.takes(x, case.forms, case.outputs, up), "the kernels do not take it"
-            made = triton_cast.cast(x, case.forms, case.outputs, amax, up=up)
+            forms = held(case.forms, case.outputs)
+            assert rehearse or triton_cast.takes(x, forms, up), "the kernels do not take it"
+            made = triton_cast.run(x, forms, amax, up=up)
         found = []
-        for ours, form, output in zip(made, case.forms, case.outputs, strict=True):
+        for ours, form in zip(made, forms, strict=True):
             for where in {device, "cpu"}:  # the specification on either device, of the product that x's device makes
-                expected = cast_reference(read.to(where), [form], [output], amax.to(where))[0]
+                expected = reference(read.to(where), [form], amax.to(where))[0]
                 found += [f"{part} against the specification on {where}" for part in differences(ours, expected)]
     except Exception as error:
         return f"{case.name}: {''.join(traceback.format_exception_only(error)).strip()}"

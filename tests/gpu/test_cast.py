@@ -16,10 +16,10 @@ import torch
 
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, dispatch
-from megatron_snip.quant.cast import Cast, Form, Quantized, cast_reference, finite_amax
+from megatron_snip.quant.cast import Form, Operand, Quantized, finite_amax, reference
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.scales import tensor_scale
-from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
+from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
 
 pytestmark = pytest.mark.gpu
 
@@ -32,29 +32,30 @@ UNALIGNED = RoundingKey(seed=7, iteration=3, stream=2**63, row0=2**40, col0=6)
 
 
 def plain(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
-    return Form(get_format(fmt), role, dim, key).without_transform()
+    return Form(get_format(fmt), role, dim, key)
 
 
 def outputs_of(form: Form) -> list[str]:
     return OUTPUTS if form.element.carrier is not None else OUTPUTS[:2]
 
 
-def same(one: Cast, other: Cast) -> bool:
-    pairs = zip(one[:3], other[:3], strict=True)
+def same(one: Operand, other: Operand) -> bool:
+    pairs = zip(one[1:], other[1:], strict=True)
     return all((a is None and b is None) or torch.equal(bits(a), bits(b).to(a.device)) for a, b in pairs)
 
 
-def check(x: torch.Tensor, forms: list[Form], outputs: list[str], reference: torch.Tensor | None = None) -> None:
-    """The kernel on x against the specification, on x's device or where ``reference``, a copy of x, is."""
-    assert triton_cast.takes(x, forms, outputs), "the kernels should take this"
+def check(x: torch.Tensor, forms: list[Form], outputs: list[str], copy: torch.Tensor | None = None) -> None:
+    """The kernel on x against the specification, on x's device or where ``copy``, a copy of x, is."""
+    forms = held(forms, outputs)
+    assert triton_cast.takes(x, forms), "the kernels should take this"
     amax = finite_amax(x)
-    made = triton_cast.cast(x, forms, outputs, amax)
-    reference = x if reference is None else reference
-    for form, output, ours in zip(forms, outputs, made, strict=True):
-        expected = cast_reference(reference, [form], [output], amax.to(reference.device))[0]
-        assert same(ours, expected), f"{form} {output}"
-        if output == "operand":
-            assert ours.values.stride() == expected.values.stride() and ours.scales.stride() == expected.scales.stride()
+    made = triton_cast.run(x, forms, amax)
+    copy = x if copy is None else copy
+    for form, ours in zip(forms, made, strict=True):
+        expected = reference(copy, [form], amax.to(copy.device))[0]
+        assert same(ours, expected), form
+        if form.output == "operand":
+            assert ours.data.stride() == expected.data.stride() and ours.scales.stride() == expected.scales.stride()
 
 
 @pytest.mark.parametrize("key", [None, KEY, UNALIGNED], ids=["nearest", "stochastic", "unaligned"])
@@ -131,10 +132,10 @@ def test_dequantisation(fmt, dtype):
     for role, dim in SIDES:
         form = plain(fmt, role, dim)
         x = operands(RAGGED, torch.float32, "cuda")[1]
-        made = cast_reference(x, [form], ["codes"], finite_amax(x))[0]
+        made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.randint(256, RAGGED, device="cuda", dtype=torch.uint8)
         whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
-        for layout in (made.values, codes, codes.T.contiguous().T):
+        for layout in (made.data, codes, codes.T.contiguous().T):
             quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)
             assert triton_cast.takes_codes(quantized)
             assert torch.equal(bits(triton_cast.dequantize(quantized, dtype)), bits(quantized.dequantize(dtype)))
@@ -148,15 +149,15 @@ def test_largest_magnitude():
 
 def test_the_dispatched_cast_takes_the_kernel_and_never_waits_for_the_device():
     x = operands(LARGE, torch.bfloat16, "cuda")[1]
-    forms = [plain("nvfp4", "grad_output", 1, KEY), plain("fp8", "weight", 0)]
-    dispatch.cast(x, forms, ["operand", "operand"], count=True)  # compiles
+    forms = held([plain("nvfp4", "grad_output", 1, KEY), plain("fp8", "weight", 0)], ["operand", "operand"])
+    dispatch.cast(x, forms, count=True)  # compiles
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = dispatch.cast(x, forms, ["operand", "operand"], count=True)
+        made = dispatch.cast(x, forms, count=True)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    expected = cast_reference(x, forms, ["operand", "operand"], finite_amax(x))
+    expected = reference(x, forms, finite_amax(x))
     assert all(same(ours, theirs) for ours, theirs in zip(made, expected, strict=True))
 
 

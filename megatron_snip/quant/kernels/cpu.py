@@ -1,4 +1,4 @@
-"""Loads and calls the compiled CPU casts (cpu.cpp), which setup.py builds when there is a compiler."""
+"""Loads and calls the compiled CPU casts (cpu.cpp), which setup.py builds if there is a compiler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_snip.formats import Element
+from megatron_snip.formats import SCALES, Element
 from megatron_snip.formats.element import Specials
-from megatron_snip.quant.cast import OUTPUTS, Cast, Constants, Form, Output, Quantized, allocate, cast_reference
+from megatron_snip.quant.cast import Form, Operand, Quantized, allocate, as_read, form_of, reference
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ ABI = 10
 MAX_BLOCK_COLS = 1024
 BEST_ISA = 2
 
-# Waking a thread costs some microseconds: fewer elements than this a thread are not worth one.
+# Waking a thread costs some microseconds, which fewer elements than this do not repay.
 _ELEMENTS_PER_THREAD = 1 << 16
-# Outputs of this size go past the caches: they would not be there any more when the next operation reads them.
+# Outputs of this size bypass the caches, which could not hold them until the next operation reads them.
 _STREAM_BYTES = 32 << 20
 _READABLE, _PLAIN = (torch.bfloat16, torch.float32, torch.uint8), (Tensor, Parameter)
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
@@ -36,12 +36,12 @@ _FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
-_NEAREST = (0,) * 10  # of a form without a key
+_NEAREST = (0,) * 10  # in place of a key
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None (logged once) where it was not built or is of another version."""
+    """The compiled kernel, or None (logged once) if it was not built or has another version."""
     path = Path(__file__).with_name("_cpu.so")
     if not path.exists():
         logger.warning("the CPU kernel is not built: %s", _SLOWER)
@@ -69,17 +69,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def best_isa() -> int:
-    """The best instruction set of this machine, as ``cast`` takes it."""
+    """The best instruction set of this machine, as ``run`` takes it."""
     loaded = library()
     return 0 if loaded is None else int(loaded.megatron_snip_isa())
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
-    """Whether the compiled kernel can cast ``x`` [R, C] into these forms."""
-    if not reads(x) or "swizzled" in outputs:  # which Blackwell alone reads
+def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
+    """Whether the compiled kernel can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms."""
+    if not reads(x):
         return False
     for form in forms:
-        if form.block[1] > MAX_BLOCK_COLS or form.transformed:
+        if form.block[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
             return False
         if form.key is not None and form.key.col0 + x.shape[1] > 2**34:
             return False
@@ -89,46 +89,39 @@ def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output]) -> bool:
 def reads(x: Tensor) -> bool:
     """Whether there is a compiled kernel and ``x`` [...] has memory that it can read.
 
-    Subclasses (fake tensors, for one) have none to point at.  No compiler gets here: it is shown operators (op.py).
+    Subclasses such as fake tensors have none.  Compilers never get here: they see operators (op.py).
     """
     return x.is_cpu and x.dtype in _READABLE and type(x) in _PLAIN and library() is not None
 
 
-def cast(
+def run(
     x: Tensor,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None,
-    isa: int = BEST_ISA,
-    *,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     count: bool = True,
-) -> list[Cast]:
-    """The casts of ``x`` [R, C], which ``takes`` has accepted, from one read of it; count as ``cast_reference``.
+    up: Tensor | None = None,
+    isa: int = BEST_ISA,
+) -> list[Operand]:
+    """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted, all from one read of x.
 
     isa: 0 generic, 1 AVX2, 2 AVX-512, or the best one below that this machine has.
     """
+    x = as_read(x, dtype, up)
     if x.numel() == 0:
-        return cast_reference(x, forms, outputs, amax, count)
+        return reference(x, forms, amax, count=count)
     x = x.contiguous()
-    casts = room(x, forms, outputs, count)
-    fill(x, forms, outputs, casts, amax, isa)
-    if "operand" in outputs:
-        for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
-            if output == "operand" and form.dim == 0:
-                casts[i] = casts[i]._replace(values=casts[i].values.T.contiguous().T)
-    return casts
+    made = room(x, forms, count)
+    fill(x, made, amax, isa)
+    for i, form in enumerate(forms):
+        if form.output == "operand" and form.dim == 0:
+            made[i] = made[i]._replace(data=made[i].data.T.contiguous().T)
+    return made
 
 
-def fill(
-    x: Tensor,
-    forms: Sequence[Form],
-    outputs: Sequence[Output],
-    casts: Sequence[Cast],
-    amax: Tensor | None,
-    isa: int = BEST_ISA,
-) -> None:
-    """Write the casts of ``x`` [R, C], contiguous and not empty, into tensors from ``room``."""
-    packed = b"".join(map(_packed, forms, outputs, casts))
+def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BEST_ISA) -> None:
+    """Write the casts of ``x`` [R, C], contiguous and not empty, into operands from ``room``."""
+    packed = b"".join(map(_packed, made))
     rows, cols = x.shape
     call = _CALL.pack(
         x.data_ptr(),
@@ -139,7 +132,7 @@ def fill(
         x.dtype is torch.bfloat16,
         _threads(rows * cols),
         isa,
-        len(forms),
+        len(made),
     )
     loaded = library()
     assert loaded is not None
@@ -147,9 +140,9 @@ def fill(
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """A plain non-temporal copy by the kernel's threads, the benchmarks' measure of memory.
+    """A plain non-temporal copy by the kernel's threads, with which benchmarks measure memory bandwidth.
 
-    Both contiguous, of equal size, and a multiple of 64 bytes at addresses that are multiples of 64: [...].
+    Both [...] are contiguous and of equal size; size and addresses are multiples of 64 bytes.
     """
     loaded, size = library(), source.numel() * source.element_size()
     assert loaded is not None and size == target.numel() * target.element_size()
@@ -158,7 +151,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
-    """``Quantized.dequantize`` to bfloat16 or float32: [R, C]; ``reads`` has accepted the codes."""
+    """``Quantized.dequantize`` to bfloat16 or float32, of codes that ``reads`` has accepted: [R, C]."""
     codes, scales, element = quantized.codes.contiguous(), quantized.scales, quantized.fmt.element
     assert element is not None and dtype in (torch.bfloat16, torch.float32)
     if quantized.tensor_scale is not None:
@@ -199,44 +192,45 @@ def _threads(elements: int) -> int:
     return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
 
 
-def room(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], count: bool = True) -> list[Cast]:
-    """Room for casts of x [R, C]; of an operand too, the kernel writes codes row by row."""
-    casts = [allocate(x, form, output, count=count) for form, output in zip(forms, outputs, strict=True)]
-    if "operand" in outputs:
-        for i, (made, output) in enumerate(zip(casts, outputs, strict=True)):
-            if output == "operand":
-                assert made.scales is not None
-                made.scales.zero_()  # what pads them is not written
-                casts[i] = made._replace(values=torch.empty_like(x, dtype=torch.uint8))
-    return casts
+def room(x: Tensor, forms: Sequence[Form], count: bool = True) -> list[Operand]:
+    """Memory for casts of x [R, C].  The kernel writes all codes row by row, also those of "operand"."""
+    made = [allocate(x, form, count=count) for form in forms]
+    for i, form in enumerate(forms):
+        if form.output == "operand":
+            scales = made[i].scales
+            assert scales is not None
+            scales.zero_()  # the kernel does not write the padding
+            made[i] = made[i]._replace(data=torch.empty_like(x, dtype=torch.uint8))
+    return made
 
 
-def _packed(form: Form, output: Output, room: Cast) -> bytes:
+def _packed(made: Operand) -> bytes:
     """A form and where its cast goes, as cpu.h's struct Form."""
-    values, scales, saturated, tensor_scale = room
+    form, data, scales, tensor_scale, saturated = made
+    assert form is not None
     key, drawn = form.key, _NEAREST
     if key is not None:
         drawn = (key.row0, key.col0, *(key.rows or (0, 0, 0, 0)), *key.words, key.iteration, True)
     return _FORM.pack(
-        values.data_ptr(),
+        data.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         0 if tensor_scale is None else tensor_scale.data_ptr(),
         *((0, 0) if scales is None else scales.stride()),
         *drawn,
-        _constants(form.constants(output)),
+        _constants(form.text),
     )
 
 
 @lru_cache(maxsize=1024)
-def _constants(constants: Constants) -> bytes:
-    """The end of cpu.h's struct Form, which is the same for every call."""
+def _constants(text: str) -> bytes:
+    """The end of cpu.h's struct Form, which is the same for every call with a form of this text."""
+    form = form_of(text)
     return _CONSTANTS.pack(
-        OUTPUTS[constants.output] != "values",
-        constants.scale,
-        constants.block_rows,
-        constants.block_cols,
-        *(_grid(one.exponent_bits, one.mantissa_bits, one.specials) for one in (constants.element, constants.stored)),
+        form.output != "values",
+        SCALES.index(form.fmt.scale),
+        *form.block,
+        *(_grid(one.exponent_bits, one.mantissa_bits, one.specials) for one in (form.element, form.stored)),
     )
 
 

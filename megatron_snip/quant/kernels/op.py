@@ -1,13 +1,16 @@
-"""Casts by the fastest implementation of the tensor's device, and the same as torch custom operators.
+"""Which kernel casts a tensor, and the same as torch custom operators.
 
-Direct calls go straight to a kernel or to the specification (cast.py).  Compilers and fake tensors cannot look into
-kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``; forms are lists of
-integers, ``_FIELDS`` each: a form's constants and its key.  Of SwiGLU fake tensors alone see kernels, in a dry run.
+Direct calls go straight to a kernel, or to the specification (cast.py).  Compilers and fake tensors cannot look into
+kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``.  An operator takes
+no objects, so a form becomes its text (``Form.text``) and the integers of its key.  SwiGLU's gradients are an operator
+for fake tensors only, in a dry run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,46 +18,68 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.quant import cast as specification
-from megatron_snip.quant.cast import Cast, Constants, Form, Output, Quantized, allocate, cast_reference, swiglu_product
+from megatron_snip.quant.cast import Form, Operand, Quantized, allocate, form_of, reference, swiglu_product
 from megatron_snip.quant.hadamard import check_tokens
 from megatron_snip.quant.hadamard import hadamard as hadamard_reference
 from megatron_snip.quant.kernels import cpu, triton_cast
 from megatron_snip.quant.rounding import RoundingKey, Rows
 
-_CONSTANTS = len(Constants._fields)
-_FIELDS = _CONSTANTS + 11
 _MASK32 = 0xFFFFFFFF
+_KEY = 11  # integers of a key
+_NO_KEY = [-1, *[0] * (_KEY - 1)]
+
+#: x [R, C], forms, amax, dtype, count, up -> an operand of each form: what ``cast.reference`` says of them.
+Run = Callable[[Tensor, Sequence[Form], Tensor | None, torch.dtype | None, bool, Tensor | None], list[Operand]]
 
 
-def cast(
+class Kernel(NamedTuple):
+    """A kernel.  takes: whether it can cast x, or SwiGLU's product of x and up, into these forms."""
+
+    takes: Callable[[Tensor, Sequence[Form], Tensor | None], bool]
+    run: Run
+
+
+#: Device type -> its kernel.  The specification runs on other devices, and what a kernel does not take.
+KERNELS = {
+    "cuda": Kernel(triton_cast.takes, triton_cast.run),
+    "cpu": Kernel(cpu.takes, cpu.run),
+}
+
+
+def run(
     x: Tensor,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None,
-    *,
+    amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    count: bool = False,
+    count: bool = True,
     up: Tensor | None = None,
-) -> list[Cast]:
-    """``x`` [R, C], rounded to ``dtype`` first, in each of the forms, none of them transformed; the rest as
-    ``cast_reference``.
-
-    up: of x's shape and dtype, which is then left as it is: ``swiglu_product(x, up)`` is cast.
-    """
+) -> list[Operand]:
+    """As ``cast.reference``, of x [R, C], by the kernel of its device or by an operator that stands for it."""
     if not _traced(x):
-        return _cast_now(x, forms, outputs, amax, dtype, count, up)
+        return _run_now(x, forms, amax, dtype, count, up)
     if up is not None and not triton_cast.takes_product(x, up):
         x, up = swiglu_product(x, up), None
-    numbers = [number for form, output in zip(forms, outputs, strict=True) for number in _numbers(form, output)]
-    made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, numbers, dtype, count, up))
+    text, keys = ";".join([form.text for form in forms]), [number for form in forms for number in _numbers(form.key)]
+    made = iter(torch.ops.megatron_snip.cast(x.detach(), amax, text, keys, dtype, count, up))
     return [
-        Cast(next(made), None, None)
-        if output == "values"
-        else Cast(
-            next(made), next(made), next(made) if count else None, next(made) if form.fmt.needs_tensor_amax else None
-        )
-        for form, output in zip(forms, outputs, strict=True)
+        Operand(form, next(made))
+        if form.output == "values"
+        else Operand(form, next(made), next(made), next(made) if form.scaled else None, next(made) if count else None)
+        for form in forms
     ]
+
+
+def _run_now(
+    x: Tensor,
+    forms: Sequence[Form],
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    count: bool,
+    up: Tensor | None,
+) -> list[Operand]:
+    kernel = KERNELS.get(x.device.type)
+    chosen = kernel.run if kernel is not None and kernel.takes(x, forms, up) else reference
+    return chosen(x, forms, amax, dtype, count, up)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -64,19 +89,20 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     if not _traced(quantized.codes):
         return _dequantize_now(quantized, dtype)
     return torch.ops.megatron_snip.dequantize(
-        quantized.codes, quantized.scales, quantized.tensor_scale, list(quantized.constants), dtype
+        quantized.codes, quantized.scales, quantized.tensor_scale, quantized.text, dtype
     )
 
 
 def rounds(x: Tensor) -> bool:
-    """Whether ``cast`` and ``finite_amax`` each round x [R, C] to a dtype as they read it, and need no copy."""
+    """Whether ``run`` and ``finite_amax`` round x [R, C] to a dtype as they read it, so that no copy is needed."""
     return triton_cast.takes_amax(x)
 
 
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
     """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar.
 
-    up: of x's shape, for which ``triton_cast.takes_product``; ``swiglu_product(x, up)`` is looked at, and not stored.
+    up: of x's shape, and ``triton_cast.takes_product`` accepts both: the amax of ``swiglu_product(x, up)``, which is
+    not stored.
     """
     if rounds(x):
         return triton_cast.finite_amax(x, dtype, up)
@@ -85,7 +111,7 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None =
 
 
 def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``hadamard.hadamard`` of x [T, C], and, where the kernel found it on its way, ``finite_amax`` of that."""
+    """``hadamard.hadamard`` of x [T, C], and its ``finite_amax`` if the kernel finds it as well, else None."""
     check_tokens(x)
     if _traced(x):
         made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach())
@@ -96,8 +122,8 @@ def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def swiglu_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of gate and up [...] from that of ``swiglu_product(gate, up)``, of those that are needed."""
-    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # not in a graph, which a compiler fuses
+    """Gradients of gate and up [...] from the gradient of ``swiglu_product(gate, up)``; None if not needed."""
+    if needs_gate and needs_up and triton_cast.takes_product(gate, up):  # False under a compiler, which fuses
         if isinstance(grad, FakeTensor):
             made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.swiglu_backward(grad, gate, up)
             return made
@@ -107,26 +133,8 @@ def swiglu_gradients(
 
 
 def _traced(x: Tensor) -> bool:
-    """Whether a compiler watches, or x [...] has a shape only."""
+    """Whether a compiler traces this call, or x [...] is a fake tensor."""
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-
-
-def _cast_now(
-    x: Tensor,
-    forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None,
-    dtype: torch.dtype | None,
-    count: bool,
-    up: Tensor | None,
-) -> list[Cast]:
-    if triton_cast.takes(x, forms, outputs, up):
-        return triton_cast.cast(x, forms, outputs, amax, dtype, count, up)
-    x = x if up is None else swiglu_product(x, up)
-    x = x if dtype is None else x.to(dtype)
-    if cpu.takes(x, forms, outputs):
-        return cpu.cast(x, forms, outputs, amax, count=count)
-    return cast_reference(x, forms, outputs, amax, count)
 
 
 def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -138,38 +146,34 @@ def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _finite_amax_now(x: Tensor, up: Tensor | None = None) -> Tensor:
-    if triton_cast.takes_amax(x):  # of an operator's call
+    if triton_cast.takes_amax(x):  # when called by the operator
         return triton_cast.finite_amax(x, up=up)
     x = x if up is None else swiglu_product(x, up)
     return cpu.finite_amax(x) if cpu.reads(x) else specification.finite_amax(x)
 
 
-# --- Forms as integers
+# --- Keys as integers
 
 
-def _numbers(form: Form, output: Output) -> list[int]:
-    """A form as _FIELDS integers of 64 bits; a key's seed and stream in halves, which together are as good."""
-    constants, key = form.constants(output), form.key
+def _numbers(key: RoundingKey | None) -> list[int]:
+    """A key as _KEY integers of 64 bits; seed and stream in halves, since only their lower 64 bits count."""
     if key is None:
-        return [*constants, -1, *[0] * 10]
+        return _NO_KEY
     halves = [key.seed & _MASK32, key.seed >> 32 & _MASK32, key.stream & _MASK32, key.stream >> 32 & _MASK32]
-    return [*constants, key.iteration, *halves, key.row0, key.col0, *(key.rows or (0, 0, 0, 0))]
+    return [key.iteration, *halves, key.row0, key.col0, *(key.rows or (0, 0, 0, 0))]
 
 
-def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
-    """What _numbers made into integers."""
-    forms, outputs = [], []
-    for first in range(0, len(numbers), _FIELDS):
-        rest = numbers[first + _CONSTANTS : first + _FIELDS]
-        iteration, seed_low, seed_high, stream_low, stream_high, row0, col0, *rows = rest
-        key = None
+def forms_of(text: str, keys: Sequence[int]) -> list[Form]:
+    """The forms of an operator's call, from what ``run`` made of them."""
+    forms = []
+    for i, one in enumerate(text.split(";")):
+        iteration, seed, seed_high, stream, stream_high, row0, col0, *rows = keys[_KEY * i : _KEY * (i + 1)]
+        form = form_of(one)
         if iteration >= 0:
-            seed, stream = seed_low | seed_high << 32, stream_low | stream_high << 32
-            key = RoundingKey(seed, iteration, stream, row0, col0, rows=Rows(*rows) if any(rows) else None)
-        form, output = Form.of(Constants(*numbers[first : first + _CONSTANTS]), key)
+            key = RoundingKey(seed | seed_high << 32, iteration, stream | stream_high << 32, row0, col0)
+            form = form.with_key(replace(key, rows=Rows(*rows)) if any(rows) else key)
         forms.append(form)
-        outputs.append(output)
-    return forms, outputs
+    return forms
 
 
 # --- The operators
@@ -177,36 +181,32 @@ def _forms(numbers: Sequence[int]) -> tuple[list[Form], list[Output]]:
 
 @torch.library.custom_op("megatron_snip::cast", mutates_args=())
 def _cast_op(
-    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool, up: Tensor | None
-) -> list[Tensor]:
-    return _parts(_cast_now(x.contiguous(), *_forms(forms), amax, dtype, count, up))
+    x: Tensor, amax: Tensor | None, forms: str, keys: Sequence[int], dtype: torch.dtype | None, count: bool,
+    up: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    return _parts(_run_now(x.contiguous(), forms_of(forms, keys), amax, dtype, count, up))
 
 
 @_cast_op.register_fake
 def _(
-    x: Tensor, amax: Tensor | None, forms: Sequence[int], dtype: torch.dtype | None, count: bool, up: Tensor | None
-) -> list[Tensor]:
-    return _parts(
-        allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(*_forms(forms), strict=True)
-    )
+    x: Tensor, amax: Tensor | None, forms: str, keys: Sequence[int], dtype: torch.dtype | None, count: bool,
+    up: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    return _parts(allocate(x, form, dtype=dtype, count=count) for form in forms_of(forms, keys))
 
 
-def _parts(casts: Iterable[Cast]) -> list[Tensor]:
-    return [tensor for made in casts for tensor in made if tensor is not None]
+def _parts(made: Iterable[Operand]) -> list[Tensor]:
+    return [part for operand in made for part in operand[1:] if part is not None]
 
 
 @torch.library.custom_op("megatron_snip::dequantize", mutates_args=())
-def _dequantize_op(
-    codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, constants: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    form, _ = Form.of(Constants(*constants), None)
-    return _dequantize_now(Quantized(codes, scales, form.fmt, form.block, tensor_scale), dtype)
+def _dequantize_op(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
+    fmt, block = form_of(form).fmt, form_of(form).block
+    return _dequantize_now(Quantized(codes, scales, fmt, block, tensor_scale), dtype)
 
 
 @_dequantize_op.register_fake
-def _(
-    codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, constants: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def _(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 

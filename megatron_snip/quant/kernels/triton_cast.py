@@ -1,14 +1,14 @@
 """Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
 
-One launch reads x once and writes one form or two; a weight's operands for fprop and dgrad differ in layout alone and
-are one cast that is stored twice.  SwiGLU's product of two tensors is made as they are read.  Where triton is not
-installed nothing here is taken, and the specification runs.
+One launch reads x once and writes one form or two.  A weight's operands for fprop and dgrad differ only in layout, so
+they are one cast that is stored twice.  SwiGLU's product of two tensors is computed as they are read.  If triton is not
+installed, the kernels take nothing and the specification runs.
 
-What has been run: the kernels compile for Hopper and Blackwell and their code has no fused, flushed or approximate
-arithmetic but SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py); in Triton's
-interpreter, on CPU, they give the specification's bits (test_triton_cast.py there), with torch in place of the
-conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential in place of CUDA's.
-Nothing has run on a GPU yet: tests/gpu waits for one, and no speed has been measured.
+What has been run: the kernels compile for Hopper and Blackwell.  Their code has no fused, flushed or approximate
+arithmetic except SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py).  In
+Triton's interpreter, on CPUs, they give the specification's bits (test_triton_cast.py there); torch stands in for the
+conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential for CUDA's.  Nothing has run
+on a GPU yet, and no speed has been measured: tests/gpu needs one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import OPERANDS, Cast, Form, Output, Quantized, allocate
+from megatron_snip.quant.cast import OPERANDS, Form, Operand, Quantized, allocate
 from megatron_snip.quant.hadamard import LENGTH, SIGNS
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
@@ -40,7 +40,7 @@ _HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # groups of 16 rows, and columns
 
 _MIN_CAPABILITY, _FP8_CAPABILITY, _FP4_CAPABILITY = (8, 0), (8, 9), (10, 0)
 
-#: Of every launch: no fused multiply-add, and subnormal numbers are kept.
+#: For every launch: no fused multiply-add, and subnormal numbers are not flushed to 0.
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
@@ -50,33 +50,31 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes(x: Tensor, forms: Sequence[Form], outputs: Sequence[Output], up: Tensor | None = None) -> bool:
+def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
-    GPUs, blocks of powers of two.
+    GPUs, in blocks whose sides are powers of two.
     """
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
-    for form, output in zip(forms, outputs, strict=True):
-        if not _natural(form.block) or form.transformed:
-            return False
-        if output in OPERANDS and form.element.carrier is None:
+    for form in forms:
+        if not _natural(form.block) or (form.output in OPERANDS and form.element.carrier is None):
             return False
     return True
 
 
 def takes_product(gate: Tensor, up: Tensor) -> bool:
-    """Whether kernels make SwiGLU's product of gate and up [R, C], and its gradients, with the bits of torch's."""
+    """Whether kernels compute SwiGLU's product of gate and up [R, C], and its gradients, with torch's bits."""
     return on_nvidia(gate) and on_nvidia(up) and gate.dtype == up.dtype == torch.bfloat16
 
 
 def on_nvidia(x: Tensor) -> bool:
-    """Whether kernels can read ``x`` [...] and write beside it.
+    """Whether kernels can read ``x`` [...] and write to its device.
 
-    Subclasses (fake tensors, for one) have no memory to point at.
+    Subclasses such as fake tensors have no memory.
     """
     return (
         x.is_cuda
-        and not torch.compiler.is_compiling()  # before a compiler could trace what finds triton, and warn of it
+        and not torch.compiler.is_compiling()  # first, or a compiler would trace ``installed`` and warn
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
         and installed()
         and type(x) in (Tensor, Parameter)
@@ -89,49 +87,48 @@ def on_nvidia(x: Tensor) -> bool:
 
 @cache
 def _natural(block: tuple[int, int]) -> bool:
-    """Whether tiles of the kernels hold whole blocks."""
+    """Whether the kernels' tiles hold whole blocks."""
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
 
-def cast(
+def run(
     x: Tensor,
     forms: Sequence[Form],
-    outputs: Sequence[Output],
-    amax: Tensor | None,
+    amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
     count: bool = True,
     up: Tensor | None = None,
-) -> list[Cast]:
-    """The casts of ``x`` [R, C], or with ``up`` of silu(x) * up, which ``takes`` has accepted; two forms a launch.
+) -> list[Operand]:
+    """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted; one launch writes two forms.
 
-    dtype: what x is rounded to as it is read.  count: as ``cast_reference``.
+    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read.
     """
     x = _readable(x, dtype)
     x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
-    casts = [allocate(x, form, output, dtype=dtype, count=count) for form, output in zip(forms, outputs, strict=True)]
-    for made in casts:
-        if made.saturated is not None:
-            made.saturated.zero_()
-    rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms, outputs))
+    made = [allocate(x, form, dtype=dtype, count=count) for form in forms]
+    for one in made:
+        if one.saturated is not None:
+            one.saturated.zero_()
+    rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms))
     for launch in launches(kinds, up is not None, _converts(x.device)):
-        written = casts[launch.forms]
-        _launch(launch, x, up, forms[launch.forms], written, amax, rounded)
+        written = made[launch.forms]
+        _launch(launch, x, up, written, amax, rounded)
         if count and launch.twins:
-            one, twin = (made.saturated for made in written)
-            assert one is not None and twin is not None
-            twin.copy_(one)
-    return casts
+            first, twin = (one.saturated for one in written)
+            assert first is not None and twin is not None
+            twin.copy_(first)
+    return made
 
 
 def _readable(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` [R, C], which kernels round to ``dtype`` as they read it, or what they cannot round, rounded."""
+    """``x`` [R, C], if kernels can round it to ``dtype`` as they read it; else a rounded copy."""
     return x if dtype in (None, x.dtype) or (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """``x`` [R, C], or a copy whose rows the kernels can read."""
+    """``x`` [R, C], or a copy if the kernels cannot read its rows."""
     return x.contiguous() if x.stride(1) != 1 or x.stride(0) >= _MAX_SIDE else x
 
 
@@ -139,25 +136,25 @@ def _launch(
     launch: Launch,
     x: Tensor,
     up: Tensor | None,
-    forms: Sequence[Form],
-    casts: Sequence[Cast],
+    written: Sequence[Operand],
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """Write ``casts``: of x [R, C] with contiguous rows, rounded to bfloat16 or not, or of silu(x) * up."""
+    """Write the casts of x [R, C], whose rows are contiguous, or of silu(x) * up, rounded to bfloat16 or not."""
     from megatron_snip.quant.kernels import triton_kernels, triton_steps
 
     rows, cols = x.shape
     arguments: list[Any] = [x, x.stride(0), up, 0 if up is None else up.stride(0), rows, cols, amax]
-    for form, made in zip(forms, casts, strict=True):
-        strides = (0, 0) if made.scales is None else made.scales.stride()
-        arguments += (*made, *strides, *_random(form.key, x.device))
-    if len(forms) == 1:
+    keys = [None if form is None else form.key for form, *_ in written]
+    for (_, data, scales, tensor_scale, saturated), key in zip(written, keys, strict=True):
+        strides = (0, 0) if scales is None else scales.stride()
+        arguments += (data, scales, saturated, tensor_scale, *strides, *_random(key, x.device))
+    if len(written) == 1:
         arguments += (None, None, None, None, 0, 0, *_random(None, x.device))
     even = rows % launch.covered == 0 and cols % COLS == 0
     grid = (-(-rows // launch.covered) * (launch.covered // launch.rows) * -(-cols // COLS),)
     chunk, warps = launch.tiling.chunk, launch.tiling.warps
-    alike = len(forms) == 2 and forms[0].key is not None and forms[0].key == forms[1].key
+    alike = len(keys) == 2 and keys[0] is not None and keys[0] == keys[1]
     how = triton_steps.How(even, rounded, min(chunk, 32 * warps * 16 // COLS), alike)
     with torch.cuda.device_of(x):
         triton_kernels.cast_kernel[grid](
@@ -174,41 +171,38 @@ def _launch(
 
 
 def _converts(device: torch.device) -> tuple[Element, ...]:
-    """The elements to which the device has instructions that convert float32."""
+    """The elements for which the device has an instruction that converts float32."""
     capability = _capability(device) if device.type == "cuda" else (0, 0)
     return FP8_AND_FP4 if capability >= _FP4_CAPABILITY else FP8 if capability >= _FP8_CAPABILITY else ()
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)  # many of torch's calls, for what stays
+    return torch.cuda.get_device_capability(device)  # cached, because torch takes many calls to find it
 
 
 def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
-    """A key as the kernel takes it: words that stay for a run, and where the kernel reads iteration, row0 and rows.
+    """A key as the kernel takes it: words that stay the same for a run, and pointers to iteration, row0 and rows.
 
-    Words are 32 bits as signed integers, so that their size never asks for a new kernel.
+    Words are signed integers of 32 bits, so that no value makes Triton compile another kernel.
     """
     if key is None:
         return [0, 0, 0, None, None, None]
-    iteration, row0 = (None, None) if key.clock is None else key.clock
-    if iteration is None or row0 is None:
-        stream = _stream(device)
-        iteration = _on_device(key.iteration, device, stream) if iteration is None else iteration
-        row0 = _on_device(key.row0, device, stream) if row0 is None else row0
+    stream = _stream(device)
+    iteration, row0 = (_on_device(number, device, stream) for number in (key.iteration, key.row0))
     rows = None if key.rows is None else _rows_on_device(key.rows, device)
     return [*_signed(*key.words, key.col0 >> 3), iteration, row0, rows]
 
 
-@lru_cache(maxsize=8192)  # six operands of each of a large model's linears
+@lru_cache(maxsize=8192)  # six operands for each linear of a large model
 def _signed(*words: int) -> list[int]:
     return [(word + 2**31) % 2**32 - 2**31 for word in words]
 
 
 def _stream(device: torch.device) -> int | None:
-    """For which stream what lies on a device may be kept: another one would not wait for what was written.
+    """The stream for which a tensor on a device may be cached, since other streams would not wait for its values.
 
-    None while a CUDA graph is captured, which may live longer than what is kept.
+    None while a CUDA graph is captured, because the graph may outlive the cache.
     """
     if device.type != "cuda":
         return 0
@@ -218,7 +212,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def _on_device(number: int, device: torch.device, stream: int | None) -> Tensor:
-    """A number as int64 [1], written once for all casts of an iteration or microbatch."""
+    """A number as int64 [1] on a device, written once for all casts of an iteration or microbatch."""
     return torch.full((1,), number, device=device) if stream is None else _written(number, device, stream)
 
 
@@ -229,7 +223,7 @@ def _written(number: int, device: torch.device, stream: int) -> Tensor:
 
 @cache
 def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
-    return torch.tensor(rows, device=device)  # the same for the whole run, and so in a CUDA graph
+    return torch.tensor(rows, device=device)  # the same for the whole run
 
 
 def takes_codes(quantized: Quantized) -> bool:
@@ -278,10 +272,10 @@ def takes_amax(x: Tensor) -> bool:
 
 
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
-    """cast.finite_amax of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read, or with ``up``
-    of SwiGLU's product that ``takes_product`` has accepted.
+    """``cast.finite_amax`` of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read.
 
-    It is one launch, and does not wait for the device.
+    up: the amax of SwiGLU's product, if ``takes_product`` has accepted both.  One launch; it does not wait for the
+    device.
     """
     from megatron_snip.quant.kernels import triton_kernels
 
@@ -301,7 +295,7 @@ def _atomic_state(device: torch.device) -> Tensor:
 
 @cache
 def _state(device: torch.device, stream: int) -> Tensor:
-    """What ``amax_kernel`` and ``hadamard_kernel`` need, and leave as it was."""
+    """Zeros that ``amax_kernel`` and ``hadamard_kernel`` use and leave as zeros."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
@@ -323,7 +317,7 @@ def hadamard(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up [...], which ``takes_product`` has accepted, from their product's, in one launch."""
+    """Gradients of gate and up [...], which ``takes_product`` has accepted, from that of their product: one launch."""
     from megatron_snip.quant.kernels import triton_kernels
 
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()

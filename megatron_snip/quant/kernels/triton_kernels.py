@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
-"""The Triton kernels: casts of one read of x into one form or two, dequantisation, the largest magnitude, the Hadamard
+"""The Triton kernels: casts into one form or two from one read, dequantisation, the largest magnitude, the Hadamard
 transform, and SwiGLU's backward.
 
-The arithmetic stands in triton_steps.py; triton_cast.py launches, and says what has been run where.
+triton_steps.py has the arithmetic.  triton_cast.py launches the kernels and says what has been run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_snip.quant.kernels.triton_stores import count_saturated, store_cod
 
 @triton.jit
 def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
-    """The same [NR, 1, NC, 1]; what is computed before need not be where what comes after is needed."""
+    """The same [NR, 1, NC, 1] in another layout, so that threads may compute it elsewhere than they need it."""
     return tl.reshape(tl.gather(tl.reshape(blocks, (NR * NC,)), tl.arange(0, NR * NC), 0), (NR, 1, NC, 1))
 
 
@@ -45,12 +45,12 @@ def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
 def _scale_blocks(
     amax, has_nan, row, col, rows, cols, tensor, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Scales of the blocks of [ROWS, COLS] elements from (row, col), stored: what encodes and what decodes.
+    """Compute and store the scales of the blocks of [ROWS, COLS] elements from (row, col); return encode and decode.
 
-    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements, has_nan: of that shape.  tensor: of
+    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements.  has_nan: of that shape.  tensor: from
     ``tensor_scales``.
     """
-    # Every thread that has an element of a column would divide for it; dealt out, each divides for a few.
+    # Every thread that has an element of a column would divide for it.  Dealt out, each thread divides for a few.
     DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0" and F.scale != "e8m0_ceil"
     if DEALT:
         amax = _dealt(amax, ROWS // F.block_rows, COLS // F.block_cols)
@@ -82,9 +82,10 @@ def _cast_chunk(
 ):
     """Quantise x float32 [ROWS, COLS] at (row, col) of [rows, cols] and write it.
 
-    encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows where blocks are taller.
-    broken: whether there may be NaN or infinities.  place: pointers to the codes or values, to the scales, and to the
-    count of saturated elements and the tensor's scale or None, the strides of the scales, and the same of a twin.
+    encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows if blocks are taller.
+    broken: whether there may be NaN or infinities.  place: pointers to the codes or values, the scales, the count of
+    saturated elements (or None) and the tensor's scale (or None), the strides of the scales, and all of these of a
+    twin.
     words: as in ``increments_of``.
     """
     out, _, saturated, _, _, _, _ = place
@@ -108,14 +109,14 @@ def _cast_chunk(
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
             wrong = y != y if HOW.even else inside & (y != y)
-            if F.packed:  # by pairs; the code of -6 has all bits, as NaN
+            if F.packed:  # codes are stored by pairs; -6 has all bits set, as NaN
                 codes = tl.where(wrong, -6.0 if F.hardware == "e2m1" else 15, codes).to(codes.dtype)
                 store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
             else:
                 codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
                 store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
         # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
-        # largest / amax is below the smallest power of two, which below 4 it may be.
+        # largest / amax is below the smallest power of two, which is possible for a largest below 4.
         SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if saturated is None:
             pass
@@ -138,7 +139,7 @@ def _cast_short(
     COLS: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """Everything for a form whose blocks are no taller than the chunk x [ROWS, COLS]; arguments as ``_cast_chunk``."""
+    """The whole cast of a chunk x [ROWS, COLS] into a form with blocks no taller; arguments as ``_cast_chunk``."""
     amax = block_amax(magnitudes(x, False), F, ROWS, COLS)
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
@@ -165,7 +166,7 @@ def _tall_scales(
 ):
     """``_scale_blocks`` of a form whose blocks are ROWS high, and whether there are NaN or infinities.
 
-    sizes: the largest of ``sizes_of`` of all chunks of x [rows, cols], just read and so in the cache.
+    sizes: the largest ``sizes_of`` of all chunks of x [rows, cols], which were just read and are in the cache.
     """
     amax = block_amax(sizes, F, HOW.kept, COLS) if F.block_cols == 1 else sizes
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
@@ -180,7 +181,7 @@ def _tall_scales(
 
 @triton.jit
 def _store_whole(whole, tensor, pid):
-    """The first program writes what decodes the whole tensor, if there is a place for it."""
+    """The first program writes the tensor's scale, unless ``whole`` is None."""
     if whole is not None:
         tl.store(whole, tensor[1], mask=pid == 0)
 
@@ -198,13 +199,13 @@ def cast_kernel(
     key0_b, key1_b, group0_b, iteration_b, row0_b, pieces_b,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, HOW: tl.constexpr,
 ):
-    """A tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, in forms A and B (or None).
+    """Cast a tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, into A and B (or None).
 
-    up: of x's shape, with its own row stride too, or None: what is cast is silu(x) * up, both bf16.
-    The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK high, or ROWS high: these
-    take their amax on a first way, and then everything is cast.
-    iteration, row0: int64 each, in memory, which may change between two replays of a CUDA graph.  pieces: int64 [4] in
-    memory, rounding.py's Rows; None: rows stand one after another.
+    up: of x's shape, with its own row stride, or None.  If given, silu(x) * up is cast, both bf16.
+    The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK or exactly ROWS high.  The latter
+    need two passes: one finds their amax, the other casts.
+    iteration, row0: pointers to an int64 each.  pieces: pointer to int64 [4], rounding.py's Rows; None: rows follow
+    each other.
     """
     source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
@@ -257,7 +258,7 @@ def dequantize_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     MAX_CODE: tl.constexpr, SIGN_CODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """A tile [ROWS, COLS] of out [rows, cols] = codes, any strides, times the scale of their block.
+    """Write a tile [ROWS, COLS] of out [rows, cols]: codes, of any strides, times the scale of their block.
 
     tensor_scale: pointer to the float32 that multiplies all scales, or None.
     """
@@ -269,7 +270,7 @@ def dequantize_kernel(
     inside = within(row, col, rows, cols, ROWS, COLS)
     code = tl.load(tile(codes, row, col, code_row, code_col, ROWS, COLS), mask=inside, other=0).to(tl.int32)
     magnitude = code & (SIGN_CODE - 1)
-    # Read as float32 bits, the code's fields are 2**(BIAS - 127) of its value, subnormal ones too.
+    # Read as float32 bits, the code's fields are 2**(BIAS - 127) times its value, also if it is subnormal.
     size = float_of(magnitude << (23 - MANTISSA)) * float_of(tl.full((), (254 - BIAS) << 23, tl.int32))
     q = float_of(bits_of(size) | tl.where((code & SIGN_CODE) != 0, -2147483648, 0))  # -size would lose the sign of 0
     q = tl.where((magnitude > MAX_CODE) | (code >= 2 * SIGN_CODE), float("nan"), q)
@@ -286,7 +287,7 @@ def dequantize_kernel(
 
 @triton.jit
 def _store_largest(out, state, sizes):
-    """Add the bits of a program's magnitudes, int32 [...], to state; the last program writes the largest to out."""
+    """Add the largest of a program's magnitudes, int32 [...], to state; the last program writes the result to out."""
     tl.atomic_max(state, tl.max(sizes))
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(out, float_of(tl.atomic_xchg(state, 0)))
@@ -295,10 +296,10 @@ def _store_largest(out, state, sizes):
 
 @triton.jit
 def amax_kernel(x, up, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
-    """Write the largest finite magnitude of x [count], SIZE elements a program, to out; ROUNDED: to bfloat16 first.
+    """Write the largest finite magnitude of x [count] to out.  A program reads SIZE elements.
 
-    up: [count] or None: of silu(x) * up, both bf16.  state: int32 [2], 0 before and after: the bits of the largest yet,
-    and how many programs have added theirs.  The last one writes.
+    ROUNDED: x is rounded to bfloat16 first.  up: [count] or None; if given, silu(x) * up counts, both bf16.  state:
+    int32 [2], 0 before and after: the bits of the largest so far, and the number of programs that have added theirs.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     values = tl.load(x + at, mask=at < count, other=0.0)
@@ -311,7 +312,7 @@ def amax_kernel(x, up, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.conste
 
 @triton.jit
 def _sums_and_differences(y, HALF: tl.constexpr):
-    """Of 16 tensors, the sum of each and of the one ``HALF`` after it, and in the latter's place their difference."""
+    """16 tensors -> in place of each pair that stands ``HALF`` apart, its sum and its difference."""
     out = ()
     for place in tl.static_range(16):
         if place & HALF == 0:
@@ -327,11 +328,11 @@ def hadamard_kernel(
     x, x_stride, out, largest, state, rows, cols,
     SIGNS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """hadamard.py's transform of a tile [GROUPS * 16, COLS] of x [rows, cols] to out, and the largest finite magnitude
-    of all of out to ``largest``; state as in ``amax_kernel``.
+    """Write hadamard.py's transform of a tile [GROUPS * 16, COLS] of x [rows, cols] to out.
 
-    x has its own row stride.  SIGNS: bit t is set where token t of a group changes its sign.  EVEN: tiles cover x
-    exactly.  A thread has all tokens of a group, one tensor [GROUPS, COLS] each, so that none are exchanged.
+    The largest finite magnitude of all of out goes to ``largest``; state is as in ``amax_kernel``.
+    x has its own row stride.  SIGNS: bit t is set if token t of a group changes its sign.  EVEN: tiles cover x exactly.
+    A thread has all tokens of a group, each in a tensor [GROUPS, COLS], so threads exchange nothing.
     """
     # fmt: on
     tiles = tl.cdiv(cols, COLS)
@@ -362,7 +363,7 @@ def hadamard_kernel(
 def swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, SIZE: tl.constexpr):
     """Gradients of SIZE elements of gate and up [count] from that of silu(gate) * up, all bf16.
 
-    Rounded where torch's operators round, and fused where its kernel is: in 1 + x (1 - s).
+    It rounds where torch's operators round, and fuses where torch's kernel does: in 1 + x (1 - s).
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count

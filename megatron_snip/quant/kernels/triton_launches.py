@@ -1,18 +1,20 @@
-"""What a cast launches but for its tensors and keys: which forms together, what for each kernel is compiled, and in
-which tiling.  All of it follows from the forms' constants, and is worked out once for each set of them.
+"""How a cast is launched: which forms together, for what the kernel is compiled, and in which tiling.
+
+All of it follows from the kinds of the forms, and is worked out once for each set of kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_snip.formats import SCALES, Element
+from megatron_snip.formats import Element
 from megatron_snip.formats.element import E2M1, E4M3, E5M2
-from megatron_snip.quant.cast import OPERANDS, OUTPUTS, Constants, Form, Output
+from megatron_snip.quant.cast import OPERANDS, Form, form_of
 from megatron_snip.quant.swizzled import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -25,8 +27,10 @@ COLS = 128
 
 
 class Tiling(NamedTuple):
-    """How many rows of x a program has in registers at once, by how many warps, and how many rows it casts in all where
-    no block is higher than it has at once; else it casts one row of blocks.
+    """How a program walks through its tile of x.
+
+    chunk: the rows that it has in registers at once.  rows: those that it casts in all if no block is higher than a
+    chunk; otherwise it casts one row of blocks.
     """
 
     chunk: int
@@ -37,42 +41,47 @@ class Tiling(NamedTuple):
         return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
-#: By the longest side of a block.  Chosen by counts of the compiled code, not
-#: by a clock, since none was at hand: of the tilings that leave an SM 16 warps on Hopper and Blackwell, one that issues
-#: few instructions an element (benchmarks/kernel_resources.py --sweep).  benchmarks/gpu.py measures them all.
+#: By the longest side of a block.  Chosen without a GPU, by counts of the compiled code: of the tilings that leave an
+#: SM 16 warps on Hopper and Blackwell, one that issues few instructions per element (benchmarks/kernel_resources.py
+#: --sweep).  benchmarks/gpu.py measures them all.
 TILINGS = {
     128: Tiling(16, 4),
     32: Tiling(32, 8),
-    16: Tiling(16, 4, 64),  # in one of 16 rows, finding its place would be a fifth of a program's work
+    16: Tiling(16, 4, 64),  # with 16 rows only, a program would spend a fifth of its work on finding its place
 }
 ANY = Tiling(32, 4)  # for other blocks
-# For swizzled operands in blocks of 32, nearest.
+# For swizzled operands in blocks of 32, rounded to nearest.
 SWIZZLED = Tiling(32, 4)
-# For SwiGLU's product in blocks of 128, nearest: such blocks whole, or a second way would make the product again.
+# For SwiGLU's product in blocks of 128, rounded to nearest: with whole blocks, the product is computed once.
 WHOLE = Tiling(128, 16)
 
-#: Elements to which GPUs convert float32 by an instruction: from compute capability 8.9 on, and from 10.0 on.
+#: Elements to which an instruction converts float32: from compute capability 8.9, and from 10.0.
 FP8, FP8_AND_FP4 = (E4M3, E5M2), (E4M3, E5M2, E2M1)
 
 
 class Kind(NamedTuple):
-    """A form and its output but for the key.  phase: that of the random bits, as FormSpec has it; -1 for nearest."""
+    """What a kernel needs to know of a form.  text: ``Form.text``.  phase: col0 & 7 of the random bits, or -1."""
 
-    constants: Constants
+    text: str
     phase: int
 
     @classmethod
-    def of(cls, form: Form, output: Output) -> Kind:
-        """What a cast into a form is."""
-        return cls(form.constants(output), -1 if form.key is None else form.key.col0 & 7)
+    def of(cls, form: Form) -> Kind:
+        """The kind of a form."""
+        return cls(form.text, -1 if form.key is None else form.key.col0 & 7)
+
+    @property
+    def form(self) -> Form:
+        """A form of this kind, without a key."""
+        return form_of(self.text)
 
 
 class Launch(NamedTuple):
     """One launch.
 
-    forms: those of the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast
-    is stored twice.  rows: a program's.  covered: a tensor of a multiple of so many rows has no ragged edge, beyond
-    which lie scales of 0.  registers: the most that a thread may have, or None.
+    forms: the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast is stored
+    twice.  rows: of a program.  covered: tensors whose rows are a multiple of this have no ragged edge, beyond which
+    scales are 0.  registers: the most that a thread may have, or None.
     """
 
     forms: slice
@@ -86,16 +95,17 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ...]) -> list[Launch]:
-    """The launches of a cast into forms of these kinds: two forms each, if blocks higher than a chunk are equally high.
+    """The launches of a cast into forms of these kinds.
 
-    product: whether SwiGLU's product is cast.  converts: to which elements the device has instructions.
+    A launch writes two forms, unless both have blocks higher than a chunk and of different heights.
+    product: whether SwiGLU's product is cast.  converts: the elements to which the device has instructions.
     """
     made: list[Launch] = []
     first = 0
     while first < len(kinds):
         pair = kinds[first : first + 2]
         chunk = tiling(pair, product).chunk
-        both = len({kind.constants.block_rows for kind in pair if kind.constants.block_rows > chunk}) < 2
+        both = len({kind.form.block[0] for kind in pair if kind.form.block[0] > chunk}) < 2
         chosen = slice(first, first + 1 + both)
         made.append(_launch(chosen, kinds[chosen], product, converts))
         first = chosen.stop
@@ -103,11 +113,11 @@ def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ..
 
 
 def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
-    """The entry of TILINGS for a launch of these forms; blocks of up to 32 rows fit a chunk and are read once.
+    """The tiling of a launch of these forms.  Blocks of up to 32 rows fit into a chunk and are read once.
 
     product: whether SwiGLU's product is cast.
     """
-    blocks = [(kind.constants.block_rows, kind.constants.block_cols) for kind in kinds]
+    blocks = [kind.form.block for kind in kinds]
     side, stochastic = max(map(max, blocks)), any(kind.phase >= 0 for kind in kinds)
     if product and side == MAX_BLOCK and not stochastic:
         return WHOLE
@@ -121,26 +131,26 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
 def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequence[Element]) -> Launch:
     twins, chosen = _twins(kinds), tiling(kinds, product)
     specs = [_spec(kind, converts, twins) for kind in kinds]
-    tall = [kind.constants.block_rows for kind in kinds if kind.constants.block_rows > chosen.chunk]
+    tall = [kind.form.block[0] for kind in kinds if kind.form.block[0] > chosen.chunk]
     rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
-    # with more, random bits would leave an SM too few warps
+    # random bits would take more and leave an SM too few warps
     registers = 128 if any(kind.phase >= 0 for kind in kinds) else None
     return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen, registers)
 
 
 def _swizzled(kinds: Sequence[Kind]) -> bool:
-    return any(OUTPUTS[kind.constants.output] == "swizzled" for kind in kinds)
+    return any(kind.form.output == "swizzled" for kind in kinds)
 
 
 def _twins(kinds: Sequence[Kind]) -> bool:
-    """Whether these are two operands of the same codes and scales, one along each dim."""
+    """Whether these are two operands with the same codes and scales, one along each dim."""
     if len(kinds) < 2 or any(kind.phase >= 0 for kind in kinds):
         return False
-    one, other = (kind.constants for kind in kinds)
-    square = one.block_rows == one.block_cols
-    return square and OUTPUTS[one.output] in OPERANDS and one.dim != other.dim and one == other._replace(dim=one.dim)
+    one, other = (kind.form for kind in kinds)
+    square = one.block[0] == one.block[1]
+    return square and one.output in OPERANDS and one.dim != other.dim and replace(one, dim=other.dim).text == other.text
 
 
 def _carry(element: Element) -> int:
@@ -151,26 +161,26 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
     """What a kernel is compiled for."""
     from megatron_snip.quant.kernels.triton_steps import FormSpec
 
-    constants, phase = kind
-    element, stored, output = constants.element, constants.stored, OUTPUTS[constants.output]
-    by_instruction = output != "values" and stored in converts and (stored != E2M1 or constants.packed)
+    form, phase = kind.form, kind.phase
+    element, stored = form.element, form.stored
+    by_instruction = form.output != "values" and stored in converts and (stored != E2M1 or form.packed)
     hardware = stored.name.lower() if by_instruction else ""
     return FormSpec(
-        block_rows=constants.block_rows,
-        block_cols=constants.block_cols,
-        scale=SCALES[constants.scale],
+        block_rows=form.block[0],
+        block_cols=form.block[1],
+        scale=form.fmt.scale,
         mantissa=element.mantissa_bits,
         emin=element.emin,
         emax=element.emax,
         largest=element.max,
         saturation=element.saturation,
         sixth=float(np.float32(1.0) / np.float32(element.max)),
-        carry=_carry(element) if SCALES[constants.scale] == "e8m0_ceil" else 0,
-        output=output,
-        transposed=output in OPERANDS and constants.dim == 0,
+        carry=_carry(element) if form.fmt.scale == "e8m0_ceil" else 0,
+        output=form.output,
+        transposed=form.output in OPERANDS and form.dim == 0,
         twins=twins,
-        packed=constants.packed,
-        each=constants.each,
+        packed=form.packed,
+        each=form.each,
         code_mantissa=stored.mantissa_bits,
         code_emin=stored.emin,
         sign_code=stored.sign_code,

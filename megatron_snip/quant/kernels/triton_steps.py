@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The steps of a cast on tiles in registers, for triton_kernels.py: what is read, grids, scales and random bits.
+"""The steps of a cast on tiles in registers, for triton_kernels.py: reading x, grids, scales and random bits.
 
-They follow quant/grid.py, quant/scales.py and quant/rounding.py to the bit.  Three habits keep them so: divisions
-are ``tl.div_rn`` (``/`` is approximate on a GPU), products and sums stay apart (kernels are launched with
-``enable_fp_fusion=False``), and magnitudes are compared by their bit patterns, where NaN has a place.
+They give the bits of quant/grid.py, quant/scales.py and quant/rounding.py.  Three rules make sure of it: divisions are
+``tl.div_rn`` (``/`` is approximate on a GPU), products and sums are not fused (kernels are launched with
+``enable_fp_fusion=False``), and magnitudes are compared by their bit patterns, which also order NaN.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from triton.language.extra.cuda import libdevice
 
 
 class FormSpec(NamedTuple):
-    """What a kernel is compiled for in one form: a cast.Form and its output, as plain constants.
+    """What a kernel is compiled for in one form: a cast.Form as plain constants.
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
     which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.  carry: what makes a
     mantissa above that of largest carry into the exponent, for scales that are rounded up, else 0.
-    hardware: "e4m3" or "e5m2" where the device has an instruction that converts to codes, "e2m1" where it has one that
-    converts to pairs of them, else "".
-    saturating: the same instruction brings what is larger to the largest.  direct: it also rounds.  transposed: codes
-    are stored by columns.  twins: codes and scales are stored along the other dim too.  packed, each: as Constants has
+    hardware: "e4m3" or "e5m2" if the device has an instruction that converts to codes, "e2m1" if it has one that
+    converts to pairs of codes, else "".
+    saturating: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
+    by columns.  twins: codes and scales are stored along the other dim, too.  packed, each: as Form has
     them.  phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
 
@@ -53,9 +53,11 @@ class FormSpec(NamedTuple):
 
 
 class How(NamedTuple):
-    """How x is read.  even: tiles cover it exactly.  rounded: to bfloat16 first.  kept: rows that a program's threads
-    read at once, 16 elements each; of a chunk, a thread has every kept-th row alone.  alike: both forms have the same
-    random bits.
+    """How x is read.
+
+    even: tiles cover it exactly.  rounded: to bfloat16 first.  kept: the number of rows that a program's threads read
+    at once, 16 elements each; a thread alone has every kept-th row of its columns of a chunk.  alike: both forms have
+    the same random bits.
     """
 
     even: bool
@@ -86,26 +88,26 @@ def float_of(bits):
 
 @triton.jit
 def tile(start, row, col, row_stride, col_stride, ROWS: tl.constexpr, COLS: tl.constexpr, EVERY: tl.constexpr = 1):
-    """Pointers [ROWS, COLS] from (row, col) of a matrix at ``start``, of every so many of its rows."""
+    """Pointers [ROWS, COLS] into a matrix at ``start``, from (row, col), of every EVERY-th row."""
     corner = start + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
     return corner + tl.arange(0, ROWS)[:, None] * EVERY * row_stride + tl.arange(0, COLS)[None, :] * col_stride
 
 
 @triton.jit
 def within(row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which of the elements from (row, col) on exist: bool [ROWS, COLS]."""
+    """Which elements from (row, col) on are inside [rows, cols]: bool [ROWS, COLS]."""
     return (tl.arange(0, ROWS) < rows - row)[:, None] & (tl.arange(0, COLS) < cols - col)[None, :]
 
 
 @triton.jit
 def to_bfloat16(x):
-    """The nearest bfloat16 of float32 [...], as float32."""
+    """float32 [...] rounded to bfloat16, as float32."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def exponential(x):
-    """exp(x) of float32 [...] as torch's kernels have it; ``tl.exp`` is further from the truth."""
+    """exp(x) of float32 [...] as torch's kernels compute it; ``tl.exp`` is less exact."""
     return libdevice.exp(x)
 
 
@@ -123,9 +125,9 @@ def swiglu(gate, up):
 
 @triton.jit
 def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
-    """A chunk [ROWS, COLS] from (row, col) of what is cast, float32, 0 outside.
+    """A chunk [ROWS, COLS] of what is cast, from (row, col): float32, 0 outside.
 
-    source: a matrix x [rows, cols] and its row stride, and those of the matrix by which silu(x) is multiplied, or None.
+    source: x [rows, cols] and its row stride, and the same of ``up``, by which silu(x) is multiplied, or None.
     """
     x, x_stride, up, up_stride = source
     mask = None if HOW.even else within(row, col, rows, cols, ROWS, COLS)
@@ -141,7 +143,7 @@ def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, H
 
 @triton.jit
 def divide(numerator, denominator):
-    """A true division in float32, at most the largest finite value: [...] and [...] -> [...]."""
+    """A float32 division that rounds once, clamped to the largest finite value: [...] and [...] -> [...]."""
     return tl.minimum(tl.div_rn(numerator, denominator), FLOAT32_MAX)
 
 
@@ -169,10 +171,10 @@ def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x| to a neighbour on an element's grid, or the grid that goes on beyond it: float32 [...]; NaN gives anything.
+    """|x| to a neighbour on an element's grid, continued beyond its largest: float32 [...]; NaN gives anything.
 
-    increments: of ``increments_of``; what they carry into a grid step rounds up, and the bits below are cut off.  Below
-    2**EMIN steps stay equal: 2**EMIN is added first, rounded up, so that what is above a draw stays above it.
+    increments: from ``increments_of``.  |x| rounds up if adding them carries into a grid step; the bits below are cut
+    off.  Below 2**EMIN all steps are equal, so 2**EMIN is added first, rounded up to keep |x| above its draw.
     """
     TINY: tl.constexpr = 2.0**EMIN
     low = tl.where(size < TINY, TINY, 0.0)
@@ -182,8 +184,9 @@ def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexp
 
 @triton.jit
 def codes_of(y, q, size, negative, F: tl.constexpr):
-    """Codes with sign of a rounded tile: uint8 [R, C], or what ``store_codes`` converts to pairs of codes; NaN gives
-    anything.  q [R, C]: the rounded magnitudes.
+    """Codes, with sign, of a rounded tile: uint8 [R, C], or float32 that ``store_codes`` converts to pairs of codes.
+
+    NaN gives anything.  q [R, C]: the rounded magnitudes.
     """
     CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
     if F.direct:
@@ -206,15 +209,16 @@ def codes_of(y, q, size, negative, F: tl.constexpr):
 
 @triton.jit
 def magnitudes(x, FINITE: tl.constexpr):
-    """The bits of |x|, or 0 for what is not finite if FINITE: int32 [...]."""
+    """The bits of |x|; with FINITE, 0 in place of NaN and infinities: int32 [...]."""
     sizes = bits_of(x) & MAGNITUDE
     return tl.where(sizes < INFINITY, sizes, 0) if FINITE else sizes
 
 
 @triton.jit
 def block_amax(sizes, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The largest of the blocks of magnitudes [ROWS, COLS], or of all rows where blocks are taller: int32 bits
-    [row blocks, 1, column blocks, 1].
+    """The largest magnitude of each block of [ROWS, COLS], or of all rows if blocks are taller.
+
+    int32 bits [row blocks, 1, column blocks, 1].
     """
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
     sizes = tl.reshape(sizes, (NR, ROWS // NR, COLS // F.block_cols, F.block_cols))
@@ -227,7 +231,7 @@ def block_amax(sizes, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def no_sizes(F: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
-    """``sizes_of`` of nothing."""
+    """Zeros in the shape of ``sizes_of``."""
     KEPT: tl.constexpr = HOW.kept
     if F.block_cols == 1:
         sizes = tl.zeros((KEPT, COLS), tl.int32)
@@ -238,8 +242,9 @@ def no_sizes(F: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
-    """Largest magnitudes of a chunk x [ROWS, COLS] of taller blocks: int32 bits, of single columns [HOW.kept, COLS],
-    which no two threads have compared yet, else as ``block_amax`` has them.
+    """Largest magnitudes of a chunk x [ROWS, COLS] of taller blocks: int32 bits in the shape of ``block_amax``.
+
+    For blocks of one column [HOW.kept, COLS], since threads have not compared their rows yet.
     """
     KEPT: tl.constexpr = HOW.kept
     sizes = magnitudes(x, False)
@@ -252,7 +257,7 @@ def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl
 
 @triton.jit
 def tensor_scales(amax, F: tl.constexpr):
-    """Under E4M3 scales, what encodes and what decodes the whole tensor whose largest magnitude is at ``amax``."""
+    """Encode and decode of the whole tensor under E4M3 scales, else 1.  amax: pointer to its largest magnitude."""
     encode = tl.full((), 1.0, tl.float32)
     decode = encode
     if F.scale == "e4m3":
@@ -263,9 +268,9 @@ def tensor_scales(amax, F: tl.constexpr):
 
 @triton.jit
 def block_scales(amax, tensor, F: tl.constexpr):
-    """encode, the stored scale and what multiplies values, of each block: int32 bits [...] -> float32 [...] x 3.
+    """Of each block, encode, the scale to store, and decode: int32 bits [...] -> float32 [...] x 3.
 
-    tensor: of ``tensor_scales``.
+    tensor: from ``tensor_scales``.
     """
     if F.scale == "e8m0" or F.scale == "e8m0_ceil":
         exponent = tl.minimum(tl.maximum(((amax + F.carry) >> 23) - F.emax, 0), 253)
@@ -281,7 +286,7 @@ def block_scales(amax, tensor, F: tl.constexpr):
     else:
         encode = divide(tl.full(amax.shape, F.largest, tl.float32), float_of(amax))
         if F.scale == "fp32_pow2":
-            # of a subnormal number nothing would be left: E2M5 alone reaches them
+            # the mask would leave 0 of a subnormal number, which only E2M5 reaches
             encode = float_of(bits_of(tl.maximum(encode, FLOAT32_TINY)) & INFINITY)
         scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
         scale = tl.where(amax > 0, scale, 0.0)
@@ -301,7 +306,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def now_of(iteration, row0, F: tl.constexpr):
-    """The halves of row0 and the iteration, all read from memory; zeros for a form that draws nothing."""
+    """The halves of row0 and the iteration, read from memory; zeros for a form that rounds to nearest."""
     low = 0
     high = 0
     now = 0
@@ -314,15 +319,15 @@ def now_of(iteration, row0, F: tl.constexpr):
 
 @triton.jit
 def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """What makes a float32's bits reach the next grid step if draw + 1/2 is less than 2**16 times its distance to the
-    lower one: int32 [ROWS, COLS] for elements from (row, col) of x on, draws being 16-bit integers.
+    """What to add to the bits of |x| so that they carry into the next grid step if |x| rounds up: int32 [ROWS, COLS].
 
-    words: key (two), col0 >> 3, of which F.phase is the rest, and ``now_of``, all as int32 bit patterns; and where
-    rounding.py's Rows lie, or None.
+    |x| rounds up if draw + 1/2 is less than 2**16 times its distance from the lower grid value; draws are 16-bit
+    integers, for elements from (row, col) of x on.  words: the two words of the key, col0 >> 3 (F.phase is the rest)
+    and ``now_of``, all as int32 bit patterns, and a pointer to rounding.py's Rows, or None.
     """
     key0, key1, group0, now, pieces = words
     row0_low, row0_high, iteration = now
-    if pieces is not None:  # of which a tile never lies in two
+    if pieces is not None:  # no tile crosses a piece
         number = row // tl.load(pieces)
         begin = tl.load(pieces + 2 + number % 2)
         row = number // 2 * tl.load(pieces + 1) + begin + row % tl.load(pieces)
@@ -342,15 +347,16 @@ def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl
         place = (at >> 1) & 3
         word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
         bits = tl.where((at & 1) == 0, word << SHIFT, word >> (16 - SHIFT))
-    # the draw's complement, and half a step less one: what equals the draw does not reach
+    # the draw's complement, and half a step less one, so that |x| at its draw does not carry
     DRAW: tl.constexpr = 0xFFFF << SHIFT
     return (((bits & DRAW) ^ DRAW) | ((1 << (SHIFT - 1)) - 1)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def rounded(size, row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """|x| at (row, col) on the element's grid, by the form's rule: float32 [ROWS, COLS]; NaN stays where values are
-    made, else it may become anything.  words: as in ``increments_of``.
+    """|x| at (row, col) rounded to the element's grid by the form's rule: float32 [ROWS, COLS].
+
+    NaN stays if values are made, else it may become anything.  words: as in ``increments_of``.
     """
     if F.phase >= 0:
         q = round_stochastic(size, increments_of(row, col, words, F, ROWS, COLS), F.mantissa, F.emin)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""What a cast writes beside values, for triton_kernels.py: codes, scales, and the count of saturated elements.
+"""Stores of a cast, for triton_kernels.py: codes, scales, and the count of saturated elements.
 
-Where a form has twins its codes and scales are stored along the other dim too.  Layouts are cast.py's.
+If a form has twins, its codes and scales are stored along the other dim, too.  cast.py defines the layouts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def pairs_of_e2m1(low, high):
 
 @triton.jit
 def store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols] for which ``which`` (or all) holds.
+    """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols]: those in ``which``, or all for None.
 
-    Packed ones are written by pairs: either all that exist, or all; they may be what an instruction makes pairs of,
-    float32.
+    Packed codes are written by pairs, all that are inside; they may be float32 that an instruction converts to pairs.
     """
     _store_along(codes, which, place[0], row, col, rows, cols, F.transposed, F.packed, ROWS, COLS)
     if F.twins:
@@ -72,7 +71,7 @@ def _store_rows(
         low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
         codes, col = low | (high << 4) if codes.dtype == tl.uint8 else pairs_of_e2m1(low, high), col // 2
         if which is None:
-            cols = cols // 2  # an even number, and known for it
+            cols = cols // 2  # exact, since tiles cover x
         else:
             cols = tl.cdiv(cols, 2)
             which = within(row, col, rows, cols, ROWS, COLS // 2)
@@ -83,7 +82,7 @@ def _store_rows(
 
 @triton.jit
 def count_saturated(y, saturated, SATURATION: tl.constexpr):
-    """Add to an int64 how many elements of a tile [R, C] are beyond ``SATURATION``."""
+    """Add the number of elements of a tile [R, C] beyond ``SATURATION`` to an int64."""
     count = tl.sum((tl.abs(y) > SATURATION).to(tl.int32))
     tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
@@ -92,9 +91,9 @@ def count_saturated(y, saturated, SATURATION: tl.constexpr):
 def store_scales(
     scale, has_nan, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Write scales float32 [row blocks, 1, column blocks, 1] of [ROWS, COLS] elements at (row, col) of [rows, cols].
+    """Write scales float32 [row blocks, 1, column blocks, 1], of [ROWS, COLS] elements at (row, col) of [rows, cols].
 
-    has_nan: whether a block holds a NaN, of the same shape.
+    has_nan: of the same shape, whether a block holds a NaN.
     """
     _, scales, _, _, scale_row, scale_col, twin = place
     if F.output == "swizzled":
@@ -144,10 +143,10 @@ def _store_swizzled(
     scale, tiles, row, col, rows, cols,
     TRANSPOSED: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Write one-byte scales int32 [row blocks, 1, column blocks, 1] where swizzled.py's tiles have them, repeated where
-    a block is more than what shares a scale there.
+    """Write one-byte scales, int32 [row blocks, 1, column blocks, 1], into swizzled.py's tiles.
 
-    Beyond the edges they are 0.  Programs reach as far as tiles do, or along the reduction dim further.
+    A scale is repeated if its block is larger than what shares a scale there.  Beyond the edges scales are 0: programs
+    reach as far as tiles do, or further along the reduction dim.
     """
     DOWN: tl.constexpr = F.block_rows // (F.each if TRANSPOSED else 1)
     ALONG: tl.constexpr = F.block_cols // (1 if TRANSPOSED else F.each)

@@ -19,8 +19,8 @@ from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import KINDS, LinearPrecision, StepContext, matmul, operands
-from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant import KINDS, LinearPrecision, StepContext, matmul
+from megatron_snip.quant.kernels import op
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, seq_length=128,
@@ -347,10 +347,11 @@ def test_random_bits_follow_the_global_sample(make):
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4", "bf16/fp8/bf16"])
 def test_recomputation_casts_for_wgrad_once(make, precision, how, again, monkeypatch):
     seen: list[tuple[str, int]] = []
+    run = op.run
 
     def count(x, forms, *rest, **more):
         seen.extend((form.role, form.dim) for form in forms)
-        return cast(x, forms, *rest, **more)
+        return run(x, forms, *rest, **more)
 
     def grads(recompute: Recompute) -> tuple[int, int, list[torch.Tensor]]:
         (stage,) = make(dataclasses.replace(MODEL, num_layers=1), recompute=recompute).values()
@@ -360,7 +361,7 @@ def test_recomputation_casts_for_wgrad_once(make, precision, how, again, monkeyp
         stage(tokens(), SAMPLES, tokens(1)).backward()
         return seen.count(("input", 1)), seen.count(("input", 0)), [p.grad for p in stage.parameters()]
 
-    monkeypatch.setattr(operands, "cast", count)
+    monkeypatch.setattr(op, "run", count)
     (fprop, wgrad, once), (fprop_again, wgrad_again, twice) = grads(NOTHING), grads(how)
     assert fprop_again == fprop * (4 + again) // 4 and wgrad_again == wgrad
     assert (fprop, wgrad) == ((0, 0) if precision.startswith("bf16") else (4, 4))

@@ -15,7 +15,8 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, name_stream, operands, quantized_linear
+from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, name_stream, quantized_linear
+from megatron_snip.quant.kernels import op
 
 CONTEXT = StepContext(key=RoundingKey(seed=7, iteration=5, stream=0, row0=256))
 NAME = "layers.3.mlp.up_proj"
@@ -66,10 +67,8 @@ def test_linears_of_one_input_are_one_step_of_autograd(region, lone_mesh):
 
 def test_their_input_is_cast_once_two_forms_of_a_format_after_each_other(region, lone_mesh, monkeypatch):
     """For a kernel writes two forms in one launch."""
-    seen, cast = [], operands.cast
-    monkeypatch.setattr(
-        operands, "cast", lambda x, forms, *rest, **how: seen.append(forms) or cast(x, forms, *rest, **how)
-    )
+    seen, run = [], op.run
+    monkeypatch.setattr(op, "run", lambda x, forms, *rest: seen.append(forms) or run(x, forms, *rest))
     layers = [ColumnParallelLinear(str(i), torch.ones(128, 128), region, lone_mesh.device_mesh) for i in range(3)]
     for layer, precision in zip(layers, ("fp4", "fp8", "fp4"), strict=True):
         layer.precision = LinearPrecision.uniform(precision)

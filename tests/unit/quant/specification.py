@@ -7,32 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.cast import Form, Quantized, cast_reference, finite_amax, resolve
+from megatron_snip.quant.cast import Form, Quantized, finite_amax, reference, resolve
+from megatron_snip.quant.dispatch import quantized
 from megatron_snip.quant.hadamard import hadamard
-from megatron_snip.quant.scales import tensor_scale
 
 
-def _resolve(x: Tensor, fmt: Any, how: dict[str, Any]) -> tuple[Form, Tensor]:
-    """The form, and the largest magnitude of what it casts."""
+def _resolve(x: Tensor, fmt: Any, how: dict[str, Any]) -> tuple[Tensor, Form, Tensor]:
+    """What is cast, its form and its largest magnitude."""
     amax = how.pop("amax", None)
     form = resolve(x, fmt, rounding=how.pop("rounding", None), key=how.pop("key", None), **how)
-    if amax is None:
-        amax = finite_amax(hadamard(x) if form.transformed else x)
-    return form, amax
+    x = hadamard(x) if form.transformed else x
+    return x, form, finite_amax(x) if amax is None else amax
 
 
 def quantize_reference(x: Tensor, fmt: Any, **how: Any) -> Quantized:
-    form, amax = _resolve(x, fmt, how)
+    x, form, amax = _resolve(x, fmt, how)
     if not form.fmt.quantised:
         return Quantized(x, torch.ones(1, 1), form.fmt, (x.shape[0], x.shape[1]))
-    codes, scales, saturated, _ = cast_reference(x, [form], ["codes"], amax)[0]
-    assert scales is not None
-    whole = tensor_scale(amax, form.element) if form.fmt.needs_tensor_amax else None
-    return Quantized(codes, scales, form.fmt, form.block, whole, saturated)
+    return quantized(reference(x, [form.held("codes")], amax)[0])
 
 
 def fake_quantize_reference(x: Tensor, fmt: Any, **how: Any) -> Tensor:
-    form, amax = _resolve(x, fmt, how)
+    x, form, amax = _resolve(x, fmt, how)
     if not form.fmt.quantised:
         return x
-    return cast_reference(x, [form], ["values"], amax)[0].values
+    return reference(x, [form], amax)[0].data

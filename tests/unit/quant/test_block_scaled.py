@@ -26,9 +26,10 @@ from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.cast import Form
+from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.linear import check_linear
-from megatron_snip.quant.operands import Operand, cast_operands
+from megatron_snip.quant.operands import unset
 from megatron_snip.quant.swizzled import swizzle
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
@@ -151,14 +152,14 @@ def test_tiles_of_scales_are_cublaslts():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(fmt, dim):
     """Codes and scales travel through a compiled graph as they lie in memory."""
-    x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim)
-    (made,) = cast_operands(x, [(form, "swizzled")])
-    unset = Operand.unset((form, "swizzled"), x)
-    back = linear_op._unflat(form, "swizzled", linear_op._flat(made, x, False), (160, 96), x.dtype, None)
-    for part, same, empty in zip(made[2:], back[2:], unset[2:], strict=True):
+    x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim, output="swizzled")
+    (made,) = cast(x, [form])
+    nothing = unset(form, x)
+    back = linear_op._unflat(form, linear_op._flat(made, x, False), (160, 96), x.dtype, None)
+    for part, same, empty in zip(made[1:], back[1:], nothing[1:], strict=True):
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
         assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)
-    assert made.scales.dtype == torch.uint8 and bool((unset.scales == 0xFF).all())
+    assert made.scales.dtype == torch.uint8 and bool((nothing.scales == 0xFF).all())
     assert (made.tensor_scale is None) == (fmt == "mxfp8") and made.data.numel() * (1 + (fmt == "nvfp4")) == x.numel()
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.formats.element import E4M3, E5M2
 from megatron_snip.quant import RoundingKey, quantize
-from megatron_snip.quant.cast import Cast, Form
+from megatron_snip.quant.cast import Form, Operand
 from megatron_snip.quant.dispatch import cast
 from megatron_snip.quant.grid import decode, encode
 from tests.unit.quant.elements import ELEMENTS
@@ -35,8 +35,8 @@ def test_elements_without_a_carrier_have_a_value_that_neither_holds(element):
         assert not torch.equal(values.to(dtype).float(), values)
 
 
-def operand(x, form) -> Cast:
-    return cast(x, [form], ["operand"], count=True)[0]
+def operand(x, form) -> Operand:
+    return cast(x, [form.held("operand")], count=True)[0]
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -48,7 +48,7 @@ def test_operands_are_the_codes_in_another_type(name, role, dim):
     x[3, 5] = float("nan")
     key = RoundingKey(seed=1, iteration=2, stream=3) if role in get_format(name).stochastic_roles else None
     form = Form(get_format(name), role, dim, key)
-    codes, rides = cast(x, [form], ["codes"], count=True)[0], operand(x, form)
+    codes, rides = cast(x, [form.held("codes")], count=True)[0], operand(x, form)
     rows, cols = codes.scales.shape
     assert torch.equal(codes.scales, rides.scales[:rows, :cols]) and torch.equal(codes.saturated, rides.saturated)
     if form.block[0] == form.block[1]:  # along the reduction dim they go on in zeros, to a multiple of 4
@@ -56,9 +56,9 @@ def test_operands_are_the_codes_in_another_type(name, role, dim):
         assert not rides.scales[rows:].any() and not rides.scales[:, cols:].any()
     else:
         assert rides.scales.shape == codes.scales.shape and rides.scales.stride(1 - dim) == 1
-    values = decode(codes.values, form.element)
-    assert torch.equal(decode(rides.values, form.element.carrier).nan_to_num(7), values.nan_to_num(7))
-    on_card = rides.values.view(DTYPE[form.element.carrier]).float()
+    values = decode(codes.data, form.element)
+    assert torch.equal(decode(rides.data, form.element.carrier).nan_to_num(7), values.nan_to_num(7))
+    on_card = rides.data.view(DTYPE[form.element.carrier]).float()
     assert torch.equal(on_card.isnan(), values.isnan()) and torch.equal(on_card.nan_to_num(7), values.nan_to_num(7))
 
 
@@ -72,12 +72,12 @@ def test_an_fp4_gemm_is_the_same_in_e4m3_to_the_bit():
     as_fp8 = [operand(tensor, form) for tensor, form in sides]
     for q, made in zip(as_fp4, as_fp8, strict=True):
         scales = made.scales[:, :3].repeat_interleave(q.block[0], 0).repeat_interleave(q.block[1], 1)
-        assert torch.equal(q.dequantize(), made.values.view(torch.float8_e4m3fn).float() * scales)
+        assert torch.equal(q.dequantize(), made.data.view(torch.float8_e4m3fn).float() * scales)
     y4, y8 = torch.zeros(64, 256), torch.zeros(64, 256)
     for block in range(3):
         k = slice(128 * block, 128 * block + 128)
         a4, b4 = (decode(q.codes[:, k], get_format("fp4").element).double() for q in as_fp4)
-        a8, b8 = (made.values[:, k].view(torch.float8_e4m3fn).float() for made in as_fp8)
+        a8, b8 = (made.data[:, k].view(torch.float8_e4m3fn).float() for made in as_fp8)
         backwards = a8.flip(1) @ b8.flip(1).T
         assert torch.equal((a4 @ b4.T).float(), a8 @ b8.T) and torch.equal(backwards, a8 @ b8.T)
         scale = as_fp8[0].scales[:, block, None] * as_fp8[1].scales[:, block].repeat_interleave(128)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_snip import quant
 from megatron_snip.formats import format_names, get_format
-from megatron_snip.quant import RoundingKey, quantize
+from megatron_snip.quant import LinearPrecision, RoundingKey, quantize, quantized_linear
 
 TEXT = (Path(__file__).parents[3] / "docs" / "numerics.md").read_text()
 
@@ -18,6 +20,20 @@ def test_the_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) == 3
     exec("\n".join(blocks), {})
+
+
+def test_the_linear_of_the_packages_docstring_is_ours():
+    """To the bit, and short enough to be read first."""
+    text = quant.__doc__
+    assert text is not None and len(text.splitlines()) <= 60
+    code = textwrap.dedent(text[text.index("    def q(") : text.index("`quantized_linear` gives")])
+    x, w, g = (torch.randn(shape, requires_grad=True) for shape in ((256, 160), (130, 160), (256, 130)))
+    known = {"x": x.detach(), "w": w.detach(), "g": g.detach(), "fake_quantize": quant.fake_quantize}
+    exec(code, known)
+    y = quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=None)
+    grad_x, grad_w = torch.autograd.grad(y, (x, w), g.detach())
+    for name, ours in (("y", y), ("grad_x", grad_x), ("grad_w", grad_w)):
+        assert torch.equal(ours, known[name]), name
 
 
 @pytest.mark.parametrize(

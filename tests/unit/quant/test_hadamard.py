@@ -98,11 +98,11 @@ def test_a_transformed_form_is_the_cast_of_the_transformed_tensor(dtype, roundin
 def test_forms_with_and_without_transform_in_one_call():
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     rht, plain = get_format("nvfp4_rht"), get_format("fp8")
-    forms = [Form(rht, "input", 0), Form(rht, "input", 1), Form(plain, "input", 0)]
-    together = cast(x, forms, ["values", "codes", "values"])
-    for form, output, made in zip(forms, ("values", "codes", "values"), together, strict=True):
-        alone = cast(x, [form], [output])[0]
-        assert torch.equal(alone.values, made.values)
+    forms = [Form(rht, "input", 0), Form(rht, "input", 1, output="codes"), Form(plain, "input", 0)]
+    together = cast(x, forms)
+    for form, made in zip(forms, together, strict=True):
+        alone = cast(x, [form])[0]
+        assert made.form == form and torch.equal(alone.data, made.data)
         assert (alone.tensor_scale is None) == (made.tensor_scale is None)
         assert made.tensor_scale is None or torch.equal(alone.tensor_scale, made.tensor_scale)
     assert together[0].tensor_scale != together[1].tensor_scale
@@ -118,7 +118,7 @@ def test_a_shards_amax_is_that_of_the_transformed_tensor():
         return finite_amax(hadamard(x))
 
     form = Form(get_format("nvfp4_rht"), "input", 0)
-    part = cast(x[:, :48], [form], ["values"], None, reduce_amax)[0].values
+    part = cast(x[:, :48], [form], reduce_amax)[0].data
     assert torch.equal(part, whole[:, :48]) and seen == [finite_amax(hadamard(x[:, :48]))]
 
 

@@ -27,11 +27,10 @@ from megatron_snip.quant import (
     quantized_linear,
     register_linear,
 )
-from megatron_snip.quant import operands as operands_module
-from megatron_snip.quant.cast import Cast, Form
-from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.cast import Form, Operand
 from megatron_snip.quant.emulated import Emulated
 from megatron_snip.quant.group import Group, run_group
+from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linear import backends_of
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
@@ -175,11 +174,13 @@ def counted_casts() -> Iterator[list[tuple[str, int, str]]]:
     """(role, dim, format) of every cast made meanwhile."""
     seen: list[tuple[str, int, str]] = []
 
-    def count(x: Tensor, forms: Sequence[Form], *rest: Any, **options: Any) -> list[Cast]:
-        seen.extend((form.role, form.dim, form.fmt.name) for form in forms)
-        return cast(x, forms, *rest, **options)
+    run = op.run
 
-    with mock.patch.object(operands_module, "cast", count):
+    def count(x: Tensor, forms: Sequence[Form], *rest: Any) -> list[Operand]:
+        seen.extend((form.role, form.dim, form.fmt.name) for form in forms)
+        return run(x, forms, *rest)
+
+    with mock.patch.object(op, "run", count):
         yield seen
 
 

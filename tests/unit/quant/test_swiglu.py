@@ -110,9 +110,9 @@ def test_the_product_is_stored_where_somebody_looks(lone_mesh):
 def test_recomputation_casts_for_wgrad_once(lone_mesh, monkeypatch):
     down, (gate, up) = linear(lone_mesh, "fp8", 256), tensors(128, 256)
     forms: list[int] = []
-    cast = op.cast
-    monkeypatch.setattr(op, "cast", lambda x, wanted, *args, up=None, **options: (
-        up is not None and forms.append(len(wanted)), cast(x, wanted, *args, up=up, **options))[1])  # fmt: skip
+    run = op.run
+    monkeypatch.setattr(op, "run", lambda x, wanted, amax, dtype, count, up: (
+        up is not None and forms.append(len(wanted)), run(x, wanted, amax, dtype, count, up))[1])  # fmt: skip
     y = run_again(down, gate, CONTEXT, up, region=down.region)
     assert forms == [1]
     y.backward(torch.ones_like(y))

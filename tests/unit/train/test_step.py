@@ -6,7 +6,8 @@ import pytest
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
-from megatron_snip.quant import LinearPrecision, operands
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.quant.kernels import op
 from megatron_snip.train.setup import build, check
 
 
@@ -46,9 +47,9 @@ def test_an_iteration_casts_each_weight_once_and_each_input_once_a_microbatch(lo
     """Two microbatches; q, k, v share their input, as gate and up do.  The next iteration casts the new weights."""
     config, plan = check(Config().replace(**{**tiny, "precision": "fp8"}), 1)
     parts = build(config, runtime.start("gloo", 1.0), plan)
-    real, seen = operands.cast, []
+    real, seen = op.run, []
     monkeypatch.setattr(
-        operands, "cast", lambda x, forms, *rest, **more: seen.append(forms[0].role) or real(x, forms, *rest, **more)
+        op, "run", lambda x, forms, *rest, **more: seen.append(forms[0].role) or real(x, forms, *rest, **more)
     )
     for iteration in (1, 2):
         seen.clear()

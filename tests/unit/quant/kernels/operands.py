@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_snip.formats.element import E2M1, E4M3
+from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.rounding import RoundingKey, random_bits
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3.3e38, -3e38, 1e-37]
+
+
+def held(forms: Sequence[Form], outputs: Sequence[Output]) -> list[Form]:
+    """The forms, each held as its output."""
+    return [form.held(output) for form, output in zip(forms, outputs, strict=True)]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

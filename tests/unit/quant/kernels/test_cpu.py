@@ -14,10 +14,10 @@ import torch
 
 from megatron_snip.formats import SCALES, Element, Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, fake_quantize
-from megatron_snip.quant.cast import Cast, Form, Output, Quantized, cast_reference, finite_amax
+from megatron_snip.quant.cast import Form, Operand, Output, Quantized, finite_amax, reference
 from megatron_snip.quant.kernels import cpu
 from megatron_snip.quant.rounding import Rows
-from tests.unit.quant.kernels.operands import bits, draw_ties, operands, scale_ties
+from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
 
 built = pytest.mark.skipif(cpu.library() is None, reason="the CPU kernel is not built; pip install -e .")
 
@@ -41,9 +41,9 @@ def formats() -> list[Format]:
 FORMATS = formats()
 
 
-def same(got: Cast, want: Cast) -> bool:
+def same(got: Operand, want: Operand) -> bool:
     """Whether two casts agree in bits, shapes and layout."""
-    for one, other in zip(got, want, strict=True):
+    for one, other in zip(got[1:], want[1:], strict=True):
         if one is None or other is None:
             if one is not other:
                 return False
@@ -57,13 +57,13 @@ def same(got: Cast, want: Cast) -> bool:
     return True
 
 
-def check(x: torch.Tensor, forms: list[Form], outputs: list[Output], isa: int = cpu.BEST_ISA) -> list[Cast]:
+def check(x: torch.Tensor, forms: list[Form], outputs: list[Output], isa: int = cpu.BEST_ISA) -> list[Operand]:
     """Cast by the kernel and compare with the specification; returns the casts."""
-    amax = finite_amax(x)
-    assert cpu.takes(x, forms, outputs)
-    got, want = cpu.cast(x, forms, outputs, amax, isa), cast_reference(x.contiguous(), forms, outputs, amax)
-    for form, output, one, other in zip(forms, outputs, got, want, strict=True):
-        assert same(one, other), (form, output)
+    amax, forms = finite_amax(x), held(forms, outputs)
+    assert cpu.takes(x, forms)
+    got, want = cpu.run(x, forms, amax, isa=isa), reference(x.contiguous(), forms, amax)
+    for form, one, other in zip(forms, got, want, strict=True):
+        assert one.form == form and same(one, other), form
     return got
 
 
@@ -95,9 +95,9 @@ def test_same_bits_as_the_specification(shape, dtype, isa):
                     check_dequantize(cast, form, dtype, ISAS[isa])
 
 
-def check_dequantize(cast: Cast, form: Form, dtype: torch.dtype, isa: int) -> None:
+def check_dequantize(cast: Operand, form: Form, dtype: torch.dtype, isa: int) -> None:
     whole = torch.tensor(1.7) if form.fmt.needs_tensor_amax else None
-    quantized = Quantized(cast.values, cast.scales, form.fmt, form.block, whole)
+    quantized = Quantized(cast.data, cast.scales, form.fmt, form.block, whole)
     assert torch.equal(bits(cpu.dequantize(quantized, dtype, isa)), bits(quantized.dequantize(dtype)))
 
 
@@ -124,7 +124,7 @@ def test_every_bfloat16_number_and_every_code(isa):
             check(x, [Form(fmt, "input", 1, key)], ["codes"], ISAS[isa])
         for dtype in (torch.bfloat16, torch.float32):
             form = Form(Format(name="a", element=fmt.element), "input", 1)
-            check_dequantize(Cast(codes, scales, None), form, dtype, ISAS[isa])
+            check_dequantize(Operand(form, codes, scales), form, dtype, ISAS[isa])
 
 
 @built
@@ -151,11 +151,9 @@ def test_power_of_two_scales_of_the_largest_numbers(isa):
 def test_amaxes_that_are_not_the_tensors_own():
     x = torch.randn(40, 200)
     for amax in (0.0, 1e-3, 1e-40, 3e38, 100.0):
-        forms = [Form(get_format("nvfp4"), "input", dim) for dim in (0, 1)]
+        forms = [Form(get_format("nvfp4"), "input", dim, output="codes") for dim in (0, 1)]
         whole = torch.tensor(amax)
-        for got, want in zip(
-            cpu.cast(x, forms, ["codes"] * 2, whole), cast_reference(x, forms, ["codes"] * 2, whole), strict=True
-        ):
+        for got, want in zip(cpu.run(x, forms, whole), reference(x, forms, whole), strict=True):
             assert same(got, want)
 
 
@@ -179,12 +177,12 @@ def test_a_call_returns_when_all_is_written(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x = torch.randn(2048, 1024)
     form = Form(Format(name="a", element=E3M2, tile=1024), "input", 0, RoundingKey(1, 2, 3))
-    room = cpu.room(x, [form], ["values"])
-    want = cpu.cast(x, [form], ["values"], None)[0].values[-1]
+    room = cpu.room(x, [form])
+    want = cpu.run(x, [form])[0].data[-1]
     for _ in range(20):
-        room[0].values.fill_(1.0)
-        cpu.fill(x, [form], ["values"], room, None)
-        assert torch.equal(room[0].values[-1], want)
+        room[0].data.fill_(1.0)
+        cpu.fill(x, room, None)
+        assert torch.equal(room[0].data[-1], want)
 
 
 @built
@@ -232,12 +230,12 @@ def test_empty_operands(shape):
 @built
 def test_the_number_of_threads_changes_nothing(monkeypatch):
     x = torch.randn(700, 1000)
-    forms = [Form(get_format("fp4"), "input", dim, RoundingKey(1, 2, 3)) for dim in (0, 1)]
-    one = cpu.cast(x, forms, ["codes"] * 2, None)
+    forms = [Form(get_format("fp4"), "input", dim, RoundingKey(1, 2, 3), "codes") for dim in (0, 1)]
+    one = cpu.run(x, forms)
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 1)
     for threads in (2, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for got, want in zip(cpu.cast(x, forms, ["codes"] * 2, None), one, strict=True):
+        for got, want in zip(cpu.run(x, forms), one, strict=True):
             assert same(got, want)
 
 
@@ -246,11 +244,11 @@ def test_calls_from_several_threads_and_from_a_forked_child(monkeypatch):
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x, form = torch.randn(300, 500), Form(get_format("fp8"), "input", 0)
-    want = cpu.cast(x, [form], ["values"], None)[0].values
+    want = cpu.run(x, [form])[0].data
     wrong: list[int] = []
 
     def work() -> None:
-        wrong.extend(i for i in range(50) if not torch.equal(cpu.cast(x, [form], ["values"], None)[0].values, want))
+        wrong.extend(i for i in range(50) if not torch.equal(cpu.run(x, [form])[0].data, want))
 
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:
@@ -260,7 +258,7 @@ def test_calls_from_several_threads_and_from_a_forked_child(monkeypatch):
     assert not wrong
     child = os.fork()
     if child == 0:  # the pool's threads exist in the parent only; the child starts its own
-        same_values = torch.equal(cpu.cast(x, [form], ["values"], None)[0].values, want)
+        same_values = torch.equal(cpu.run(x, [form])[0].data, want)
         tasks = Path("/proc/self/task")
         os._exit(0 if same_values and (not tasks.exists() or len(list(tasks.iterdir())) > 1) else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -270,11 +268,11 @@ def test_calls_from_several_threads_and_from_a_forked_child(monkeypatch):
 def test_a_caller_that_flushes_subnormal_numbers_changes_nothing():
     x = torch.randn(64, 128) * 1e-39
     form = Form(get_format("fp8"), "input", 1)
-    want = cpu.cast(x, [form], ["values"], None)[0].values
+    want = cpu.run(x, [form])[0].data
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:
-        got = cpu.cast(x, [form], ["values"], None)[0].values
+        got = cpu.run(x, [form])[0].data
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got, want) and want.any()
@@ -283,11 +281,11 @@ def test_a_caller_that_flushes_subnormal_numbers_changes_nothing():
 @built
 def test_what_the_kernel_leaves_to_the_specification():
     x = torch.randn(32, 32)
-    assert not cpu.takes(x, [Form(Format(name="a", element=E3M2, tile=4096), "input", 1)], ["values"])
-    assert not cpu.takes(x, [Form(get_format("nvfp4_rht"), "input", 0)], ["values"])
+    assert not cpu.takes(x, [Form(Format(name="a", element=E3M2, tile=4096), "input", 1)])
+    assert not cpu.takes(x, [Form(get_format("mxfp8"), "input", 0, output="swizzled")])
     far = RoundingKey(1, 2, 3, col0=2**34 - 8)
-    assert not cpu.takes(x, [Form(get_format("fp4"), "input", 1, far)], ["values"])
-    assert not cpu.takes(x.to("meta"), [Form(get_format("fp4"), "input", 1)], ["values"])
+    assert not cpu.takes(x, [Form(get_format("fp4"), "input", 1, far)])
+    assert not cpu.takes(x.to("meta"), [Form(get_format("fp4"), "input", 1)])
 
 
 def test_without_the_kernel_the_specification_runs_and_says_so_once(tmp_path, monkeypatch, caplog):

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_snip.errors import UserError
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, dequantize, fake_quantize, quantize
-from megatron_snip.quant.cast import Cast, Form, Output, cast_reference, finite_amax
+from megatron_snip.quant.cast import Form, Operand, Output, finite_amax, reference
 from megatron_snip.quant.hadamard import hadamard
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.rounding import Rows
+from tests.unit.quant.kernels.operands import held
 
 KEY = RoundingKey(seed=2**64 + 5, iteration=3, stream=2**64 - 1, row0=2**33, col0=7, rows=Rows(2, 9, 1, 5))
 OUTPUTS: tuple[Output, ...] = ("values", "codes", "operand")
@@ -33,17 +34,18 @@ def all_forms() -> list[Form]:
     ]
 
 
-def traced(x: torch.Tensor, forms: list[Form], outputs: list[Output]) -> list[Cast]:
+def traced(x: torch.Tensor, forms: list[Form]) -> list[Operand]:
     """The casts of x through the operator."""
-    compiled = torch.compile(op.cast, fullgraph=True, backend="eager")
-    return compiled(x, forms, outputs, finite_amax(x), count=True)
+    compiled = torch.compile(op.run, fullgraph=True, backend="eager")
+    return compiled(x, forms, finite_amax(x), count=True)
 
 
 @pytest.mark.parametrize("form", all_forms(), ids=lambda f: f"{f.fmt.name}-{f.role}{f.dim}-{f.key is not None}")
-def test_a_forms_integers_name_the_same_form(form):
-    numbers = [*op._numbers(form, "codes"), *op._numbers(CUSTOM_FORM, "operand")]
-    (back, other), outputs = op._forms(numbers)
-    assert len(numbers) == 2 * op._FIELDS and outputs == ["codes", "operand"]
+def test_a_forms_text_and_its_keys_integers_name_the_same_form(form):
+    forms = held([form, CUSTOM_FORM], ["codes", "operand"])
+    keys = [*op._numbers(form.key), *op._numbers(None)]
+    back, other = op.forms_of(";".join(form.text for form in forms), keys)
+    assert len(keys) == 2 * op._KEY and [back.output, other.output] == ["codes", "operand"]
     assert (back.element, back.block, back.fmt.scale, back.dim) == (
         form.element,
         form.block,
@@ -67,8 +69,10 @@ def test_the_operator_gives_the_specifications_casts():
     x = torch.randn(50, 150).bfloat16()
     forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4"), "input", 0, KEY), CUSTOM_FORM]
     for outputs in ([*OUTPUTS], ["operand", "swizzled", "values"]):
-        for got, want in zip(traced(x, forms, outputs), cast_reference(x, forms, outputs, finite_amax(x)), strict=True):
-            for one, other in zip(got, want, strict=True):
+        wanted = held(forms, outputs)
+        for got, want in zip(traced(x, wanted), reference(x, wanted, finite_amax(x)), strict=True):
+            assert got.form == want.form
+            for one, other in zip(got[1:], want[1:], strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
 
@@ -91,14 +95,14 @@ def test_the_transform_and_its_largest_magnitude(fake):
 @pytest.mark.parametrize("output", [*OUTPUTS, "swizzled"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fake_tensors_have_the_casts_shapes_and_strides(output, dim):
-    form = Form(get_format("mxfp4"), "input", dim)
-    want = cast_reference(torch.randn(70, 150), [form], [output])[0]
+    form = Form(get_format("mxfp4"), "input", dim, output=output)
+    want = reference(torch.randn(70, 150), [form])[0]
     with FakeTensorMode():
-        got = op.cast(torch.empty(70, 150), [form], [output], None, count=True)[0]
-        narrow = op.cast(torch.empty(70, 150), [form], [output], None, dtype=torch.bfloat16)[0]
+        got = op.run(torch.empty(70, 150), [form])[0]
+        narrow = op.run(torch.empty(70, 150), [form], dtype=torch.bfloat16, count=False)[0]
     assert narrow.saturated is None
-    assert narrow.values.dtype == (torch.bfloat16 if output == "values" else torch.uint8)
-    for fake, real in zip(got[:3], want[:3], strict=True):
+    assert narrow.data.dtype == (torch.bfloat16 if output == "values" else torch.uint8)
+    for fake, real in zip(got[1:], want[1:], strict=True):
         assert (fake is None) == (real is None)
         assert fake is None or (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 

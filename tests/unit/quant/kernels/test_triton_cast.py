@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_snip.formats import Format, get_format
-from megatron_snip.quant import Clock, RoundingKey
-from megatron_snip.quant.cast import Form
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.cast import Form, Output
 from megatron_snip.quant.kernels import triton_cast, triton_launches
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -42,31 +42,30 @@ def hopper(monkeypatch):
     return monkeypatch
 
 
-def form(role: str = "input", **fmt: object) -> Form:
-    return Form(Format("test", get_format("fp8").element, **fmt), role, 0)
+def form(role: str = "input", output: Output = "codes", **fmt: object) -> Form:
+    return Form(Format("test", get_format("fp8").element, **fmt), role, 0, output=output)
 
 
 def test_takes_what_it_can_run(hopper):
     x = on_a_gpu(torch.ones(64, 64))
-    assert triton_cast.takes(x, [form(), form("weight")], ["values", "operand"])
-    assert triton_cast.takes(x, [Form(get_format("fp4"), "input", 1, RoundingKey(1, 2, 3))], ["operand"])
-    assert not triton_cast.takes(x, [form(), form(tile=24)], ["codes", "codes"])
-    assert not triton_cast.takes(x, [form("weight", weight_block=256)], ["codes"])
-    assert not triton_cast.takes(x, [Form(get_format("nvfp4_rht"), "input", 0)], ["codes"])
-    assert not triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["operand"])
-    assert triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0)], ["codes"])
-    assert not triton_cast.takes(on_a_gpu(torch.ones(0, 64)), [form()], ["codes"])
+    assert triton_cast.takes(x, [form(output="values"), form("weight", "operand")])
+    assert triton_cast.takes(x, [Form(get_format("fp4"), "input", 1, RoundingKey(1, 2, 3), "operand")])
+    assert not triton_cast.takes(x, [form(), form(tile=24)])
+    assert not triton_cast.takes(x, [form("weight", weight_block=256)])
+    assert not triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0, output="operand")])
+    assert triton_cast.takes(x, [Form(get_format("e3m4"), "input", 0, output="codes")])
+    assert not triton_cast.takes(on_a_gpu(torch.ones(0, 64)), [form()])
     hopper.setattr(triton_cast, "_capability", lambda device: (7, 5))
-    assert not triton_cast.takes(x, [form()], ["codes"])
+    assert not triton_cast.takes(x, [form()])
 
 
 def test_takes_nothing_without_triton_or_elsewhere(hopper):
     x = on_a_gpu(torch.ones(64, 64))
-    assert triton_cast.takes(x, [form()], ["codes"]) and triton_cast.takes_amax(x)
+    assert triton_cast.takes(x, [form()]) and triton_cast.takes_amax(x)
     hopper.setattr(torch.version, "hip", "7.0")
-    assert not triton_cast.takes(x, [form()], ["codes"])
+    assert not triton_cast.takes(x, [form()])
     hopper.undo()
-    assert not triton_cast.takes(torch.ones(64, 64), [form()], ["codes"])
+    assert not triton_cast.takes(torch.ones(64, 64), [form()])
     hopper.setattr(importlib.util, "find_spec", lambda name: None)
     triton_cast.installed.cache_clear()
     try:
@@ -96,7 +95,7 @@ def test_the_tiling_follows_blocks_and_rounding():
     key, tilings = RoundingKey(1, 2, 3), triton_launches.TILINGS
 
     def tiling(forms, output="codes"):
-        return triton_launches.tiling([triton_launches.Kind.of(form, output) for form in forms])
+        return triton_launches.tiling([triton_launches.Kind.of(form.held(output)) for form in forms])
 
     fp4, mxfp4 = ([Form(get_format(name), "input", dim, key) for dim in (1, 0)] for name in ("fp4", "mxfp4"))
     assert tiling(fp4) == tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128]
@@ -113,14 +112,3 @@ def test_words_of_a_key_are_its_bits():
     assert [word & 0xFFFFFFFF for word in words] == [*key.words, 2**31 - 1]
     assert all(-(2**31) <= word < 2**31 for word in words)
     assert iteration.tolist() == [2**32 - 1] and row0.tolist() == [2**40 + 2**31]
-
-
-def test_a_clock_stands_for_iteration_and_row_but_a_weights_row():
-    clock = Clock.at(RoundingKey(1, 5, 3, row0=6), "cpu")
-    key = RoundingKey(1, 0, 3, clock=clock)
-    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("grad_output", None, 8), torch.device("cpu"))
-    assert iteration is clock.iteration and row0 is clock.row0
-    _, _, _, iteration, row0, _ = triton_cast._random(key.for_operand("weight", 7, 8), torch.device("cpu"))
-    assert iteration is clock.iteration and row0.tolist() == [7]
-    clock.set(RoundingKey(1, 2**32 - 1, 3, row0=2**62))
-    assert clock.iteration.tolist() == [2**32 - 1] and clock.row0.tolist() == [2**62]

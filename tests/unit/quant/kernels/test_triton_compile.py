@@ -34,11 +34,12 @@ from benchmarks.kernel_resources import (
 )
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
-from megatron_snip.quant import Clock, RoundingKey, quantize
+from megatron_snip.quant import RoundingKey, quantize
 from megatron_snip.quant.cast import Form
 from megatron_snip.quant.hadamard import LENGTH
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from tests.gpu import core
+from tests.unit.quant.kernels.operands import held
 
 KEY = RoundingKey(1, 2, 3)
 SHIFTED = RoundingKey(1, 2, 3, col0=2)
@@ -67,8 +68,8 @@ def form(fmt: str, role: str, dim: int, key: RoundingKey | None = None) -> Form:
 def ptx(compiled: Any, forms: list[Form], output: str, capability: int = HOPPER, **x: Any) -> str:
     """The PTX of a cast, clean of arithmetic that rounds otherwise than the specification's."""
     operand = torch.empty(x.get("shape", (256, 512)), dtype=x.get("dtype", torch.bfloat16))
-    outputs: list[Any] = [output] * len(forms)
-    result = compiled("cast_kernel", capability, lambda: triton_cast.cast(operand, forms, outputs, torch.ones(())))
+    wanted = [form.held(output) for form in forms]
+    result = compiled("cast_kernel", capability, lambda: triton_cast.run(operand, wanted, torch.ones(())))
     text: str = result.asm["ptx"]
     assert not FORBIDDEN.search(text), FORBIDDEN.search(text)
     return text
@@ -130,11 +131,10 @@ def test_ragged_float32(compiled, output):
 
 def test_new_random_bits_need_no_new_kernel(compiled):
     keys = [RoundingKey(0, 0, 0), RoundingKey(1, 2**32 - 1, 3, 2**40 + 16, 2**33), RoundingKey(5, 1, 6, 1, 8)]
-    keys.append(RoundingKey(5, 1, 6, clock=Clock(*torch.zeros(3, dtype=torch.int64)[1:].split(1))))  # not aligned
     operand = torch.empty(64, 256, dtype=torch.bfloat16)
     kernels = set()
     for key in keys:
-        call = partial(triton_cast.cast, operand, [form("mxfp4", "grad_output", 1, key)], ["codes"], None)
+        call = partial(triton_cast.run, operand, [form("mxfp4", "grad_output", 1, key).held("codes")])
         kernels.add(compiled("cast_kernel", HOPPER, call).hash)
     assert len(kernels) == 1
 
@@ -199,7 +199,7 @@ def test_what_a_gpu_compares_first_compiles(compiled, case):
     """Every fourth of the casts of tests/gpu/core.py, of tensors as they have there."""
     x = torch.empty(core.SHAPES[False][case.ragged], dtype=case.dtype)
     up = torch.empty_like(x) if case.product else None
-    call = partial(triton_cast.cast, x, case.forms, case.outputs, torch.ones(()), up=up)
+    call = partial(triton_cast.run, x, held(case.forms, case.outputs), torch.ones(()), up=up)
     text = compiled("cast_kernel", HOPPER, call).asm["ptx"]
     assert set(FORBIDDEN.findall(text)) <= ({"fma.rn.f32", ".ftz"} if case.product else set())
 
