@@ -42,7 +42,7 @@ def neighbours(request, monkeypatch):
 
     def find(*wanted: str) -> Path:
         if not (given := request.config.getoption("--neighbours")):
-            pytest.skip(f"needs --neighbours DIR with {' '.join(wanted)}")
+            pytest.skip(f"needs --neighbours DIR with {' '.join(wanted)} (tests/neighbours.sh)")
         monkeypatch.syspath_prepend(given)
         return Path(given)
 
