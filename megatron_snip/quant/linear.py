@@ -21,18 +21,19 @@ from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.engine_first import EngineFirst
 from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.transformer_engine import TransformerEngine
+from megatron_snip.quant.transformer_engine import EXACT, FORMATS
 
 
 class LinearImplementation(Protocol):
     """One way to run a linear.
 
     A probe runs linears in bf16 and looks at what they multiply: there, operands are to be shown to ``call.observer``.
-    Most simply it leaves bf16 to ``ByGemm()``, as transformer_engine.py does.
+    Most simply it leaves bf16 to ``ByGemm()``, as engine_first.py does.
     """
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
@@ -130,35 +131,50 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
             )
 
 
-def check_compiled(impl: str) -> None:
-    """Raise UserError, naming the way out, if linears of an implementation cannot be part of a compiled block."""
-    if not gemm_by_gemm(impl):
-        able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
+def compiled_impl(impl: str) -> str:
+    """The implementation that linears have where blocks are compiled: auto's is without Transformer Engine.
+
+    Raises UserError, naming the way out, if an implementation cannot be part of a compiled block.
+    """
+    if impl == "auto":
+        return "built_in"
+    if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
+        able = ["auto", *(name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm))]
         raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
+    return impl
 
 
-def gemm_by_gemm(impl: str) -> bool:
-    """Whether each GEMM of an implementation goes to a backend of its own, which ``backends_of`` tells."""
-    return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
+def gemm_by_gemm(impl: str, device: torch.device) -> bool:
+    """Whether each GEMM of any linear goes to a backend of its own on a device, which ``backends_of`` tells."""
+    found = _IMPLEMENTATIONS[impl]
+    return isinstance(found, ByGemm) or (isinstance(found, EngineFirst) and not found.usable(device))
+
+
+def runs_alone(impl: str, call: LinearCall, device: torch.device, sizes: Sizes) -> bool:
+    """Whether an implementation runs all of a linear itself; to be asked before calls that pass ``run_linear`` by."""
+    found = _IMPLEMENTATIONS[impl]
+    return found.takes(call, device, sizes) if isinstance(found, EngineFirst) else not isinstance(found, ByGemm)
 
 
 def backends_of(
     impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
 ) -> Backends:
-    """Who multiplies each GEMM of a linear of these ``Sizes``; the implementation is ``gemm_by_gemm``."""
+    """Who multiplies each GEMM of a linear of these ``Sizes`` that does not run alone."""
     return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
     """Who multiplies the GEMMs of each format of a linear, in words; ``check_linear`` has passed."""
     implementation = _IMPLEMENTATIONS[impl]
-    if isinstance(implementation, ByGemm):
+    if isinstance(implementation, ByGemm | EngineFirst):
         return implementation.runs(precision, device, sizes)
     return {getattr(precision, gemm): impl for gemm in GEMMS}
 
 
 # each asks its backends in this order, for every GEMM
-register_linear("auto", ByGemm(Hopper(), MX(), NVFP4(), Emulated()))
+_BUILT_IN = ByGemm(Hopper(), MX(), NVFP4(), Emulated())
+register_linear("auto", EngineFirst(EXACT, _BUILT_IN))
+register_linear("built_in", _BUILT_IN)
 register_linear("emulated", ByGemm(Emulated()))
 register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))
-register_linear("transformer_engine", TransformerEngine())
+register_linear("transformer_engine", EngineFirst(FORMATS, _BUILT_IN, asked=True))
