@@ -351,7 +351,7 @@ def test_sizes_that_do_not_fit_are_one_line(fmt, side, machine):
         )
         assert engine.unfit(precision, cpu, sizes) == f"{said} channels"
         told = EngineFirst(FORMATS, ByGemm(Emulated())).runs(precision, cpu, sizes)
-        assert told == {fmt: f"emulated; not Transformer Engine: {said}"}
+        assert told == {fmt: f"emulated; not Transformer Engine: {said} channels"}
 
 
 def test_compiled_blocks_have_auto_s_linears_without_it():
