@@ -67,7 +67,7 @@ def check_linear(impl: str, precision: LinearPrecision, device: torch.device) ->
     if reason := _refusal(impl, precision, device):
         able = [name for name, other in _IMPLEMENTATIONS.items() if other.refusal(precision, device) is None]
         raise UserError(
-            f"--linear-impl {impl} cannot run {precision} here: {reason}; use --linear-impl {' or '.join(able)}"
+            f"--linear-impl {impl} cannot run {precision} here: {reason}; use --linear-impl {' or '.join(able[:2])}"
         )
 
 
@@ -140,7 +140,7 @@ def compiled_impl(impl: str) -> str:
         return "built_in"
     if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
         able = ["auto", *(name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm))]
-        raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
+        raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able[:2])}")
     return impl
 
 
@@ -174,7 +174,7 @@ def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, siz
 # each asks its backends in this order, for every GEMM
 _BUILT_IN = ByGemm(Hopper(), MX(), NVFP4(), Emulated())
 register_linear("auto", EngineFirst(EXACT, _BUILT_IN))
-register_linear("built_in", _BUILT_IN)
 register_linear("emulated", ByGemm(Emulated()))
+register_linear("built_in", _BUILT_IN)
 register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))
 register_linear("transformer_engine", EngineFirst(FORMATS, _BUILT_IN, asked=True))

@@ -74,7 +74,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
         ({"linear_impl": "scaled_mm", "precision": "fp8"}, ["--linear-impl scaled_mm cannot run fp8", "or emulated"]),
         (
             {"linear_impl": "transformer_engine", "precision": "bf16", "compile": True},
-            ["--compile does not go with --linear-impl transformer_engine; use --linear-impl auto or built_in"],
+            ["--compile does not go with --linear-impl transformer_engine; use --linear-impl auto or emulated"],
         ),
         ({"precision": "snip", "snip_objective": "luck"}, ["unknown objective 'luck'; known: snip"]),
         ({"precision": "snip", "snip_options": "fp8,fp5"}, ["fp5", "fp8"]),
