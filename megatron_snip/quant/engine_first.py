@@ -31,14 +31,12 @@ class EngineFirst:
         self._asked = asked
         #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None: asked at every call.
         self._unfit = cache(self._why)
+        #: Whether Transformer Engine could run anything on a device: also asked at every call.
+        self.usable = cache(lambda device: missing(device) is None)
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
         """Why a precision cannot run on a device, or None."""
         return self._others.refusal(precision, device)
-
-    def usable(self, device: torch.device) -> bool:
-        """Whether Transformer Engine could run anything on a device."""
-        return missing(device) is None
 
     def takes(self, call: LinearCall, device: torch.device, sizes: Sizes) -> bool:
         """Whether Transformer Engine runs this call of a linear.
