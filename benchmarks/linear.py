@@ -22,8 +22,10 @@ from megatron_snip.quant import (
     Casts,
     LinearPrecision,
     RoundingKey,
+    Sizes,
     check_linear,
     linear_implementations,
+    linear_runs,
     quantized_linear,
 )
 from megatron_snip.runtime import keep_freed_memory
@@ -97,6 +99,11 @@ def cases_of(x: Tensor, w: Tensor, g: Tensor, args: argparse.Namespace) -> dict[
                 check_linear(impl, LinearPrecision.parse(fmt), x.device)
             except ValueError as error:
                 print(f"left out: {error}", file=sys.stderr)
+                continue
+            sizes = Sizes(len(x), w.shape[1], w.shape[0])
+            runs = linear_runs(impl, LinearPrecision.parse(fmt), x.device, sizes)[fmt]
+            if impl == "transformer_engine" and runs != "Transformer Engine":
+                print(f"left out: {impl} {fmt}: {runs}", file=sys.stderr)
                 continue
             cases[f"{impl} {fmt}"] = ours(x, w, g, fmt, impl, args.microbatches)
     peers = {"torchao": lambda: torchao_cases(x, w, g)} if args.torchao else {}

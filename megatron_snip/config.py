@@ -226,7 +226,7 @@ class PrecisionConfig:
 
     precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen in training.
     precision_plan: Optional[str] = None  # The plan file of --precision plan.
-    linear_impl: str = "auto"  # auto (the best that is available), emulated, scaled_mm or transformer_engine.
+    linear_impl: str = "auto"  # auto (the best that is available), built_in, emulated, scaled_mm, transformer_engine.
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Whether slow tests run, projects that are compared with ours and not installed, and where figures go."""
     parser.addoption("--all", action="store_true", help="run the tests that are marked slow, too")
     parser.addoption("--microxcaling", metavar="DIR", help="checkout of microsoft/microxcaling")
+    parser.addoption("--neighbours", metavar="DIR", help="programs that read plans, from tests/neighbours.sh")
     parser.addoption("--figures", metavar="FILE", help="where tests/validation writes what it measured, as JSON")
     parser.addoption("--transformer-engine", metavar="DIR", help="checkout of NVIDIA/TransformerEngine")
 

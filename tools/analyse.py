@@ -8,7 +8,8 @@ MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text
 prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
 It writes to --output, a folder that all processes must see: report.html with pictures, sensitivity.json, stats.json
 for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
-for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer.
+for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer, such as
+--snip-granularity fused.
 
 --snip-trials forward passes (10 by default; 0: none) then measure BF16 and plans along the frontier: those of --shares,
 its ends, and others where it is steep.  They run sequences after the probe's, by default as many (--snip-trial-tokens).

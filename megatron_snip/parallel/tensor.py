@@ -37,6 +37,7 @@ from megatron_snip.quant import (
     LinearCall,
     LinearPrecision,
     RoundingKey,
+    Sizes,
     StepContext,
     linear_op,
     name_stream,
@@ -45,7 +46,7 @@ from megatron_snip.quant import (
 from megatron_snip.quant.cast import swiglu_product
 from megatron_snip.quant.collectives import all_gather, reduce_scatter
 from megatron_snip.quant.group import Group, run_group
-from megatron_snip.quant.linear import backends_of, gemm_by_gemm
+from megatron_snip.quant.linear import backends_of, gemm_by_gemm, runs_alone
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -252,6 +253,11 @@ class _ParallelLinear(nn.Module):
         axis = self.region.axis if self.enters else None
         return Group(calls, backends, axis, parts > 1, self.whole_amax)
 
+    def runs_alone(self, context: StepContext, x: Tensor) -> bool:
+        """Whether the linear's implementation runs all of it; x [B, S/tp or S, K]."""
+        sizes = Sizes(x.shape[0] * x.shape[1] * self.parts, self._inputs, self._outputs)
+        return runs_alone(self.impl, self.linear_call(context), x.device, sizes)
+
     @property
     def parts(self) -> int:
         """How many processes have a part each of the input's rows."""
@@ -299,7 +305,8 @@ def linears_of_one_input(
             parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
         )  # fmt: skip
         return [y.unflatten(0, (len(x), -1)) for y in ys]
-    if gemm_by_gemm(first.impl):
+    alone = [] if gemm_by_gemm(first.impl, x.device) else [one.runs_alone(context, x) for one in linears]
+    if not any(alone):
         return run_group(x, ws, first.group(linears, context, x.device, x.shape[0] * x.shape[1]), up)
     x = x if up is None else swiglu_product(x, up)
     x = first.region.enter(x) if first.enters else x

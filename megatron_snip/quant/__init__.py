@@ -49,8 +49,8 @@ from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.cast import Quantized
 from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linear import (
-    check_compiled,
     check_linear,
+    compiled_impl,
     linear_implementations,
     linear_runs,
     quantized_linear,
@@ -77,8 +77,8 @@ __all__ = [
     "RoundingKey",
     "Sizes",
     "StepContext",
-    "check_compiled",
     "check_linear",
+    "compiled_impl",
     "dequantize",
     "fake_quantize",
     "linear_implementations",

@@ -21,18 +21,19 @@ from megatron_snip.quant.block_scaled import MX, NVFP4
 from megatron_snip.quant.by_gemm import ByGemm
 from megatron_snip.quant.dispatch import ReduceAmax
 from megatron_snip.quant.emulated import Emulated
+from megatron_snip.quant.engine_first import EngineFirst
 from megatron_snip.quant.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
 from megatron_snip.quant.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.rounding import RoundingKey
 from megatron_snip.quant.scaled_mm import Hopper
-from megatron_snip.quant.transformer_engine import TransformerEngine
+from megatron_snip.quant.transformer_engine import EXACT, FORMATS
 
 
 class LinearImplementation(Protocol):
     """One way to run a linear.
 
     A probe runs linears in bf16 and observes what they multiply, so an implementation must show its bf16 operands to
-    ``call.observer``.  The simplest way is to run bf16 by ``ByGemm()``, as transformer_engine.py does.
+    ``call.observer``.  The simplest way is to run bf16 by ``ByGemm()``, as engine_first.py does.
     """
 
     def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
@@ -66,7 +67,7 @@ def check_linear(impl: str, precision: LinearPrecision, device: torch.device) ->
     if reason := _refusal(impl, precision, device):
         able = [name for name, other in _IMPLEMENTATIONS.items() if other.refusal(precision, device) is None]
         raise UserError(
-            f"--linear-impl {impl} cannot run {precision} here: {reason}; use --linear-impl {' or '.join(able)}"
+            f"--linear-impl {impl} cannot run {precision} here: {reason}; use --linear-impl {' or '.join(able[:2])}"
         )
 
 
@@ -130,35 +131,50 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
             )
 
 
-def check_compiled(impl: str) -> None:
-    """Raise UserError, naming the way out, if an implementation cannot run inside compiled blocks."""
-    if not gemm_by_gemm(impl):
-        able = [name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm)]
-        raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able)}")
+def compiled_impl(impl: str) -> str:
+    """The implementation that linears have where blocks are compiled: auto's is without Transformer Engine.
+
+    Raises UserError, naming the way out, if an implementation cannot be part of a compiled block.
+    """
+    if impl == "auto":
+        return "built_in"
+    if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
+        able = ["auto", *(name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm))]
+        raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able[:2])}")
+    return impl
 
 
-def gemm_by_gemm(impl: str) -> bool:
-    """Whether an implementation runs each GEMM on a backend of its own, which ``backends_of`` gives."""
-    return isinstance(_IMPLEMENTATIONS[impl], ByGemm)
+def gemm_by_gemm(impl: str, device: torch.device) -> bool:
+    """Whether each GEMM of any linear goes to a backend of its own on a device, which ``backends_of`` tells."""
+    found = _IMPLEMENTATIONS[impl]
+    return isinstance(found, ByGemm) or (isinstance(found, EngineFirst) and not found.usable(device))
+
+
+def runs_alone(impl: str, call: LinearCall, device: torch.device, sizes: Sizes) -> bool:
+    """Whether an implementation runs all of a linear itself; to be asked before calls that pass ``run_linear`` by."""
+    found = _IMPLEMENTATIONS[impl]
+    return found.takes(call, device, sizes) if isinstance(found, EngineFirst) else not isinstance(found, ByGemm)
 
 
 def backends_of(
     impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
 ) -> Backends:
-    """The backend of each GEMM of a linear of these ``Sizes``; the implementation must be ``gemm_by_gemm``."""
+    """The backend of each GEMM of a linear of these ``Sizes`` that does not run alone."""
     return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
     """Format -> the name of what multiplies its GEMMs in a linear; ``check_linear`` has passed."""
     implementation = _IMPLEMENTATIONS[impl]
-    if isinstance(implementation, ByGemm):
+    if isinstance(implementation, ByGemm | EngineFirst):
         return implementation.runs(precision, device, sizes)
     return {getattr(precision, gemm): impl for gemm in GEMMS}
 
 
 # every GEMM goes to the first backend that can run it
-register_linear("auto", ByGemm(Hopper(), MX(), NVFP4(), Emulated()))
+_BUILT_IN = ByGemm(Hopper(), MX(), NVFP4(), Emulated())
+register_linear("auto", EngineFirst(EXACT, _BUILT_IN))
 register_linear("emulated", ByGemm(Emulated()))
+register_linear("built_in", _BUILT_IN)
 register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))
-register_linear("transformer_engine", TransformerEngine())
+register_linear("transformer_engine", EngineFirst(FORMATS, _BUILT_IN, asked=True))

@@ -1,13 +1,13 @@
-"""The ``transformer_engine`` linear: NVIDIA's own FP8 of Hopper and MXFP8 and NVFP4 of Blackwell.
+"""Linears by Transformer Engine: NVIDIA's own FP8 of Hopper and MXFP8 and NVFP4 of Blackwell.
 
-Each linear keeps one te.Linear without a weight of its own, made anew when its format changes, so that no
+Each linear keeps one te.Linear without a weight of its own, made anew when its formats change, so that no
 state of one recipe meets another.  Autocast is entered around that one module.  The weight is quantised by
-Transformer Engine once an optimiser step (``is_first_microbatch``).  Its scales and random bits are its own:
-results are compared with the specification by tolerance, not by the bit.  A te.Linear runs all three GEMMs by
-one recipe, so plans that mix formats within a linear need another implementation.
+Transformer Engine once an optimiser step (``is_first_microbatch``).  Its sums have their own order, and its random bits
+are its own: results are compared with the specification by tolerance, not by the bit.  A te.Linear runs all three
+GEMMs: by one recipe for one format, and from 2.19 on by a `CustomRecipe` for formats by GEMM (te_quantizers.py).
 Source: Transformer Engine 2.3 to 2.20, common/recipe and pytorch/module/linear.py.
 
-NOT YET RUN ON A GPU: tests use a stand-in for the package.
+NOT YET RUN ON A GPU: tests run its Python files over a stand-in for its kernels.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from megatron_snip.errors import UserError
-from megatron_snip.quant.by_gemm import ByGemm
+from megatron_snip.formats import get_format
+from megatron_snip.quant.backend import Sizes
 from megatron_snip.quant.operands import Casts, LinearCall
 from megatron_snip.quant.precision import LinearPrecision
+from megatron_snip.quant.te_quantizers import quantizer_for
 
 _INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
@@ -65,45 +67,61 @@ _RECIPES = {
 }
 
 
+#: All formats, and those whose codes and scales are ours to the bit on every layout: nothing is drawn, and no scale
+#: depends on the whole tensor, of which tp has a shard.
+FORMATS = tuple(_RECIPES)
+EXACT = tuple(name for name in FORMATS if not get_format(name).stochastic_roles)
+#: Formats by GEMM: `HybridQuantizer` came with this version.
+_BY_GEMM = (2, 19)
+
+Formats = tuple[str, str, str]
+
+
 class TransformerEngine:
-    """Implementation of that name."""
+    """Runs linears; who calls it asks ``unfit`` before."""
 
     def __init__(self) -> None:
         # by the object that a parallel linear keeps for its weight: the module goes when the linear goes
-        self._modules: WeakKeyDictionary[Casts, tuple[str, nn.Module]] = WeakKeyDictionary()
-        self._plain = ByGemm()  # for bf16
+        self._modules: WeakKeyDictionary[Casts, tuple[Formats, nn.Module]] = WeakKeyDictionary()
+        self._recipes: dict[Formats, Any] = {}
 
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Why this precision cannot run on a device, or None."""
-        formats = {precision.fprop, precision.dgrad, precision.wgrad}
-        if formats == {"bf16"}:
-            return None
-        if len(formats) > 1:
-            return "Transformer Engine runs the three GEMMs of a linear in one format"
-        (name,) = formats
-        if name not in _RECIPES:
-            return f"Transformer Engine has no recipe for {name}, only for {', '.join(_RECIPES)}"
-        return _unfit(name, _RECIPES[name], device)
+    def unfit(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> str | None:
+        """Why it cannot run a linear of this precision and these sizes on a device, or None."""
+        names = sorted({*_formats(precision)})
+        quantised = [name for name in names if name != "bf16"]
+        if not quantised:
+            return "bf16 is torch's"
+        if strange := [name for name in quantised if name not in _RECIPES]:
+            return f"it has no {strange[0]}, only {', '.join(_RECIPES)}"
+        if why := missing(device):
+            return why
+        if len(names) > 1 and (version := _installed()) < _BY_GEMM:
+            return f"formats by GEMM need version {_dotted(_BY_GEMM)}, {_dotted(version)} is installed"
+        return next((why for name in quantised if (why := _unfit(name, _RECIPES[name], device, sizes))), None)
+
+    def forget(self, casts: Casts | None) -> None:
+        """Drop the module of a weight: the weight may change before it is asked for again."""
+        if casts is not None and self._modules:
+            self._modules.pop(casts, None)
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [T,K], w [N,K] -> y [T,N].  Raises UserError where an observer looks at a quantised linear."""
-        if call.precision.fprop == "bf16":
-            if call.weight_casts is not None:  # or the module would not notice that the weight changes meanwhile
-                self._modules.pop(call.weight_casts, None)
-            return self._plain(x, w, call)
-        if call.observer is not None:
-            raise UserError(
-                f"--linear-impl transformer_engine: a probe looks at a linear in {call.precision}; "
-                "probes run in bf16, or use --linear-impl emulated"
-            )
+        """x [..., K], w [N,K] -> y [..., N]."""
         module, first = self._module(w, x.dtype, call)
-        recipes = importlib.import_module("transformer_engine.common.recipe")
         te = importlib.import_module("transformer_engine.pytorch")
-        with _autocast(te, _RECIPES[call.precision.fprop].make(recipes)):
+        with _autocast(te, self._recipe(_formats(call.precision))):
             y: Tensor = torch.func.functional_call(
                 module, {"weight": w.to(x.dtype)}, (x,), {"is_first_microbatch": first}
             )
         return y
+
+    def _recipe(self, formats: Formats) -> Any:
+        """One object for the formats of fprop, dgrad and wgrad: a new one would have modules make new quantizers."""
+        if formats not in self._recipes:
+            recipes = importlib.import_module("transformer_engine.common.recipe")
+            uniform = len({*formats}) == 1
+            made = _RECIPES[formats[0]].make(recipes) if uniform else _custom(recipes, formats)
+            self._recipes[formats] = made
+        return self._recipes[formats]
 
     def _module(self, w: Tensor, dtype: torch.dtype, call: LinearCall) -> tuple[nn.Module, bool | None]:
         """The te.Linear for a weight [N,K], and whether its copy of the weight is out of date.
@@ -111,18 +129,26 @@ class TransformerEngine:
         Without ``weight_casts`` there is nothing to keep: a module for one call, which quantises the weight.
         """
         te = importlib.import_module("transformer_engine.pytorch")
-        casts, fmt = call.weight_casts, call.precision.fprop
+        casts, formats = call.weight_casts, _formats(call.precision)
         held = self._modules.get(casts) if casts is not None else None
-        if held is not None and held[0] == fmt:
+        if held is not None and held[0] == formats:
             assert casts is not None
             return held[1], casts.renewed(w, dtype)
         n, k = w.shape
         module: nn.Module = te.Linear(k, n, bias=False, params_dtype=dtype, device="meta")
         if casts is None:
             return module, None
-        self._modules[casts] = (fmt, module)
+        self._modules[casts] = (formats, module)
         casts.renewed(w, dtype)
         return module, True
+
+
+def _formats(precision: LinearPrecision) -> Formats:
+    return precision.fprop, precision.dgrad, precision.wgrad
+
+
+def _custom(recipes: Any, formats: Formats) -> Any:
+    return recipes.CustomRecipe(qfactory=partial(quantizer_for, formats=formats))
 
 
 def _autocast(te: Any, recipe: Any) -> Any:
@@ -132,15 +158,24 @@ def _autocast(te: Any, recipe: Any) -> Any:
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
-def _unfit(name: str, recipe: Recipe, device: torch.device) -> str | None:
-    """Why a recipe cannot run here, or None."""
+def missing(device: torch.device) -> str | None:
+    """Why Transformer Engine runs nothing on a device, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
-        return f"Transformer Engine is not installed ({_INSTALL})"
+        return f"it is not installed ({_INSTALL})"
     if device.type != "cuda":
-        return f"Transformer Engine needs an NVIDIA GPU, the device is {device.type}"
-    version = _numbers(importlib.import_module("transformer_engine").__version__)
+        return f"it needs an NVIDIA GPU, the device is {device.type}"
+    return None
+
+
+def _installed() -> tuple[int, int]:
+    return _numbers(importlib.import_module("transformer_engine").__version__)
+
+
+def _unfit(name: str, recipe: Recipe, device: torch.device, sizes: Sizes) -> str | None:
+    """Why a format cannot run here, or None; Transformer Engine is there."""
+    version = _installed()
     if version < recipe.since:
-        return f"{name} needs Transformer Engine {_dotted(recipe.since)}, {_dotted(version)} is installed"
+        return f"{name} needs version {_dotted(recipe.since)}, {_dotted(version)} is installed"
     first, below = recipe.capability
     found = torch.cuda.get_device_capability(device)
     if not first <= found < below:
@@ -148,6 +183,10 @@ def _unfit(name: str, recipe: Recipe, device: torch.device) -> str | None:
     cuda = _numbers(torch.version.cuda or "0.0")
     if cuda < recipe.cuda:
         return f"{name} needs CUDA {_dotted(recipe.cuda)}, PyTorch was built with {torch.version.cuda}"
+    side = get_format(name).tile
+    if any(size % side for size in sizes):
+        shown = f"{sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs} channels"
+        return f"{name} needs multiples of {side}, this linear has {shown}"
     return None
 
 

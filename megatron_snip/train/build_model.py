@@ -15,7 +15,7 @@ from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant.operands import Casts
+from megatron_snip.quant import Casts, compiled_impl
 
 
 def documents_of(config: Config, cp: Axis) -> Documents | None:
@@ -51,7 +51,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
     strategy = config.parallel.data_parallel_sharding_strategy
     for stage in stages.values():
         for linear in stage.linears().values():
-            linear.impl = config.precision.linear_impl
+            linear.impl = compiled_impl(config.precision.linear_impl) if t.compile else config.precision.linear_impl
             if mesh.dp_cp.size > 1:  # FSDP gathers a copy; if it frees that after each use, casts are freed too
                 linear.weight_casts = Casts(frees=True) if keeps_weights(strategy) else None
         for block in stage.blocks().values() if t.compile else ():

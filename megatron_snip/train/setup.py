@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from megatron_snip.quant import (
     LinearPrecision,
     LinearShape,
     Sizes,
-    check_compiled,
     check_linear,
+    compiled_impl,
     linear_implementations,
     linear_runs,
 )
@@ -110,7 +110,7 @@ def _check_linears(config: Config, plan: Plan | None) -> None:
     for precision in precisions_of(config, plan):
         check_linear(config.precision.linear_impl, precision, _device(config))
     if config.training.compile:
-        check_compiled(config.precision.linear_impl)
+        compiled_impl(config.precision.linear_impl)
 
 
 def _device(config: Config) -> torch.device:
@@ -293,21 +293,34 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
 
 
 def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
-    """Log, per format, the backend of its GEMMs, by kind of linear if it varies."""
-    by_format: dict[str, dict[str, set[str]]] = {}
+    """Log, per format, what runs its GEMMs; if it varies, by kind of linear, and by precision if that is not enough."""
+    by_format: dict[str, dict[str, set[tuple[str, str]]]] = {}
+    used = precisions_of(config, plan)
     tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
-        for precision in precisions_of(config, plan):
+        for precision in used if plan is None else [plan.linears[name]]:
             runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
-            for fmt, backend in runs.items():
-                by_format.setdefault(fmt, {}).setdefault(backend, set()).add(name.rsplit(".", 1)[1])
+            for fmt, who in runs.items():
+                by_format.setdefault(fmt, {}).setdefault(who, set()).add((name.rsplit(".", 1)[1], str(precision)))
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
+    for line in _table(by_format):
+        LOGGER.info(line)
+
+
+def _table(by_format: Mapping[str, Mapping[str, set[tuple[str, str]]]]) -> list[str]:
+    """Lines of format -> what runs it -> (kind of linear, precision of the linear)."""
+    lines = []
     for fmt, by in sorted(by_format.items()):
-        for backend, kinds in by.items():
-            LOGGER.info(f"GEMMs in {fmt}: {backend}" + (f"; {', '.join(sorted(kinds))}" if len(by) > 1 else ""))
+        kinds = {who: sorted({kind for kind, _ in each}) for who, each in by.items()}
+        for who, each in by.items():
+            about = f"; {', '.join(kinds[who])}" if len(by) > 1 else ""
+            if any({*kinds[who]} & {*others} for other, others in kinds.items() if other != who):
+                about += f" in {', '.join(sorted({precision for _, precision in each}))}"
+            lines.append(f"GEMMs in {fmt}: {who}{about}")
+    return lines
 
 
 def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> None:

@@ -73,10 +73,6 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
         ({"linear_impl": "magic"}, ["--linear-impl magic is unknown; known: auto", "emulated"]),
         ({"linear_impl": "scaled_mm", "precision": "fp8"}, ["--linear-impl scaled_mm cannot run fp8", "or emulated"]),
         (
-            {"linear_impl": "transformer_engine", "precision": "snip", "snip_options": "fp8,fp4"},
-            ["--linear-impl transformer_engine cannot run fp4", "use --linear-impl auto or emulated"],
-        ),
-        (
             {"linear_impl": "transformer_engine", "precision": "bf16", "compile": True},
             ["--compile does not go with --linear-impl transformer_engine; use --linear-impl auto or emulated"],
         ),

@@ -1,0 +1,70 @@
+"""Transformer Engine's quantizers for a linear whose GEMMs each have their own format, as its `CustomRecipe` asks for
+them.
+
+A tensor is quantised rowwise for one GEMM and columnwise for another, and these are the GEMMs of a precision:
+
+    input        rowwise fprop   columnwise wgrad
+    weight       rowwise fprop   columnwise dgrad
+    grad_output  rowwise dgrad   columnwise wgrad
+
+Source: Transformer Engine 2.19 and 2.20, pytorch/custom_recipes, which it calls experimental.  tools/export_plan.py
+copies this file into what it writes, so nothing of this package is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Tensor of a linear -> indices into (fprop, dgrad, wgrad) of the GEMMs that read it rowwise and columnwise.
+READ_BY = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
+
+
+def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
+    """The quantizer for a `QuantizerRole` of a linear whose fprop, dgrad and wgrad run in these formats.
+
+    role is None or has no tensor_type of `READ_BY` where a tensor leaves the linear: it stays in high precision.  So
+    does everything where formats is None.
+    """
+    from transformer_engine.pytorch import HybridQuantizer, IdentityQuantizer
+
+    tensor = None if role is None else role.tensor_type
+    if formats is None or tensor not in READ_BY:
+        return IdentityQuantizer()
+    row, column = (formats[gemm] for gemm in READ_BY[tensor])
+    if row == column:
+        return _quantizer(row, tensor, transformed=True)
+    return HybridQuantizer(
+        rowwise_quantizer=_quantizer(row, tensor, transformed=False),
+        columnwise_quantizer=_quantizer(column, tensor, transformed=True),
+    )
+
+
+def _quantizer(fmt: str, tensor: str, *, transformed: bool) -> Any:
+    """One quantizer; transformed: it makes columnwise data, which the Hadamard transform of wgrad's operands is for."""
+    from transformer_engine.pytorch import Float8BlockQuantizer, IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
+    from transformer_engine.pytorch.constants import DType
+
+    weight = tensor == "weight"
+    if fmt == "bf16":
+        return IdentityQuantizer()
+    if fmt == "mxfp8":
+        return MXFP8Quantizer(fp8_dtype=DType.kFloat8E4M3)
+    if fmt in ("fp8", "fp8_pow2"):
+        return Float8BlockQuantizer(
+            fp8_dtype=DType.kFloat8E4M3,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=0.0,
+            force_pow_2_scales=fmt == "fp8_pow2",
+            block_scaling_dim=2 if weight else 1,
+        )
+    if fmt not in ("nvfp4", "nvfp4_rht"):
+        raise ValueError(f"Transformer Engine has no quantizer for {fmt}")
+    hadamard = fmt == "nvfp4_rht" and transformed and not weight
+    return NVFP4Quantizer(
+        fp4_dtype=DType.kFloat4E2M1,
+        with_rht=hadamard,
+        with_post_rht_amax=hadamard,
+        with_2d_quantization=fmt == "nvfp4_rht" and weight,
+        stochastic_rounding=tensor == "grad_output",
+    )

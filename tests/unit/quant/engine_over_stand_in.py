@@ -1,0 +1,253 @@
+"""Runs linears by Transformer Engine's own Python files, over a stand-in for its compiled extension, on a CPU.
+
+    python -m tests.unit.quant.engine_over_stand_in FOLDER CAPABILITY   with requests as JSON on standard input
+
+FOLDER is an unpacked wheel.  It is a program of its own because it tells torch that there is a GPU.  The stand-in
+quantises nothing: it keeps the tensor and who would have quantised it, and GEMMs multiply what was kept.  So modules,
+recipes, roles, quantizers, their directions and the shapes of GEMMs are the package's own, and the numbers are BF16's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIDE = 128
+_DTYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+_SHOWN = (
+    "dtype", "force_pow_2_scales", "block_scaling_dim", "amax_epsilon", "with_rht", "with_post_rht_amax",
+    "with_2d_quantization", "stochastic_rounding",
+)  # fmt: skip
+
+
+class _Anything(ModuleType):
+    """A module with every name; each is a function that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *a, **how: None
+
+
+class _Names(type):
+    """A class with every name, which is its own number, as members of pybind11's enums have."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name == "__members__":
+            return {key: value for key, value in vars(cls).items() if not key.startswith("__")}
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, len(vars(cls)))
+        return getattr(cls, name)
+
+
+class _Extension(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, made := _Names(name, (), {}))
+        return made
+
+
+def load(folder: str, capability: tuple[int, int]) -> tuple[Any, list[dict[str, Any]]]:
+    """transformer_engine.pytorch of a folder, and a list that every cast and every GEMM adds to."""
+    sys.path.insert(0, folder)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # or it looks for its core library
+    tex = _Extension("transformer_engine_torch")
+    tex.__spec__ = importlib.machinery.ModuleSpec(tex.__name__, None)
+    tex.DType = enum.IntEnum("DType", _DTYPES, start=0)
+    names = [f"GEMM{i}_{tensor}" for i in (1, 2, 3) for tensor in ("INPUT", "WEIGHT", "OUTPUT")]
+    tex.FP8FwdTensors = enum.IntEnum("FP8FwdTensors", names, start=0)
+    names = [f"GRAD_{tensor}{i}" for i in (1, 2, 3) for tensor in ("OUTPUT", "INPUT")]
+    tex.FP8BwdTensors = enum.IntEnum("FP8BwdTensors", names, start=0)
+    sys.modules[tex.__name__] = tex
+    for name in ("transformer_engine.pytorch.onnx_extensions", "einops"):
+        sys.modules[name] = _Anything(name)
+    importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None
+    te = importlib.import_module("transformer_engine.pytorch")
+    _pretend(capability)
+    return te, _stand_in(tex)
+
+
+def _pretend(capability: tuple[int, int]) -> None:
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=1, name="some GPU")
+    cuda: Any = torch.cuda
+    cuda.is_available, cuda.current_device = lambda: True, lambda: torch.device("cpu")
+    cuda.get_device_capability, cuda.get_device_properties = lambda d=None: capability, lambda d=None: properties
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_stream = lambda *a: SimpleNamespace(cuda_stream=0)
+    cuda.device = lambda d: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda self, *a, **how: self  # type: ignore[method-assign]
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a: None
+    torch.version.cuda = "13.0"
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment,method-assign]
+
+
+def _stand_in(tex: Any) -> list[dict[str, Any]]:
+    gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+    linear = importlib.import_module("transformer_engine.pytorch.module.linear")
+    held, seen = _held(), []
+    if hasattr(gemm, "_NATIVE_GEMM_INPUT_STORAGES"):
+        gemm._NATIVE_GEMM_INPUT_STORAGES += (held,)
+    nvfp4 = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+    on_gpu = ("get_workspace", "get_cublas_workspace", "get_rht_matrix", "get_random_sign_mask_for_rht")
+    for module in (gemm, linear, nvfp4):
+        for name in on_gpu:
+            if hasattr(module, name):
+                setattr(module, name, lambda *a, **how: torch.empty(1))
+
+    def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
+        seen.append({"quantised": [*tensor.shape]})
+        if out is None:
+            return held(tensor, quantizer)
+        out.source = tensor.detach()
+        return out
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **how: Any) -> tuple[Any, ...]:
+        """Column-major, as cuBLAS: [rows of b, rows of a]."""
+        x, y = (getattr(each, "source", each) for each in (a, b))
+        operands = [described(getattr(each, "quantizer", None)) for each in (a, b)]
+        layout = ("T" if transa else "N") + ("T" if transb else "N")
+        seen.append({"layout": layout, "operands": operands, "shapes": [[*x.shape], [*y.shape]]})
+        return (y.T if transb else y) @ (x.T if transa else x), None, None, None
+
+    tex.quantize, tex.generic_gemm = quantize, generic_gemm
+    return seen
+
+
+def _held() -> Any:
+    try:
+        base = importlib.import_module("transformer_engine.pytorch.quantized_tensor").QuantizedTensorStorage
+    except ImportError:
+        base = importlib.import_module("transformer_engine.pytorch.tensor.quantized_tensor").QuantizedTensorBase
+
+    class Held(base):  # type: ignore[misc,valid-type]
+        """A tensor that was to be quantised."""
+
+        requires_grad = False
+
+        def __init__(self, tensor: Tensor, quantizer: Any) -> None:
+            self.source, self.quantizer = tensor.detach(), quantizer
+
+        shape = property(lambda self: self.source.shape)
+        device = property(lambda self: self.source.device)
+        dtype = property(lambda self: self.source.dtype)
+
+        def size(self, *dim: int) -> Any:
+            return self.source.size(*dim)
+
+        def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+            pass
+
+        def get_usages(self) -> dict[str, bool]:
+            return {"rowwise": self.quantizer.rowwise_usage, "columnwise": self.quantizer.columnwise_usage}
+
+        def prepare_for_saving(self) -> tuple[list[Tensor], Any]:
+            return [self.source], self
+
+        def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
+            self.source = tensors[0]
+            return tensors[1:]
+
+        def get_data_tensors(self) -> tuple[Tensor, ...]:
+            return (self.source,)
+
+        @classmethod
+        def make_like(cls, other: Any) -> Any:
+            return cls(other.source, other.quantizer)
+
+        def clear(self) -> None:
+            pass
+
+    return Held
+
+
+def described(quantizer: Any) -> dict[str, Any]:
+    """A quantizer's class and what it was asked for; {} for none."""
+    if quantizer is None:
+        return {}
+    return {"kind": type(quantizer).__name__} | {
+        name: int(value) for name in _SHOWN if (value := getattr(quantizer, name, None)) is not None
+    }
+
+
+def run(precision: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """Casts and GEMMs of two microbatches of a linear, its recipe, and whether the gradients are those of a product."""
+    from megatron_snip.quant import Casts, LinearCall, LinearPrecision
+    from megatron_snip.quant.transformer_engine import TransformerEngine
+
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(SIDE, SIDE, generator=random).bfloat16().requires_grad_()
+    w = torch.randn(2 * SIDE, SIDE, generator=random).requires_grad_()
+    g = torch.randn(SIDE, 2 * SIDE, generator=random).bfloat16()
+    parsed, engine = LinearPrecision.parse(precision), TransformerEngine()
+    call, passes = LinearCall(parsed, None, weight_casts=Casts()), []
+    product = x @ w.bfloat16().T
+    expected = [product, *torch.autograd.grad(product, (x, w), g)]
+    equal = True
+    for _ in range(2):
+        seen.clear()
+        y = engine(x, w, call)
+        got = [y, *torch.autograd.grad(y, (x, w), g)]
+        equal &= all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+        passes.append([*seen])
+    (recipe,) = engine._recipes.values()
+    return {"recipe": type(recipe).__name__, "passes": passes, "equal": equal}
+
+
+def supported(name: str, te: Any) -> bool:
+    """Whether the package itself lets a recipe of ours run here."""
+    from megatron_snip.quant.transformer_engine import _RECIPES, _autocast
+
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    try:
+        with _autocast(te, _RECIPES[name].make(recipes)):
+            return True
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+
+
+def whole_model(path: str, names: list[str], te: Any, seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """Module -> casts and GEMMs of a te.Linear of that name under the recipe of a written file."""
+    spec = importlib.util.spec_from_file_location("te_recipes", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {}
+    for name in names:
+        linear = te.Linear(SIDE, SIDE, bias=False, params_dtype=torch.bfloat16, device="cpu", name=name)
+        seen.clear()
+        with te.autocast(recipe=module.RECIPE):
+            y = linear(torch.ones(SIDE, SIDE, dtype=torch.bfloat16, requires_grad=True))
+        y.backward(torch.ones_like(y))
+        found[name] = [*seen]
+    return found
+
+
+def main() -> None:
+    """Answer the requests."""
+    folder, capability = sys.argv[1], sys.argv[2].split(".")
+    requests, out = json.load(sys.stdin), sys.stdout
+    sys.stdout = sys.stderr
+    te, seen = load(folder, (int(capability[0]), int(capability[1])))
+    answers: dict[str, Any] = {"version": importlib.import_module("transformer_engine").__version__}
+    answers["linears"] = {precision: run(precision, seen) for precision in requests.get("linears", ())}
+    answers["supported"] = {name: supported(name, te) for name in requests.get("formats", ())}
+    if "module" in requests:
+        answers["module"] = whole_model(requests["module"], requests["names"], te, seen)
+    json.dump(answers, out)
+
+
+if __name__ == "__main__":
+    main()
