@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.faults import PROGRAM, train
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.faults import PROGRAM, train
+from tests.dist.helpers.harness import run_ranks
 
 pytestmark = [
     pytest.mark.dist,

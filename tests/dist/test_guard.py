@@ -15,8 +15,8 @@ from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.train.state_file import read_state
 from megatron_snip.train.metrics import read_metrics
 from tests.unit.checkpoint.conftest import prove
-from tests.dist.harness import run_ranks
-from tests.dist.troubles import Trouble, slow_disk_run, troubled_run
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.troubles import Trouble, slow_disk_run, troubled_run
 
 LAYOUTS = {
     "one": ({}, 1),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.dist.soaks import careless, forked
+from tests.dist.helpers.soaks import careless, forked
 from tools import soak
 from tools.soak import OPTIONS, draw_faults
 from tools.soak_faults import FAULTS
