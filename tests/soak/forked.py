@@ -1,4 +1,4 @@
-"""Runs for tools/soak.py on forked ranks, which start ten times as fast as torchrun's; importable by them."""
+"""Runs for tests/soak/run.py on forked ranks, which start ten times as fast as torchrun's; importable by them."""
 
 from __future__ import annotations
 
