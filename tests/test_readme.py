@@ -16,6 +16,7 @@ import pytest
 
 from megatron_snip import megatron_options
 from megatron_snip.config import option_groups
+from megatron_snip.train.metrics import metrics_file, read_metrics
 from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
 
 __all__ = ["stubs"]  # a fixture
@@ -201,7 +202,7 @@ def test_quickstart_runs_and_goes_on(twice: bool, tmp_path: Path) -> None:
         output = quickstart("--no-preflight")
     assert str(run / "report.html") in output
     assert (run / "report.html").is_file()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(metrics_file(run))
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["snip/plan_hash"]
     assert list((run / "plans").glob("iter_*.json"))

@@ -7,16 +7,15 @@ stages.  A probe is one more `forward_backward` without an optimiser step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_snip.mesh import Mesh
+from megatron_snip.mesh import Axis, Mesh
 from megatron_snip.parallel.context import own_tokens
 from megatron_snip.parallel.data import before_backward
-from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import PLAIN, StepContext
 
@@ -42,7 +41,10 @@ def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
 
 
 class Pipeline:
-    """This rank's stages and their schedule.  Every rank must make the same calls."""
+    """This rank's stages and their schedule.  Every rank must make the same calls.
+
+    begin: called before each pass with its tokens [M, B, S], sample_index [M, B] and dp; returns the loss's divisor.
+    """
 
     def __init__(
         self,
@@ -55,9 +57,9 @@ class Pipeline:
         tokens: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
-        documents: Documents | None = None,
+        begin: Callable[[Tensor, Tensor, Axis], int | Tensor] | None = None,
     ) -> None:
-        self.documents = documents
+        self._begin = begin
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
         self.losses: list[float] = []  # share of each microbatch of the last pass; only on the last stage
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
@@ -116,8 +118,8 @@ class Pipeline:
     def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> float:
         """Set up the context of the pass, and drop the weight casts that linears keep afterwards."""
         tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp.size
-        if self.documents is not None:
-            tokens = self.documents.begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
+        if self._begin is not None:
+            tokens = self._begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
         context = dataclasses.replace(context, iteration=iteration, loss_tokens=tokens)
         run = self._plain if self.mesh.pp.size == 1 else self._pipelined
         try:

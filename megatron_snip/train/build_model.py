@@ -66,6 +66,7 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
     m, t = config.model, config.training
     own = m.seq_length // mesh.cp.size
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    documents = next(iter(stages.values())).build.documents
     return Pipeline(
         dict(stages),
         num_stages=len(stage_blocks(m.num_layers, config.parallel)),
@@ -75,5 +76,5 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
         tokens=(t.micro_batch_size, own),
         dtype=torch.bfloat16 if t.bf16 else torch.float32,
         device=device,
-        documents=next(iter(stages.values())).build.documents,
+        begin=None if documents is None else documents.begin,
     )

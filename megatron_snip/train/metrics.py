@@ -90,26 +90,34 @@ def row_of(line: str | bytes) -> dict[str, Any] | None:
         return None
 
 
-def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a metrics file, each with its row.  Logs one warning if any are damaged and skipped."""
+def lines_of(content: bytes, path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], list[str]]:
+    """The lines of a metrics file, each with its row, and a note if any are damaged and left out.
+
+    A last line that a kill has truncated does not count.
+    """
     found, damaged = [], []
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         if (row := row_of(line)) is not None:
             found.append((line + b"\n", row))
-        elif number < len(lines):  # a kill may have truncated the last line
+        elif number < len(lines):
             damaged.append(str(number))
-    if damaged:
-        shown = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
-        LOGGER.warning(f"{path}: damaged lines are left out: {len(damaged)} of {len(lines)}, by number {shown}")
+    if not damaged:
+        return found, []
+    shown = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+    return found, [f"{path}: damaged lines are left out: {len(damaged)} of {len(lines)}, by number {shown}"]
+
+
+def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """`lines_of` a file, [] if it is missing; logs the note as a warning."""
+    found, notes = lines_of(path.read_bytes() if path.is_file() else b"", path)
+    for note in notes:
+        LOGGER.warning(note)
     return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file.
-
-    Damaged lines are skipped with a warning, and a truncated last line without one.
-    """
+    """The rows of a metrics file.  Damaged lines are skipped with a warning, and a truncated last line without one."""
     return [row for _, row in _read_lines(path)]
 
 

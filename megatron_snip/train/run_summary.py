@@ -19,7 +19,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES, saving
-from megatron_snip.train.metrics import row_of
+from megatron_snip.train.metrics import lines_of, metrics_file
 from megatron_snip.train.state_file import read_run_file
 
 Curve = tuple[list[int], list[float]]
@@ -64,11 +64,11 @@ class Run:
 def read_run(run_dir: str | Path) -> Run:
     """Read a run folder.  Raises UserError if it is not a folder or has neither metrics nor plans."""
     path = Path(run_dir)
-    metrics_file, plan_files = path / "metrics.jsonl", sorted(path.glob("plans/*.json"))
-    if not metrics_file.is_file() and not plan_files:
+    rows, plan_files = metrics_file(path), sorted(path.glob("plans/*.json"))
+    if not rows.is_file() and not plan_files:
         raise UserError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
     notes: list[str] = []
-    metrics = _read_metrics(metrics_file, notes) if metrics_file.is_file() else []
+    metrics = _read_metrics(rows, notes) if rows.is_file() else []
     plans = []
     for file in plan_files:
         try:
@@ -95,21 +95,10 @@ def format_summary(run_dir: str | Path) -> str:
 
 
 def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl.  A broken last line is normal for a killed run; others are noted."""
-    lines = read_file(file, "metrics", "cut them back", most=1 << 30).split(b"\n")
-    metrics, broken = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if (row := row_of(line)) is not None:
-            metrics.append(row)
-        else:
-            broken.append(number)
-    if broken and broken[-1] == len(lines):  # no newline at the end: truncated by a kill
-        broken.pop()
-    if broken:
-        notes.append(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}")
-    return metrics
+    """The rows of metrics.jsonl; damaged lines are noted."""
+    lines, damaged = lines_of(read_file(file, "metrics", "cut them back", most=1 << 30), file)
+    notes += damaged
+    return [row for _, row in lines]
 
 
 def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
-from tests.dist.converting import analyse, analyse_unprobed, plan
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.converting import analyse, analyse_unprobed, plan
+from tests.dist.helpers.harness import run_ranks
 from tests.dist.test_convert import CASES, theirs
 from tests.unit.train.recorded import named, shown
 

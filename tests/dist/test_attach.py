@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from megatron_snip.snip.predict.divergence import Predictions
-from tests.dist.attached import (
+from tests.dist.helpers.attached import (
     after_a_validation,
     beside_the_trainer,
     failing_solve,
@@ -14,7 +14,7 @@ from tests.dist.attached import (
     over_processes,
     tried_over_processes,
 )
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.harness import run_ranks
 from tests.dist.test_layouts import distances_by_name, farther
 
 

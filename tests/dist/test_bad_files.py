@@ -10,8 +10,8 @@ import pytest
 from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.data.sampling import GPTDataset
-from tests.dist.faults import SMALL, run_on_files
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.faults import SMALL, run_on_files
+from tests.dist.helpers.harness import run_ranks
 
 def newest_iteration(saves):
     return newest(saves)[0]

@@ -18,8 +18,8 @@ from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.setup import check
-from tests.dist.faults import PROGRAM, program
-from tests.dist.harness import CONTEXT
+from tests.dist.helpers.faults import PROGRAM, program
+from tests.dist.helpers.harness import CONTEXT
 from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 MODEL = {

@@ -14,8 +14,8 @@ import pytest
 from megatron_snip.checkpoint.lock import LOCK
 from megatron_snip.checkpoint.manifest import iterations, read_manifest
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.harness import end_ranks, run_ranks, start_ranks
-from tests.dist.runs import error_of_run, run_with_full_disk, train_run
+from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
+from tests.dist.helpers.runs import error_of_run, run_with_full_disk, train_run
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256}
 OPTIONS = {

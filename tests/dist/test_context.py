@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.compiled import compiled_losses
-from tests.dist.context import attention_of_pieces, casts_of_pieces
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, MODELS, losses, mixed_plan, plan_from, save_after
+from tests.dist.helpers.compiled import compiled_losses
+from tests.dist.helpers.context import attention_of_pieces, casts_of_pieces
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, MODELS, losses, mixed_plan, plan_from, save_after
 from tests.dist.test_layouts import unlike
 
 #: Pieces of a tile each; two sequences in a microbatch, and grouped queries.

@@ -13,9 +13,9 @@ import torch
 from megatron_snip.checkpoint.manifest import read_manifest
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.interop.huggingface import model_options
-from tests.dist.converting import collect, convert, first_batch, logits_of, refused, told, tokenizer_files, warned
-from tests.dist.harness import run_ranks
-from tests.dist.runs import train_run
+from tests.dist.helpers.converting import collect, convert, first_batch, logits_of, refused, told, tokenizer_files, warned
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import train_run
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist

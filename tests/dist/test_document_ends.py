@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, losses, plan_from, save_after, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, losses, plan_from, save_after, world_of
 
 OPTIONS = {
     "vocab_size": 16, "hidden_size": 128, "ffn_hidden_size": 256, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True,

@@ -14,9 +14,9 @@ from megatron_snip.model.flops import iteration_flops, parameters
 from megatron_snip.train.dry_run import end_ranks, measure_all
 from megatron_snip.train.dry_run_device import device_of
 from megatron_snip.train.dry_run_report import as_text, trial_samples
-from tests.dist.dry_runs import collectives, few_and_whole, few_and_whole_trials, options_of, real_counts, real_rises
-from tests.dist.harness import CONTEXT, run_ranks
-from tests.dist.runs import LAYOUTS, world_of
+from tests.dist.helpers.dry_runs import collectives, few_and_whole, few_and_whole_trials, options_of, real_counts, real_rises
+from tests.dist.helpers.harness import CONTEXT, run_ranks
+from tests.dist.helpers.runs import LAYOUTS, world_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORLD_SIZES = {"llama_1b": 8, "llama_3b": 8, "llama_7b": 8, "llama_70b": 512}

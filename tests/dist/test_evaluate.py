@@ -13,10 +13,10 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.evaluations import Evaluation
 from megatron_snip.train.setup import snip_shapes
-from tests.dist.converting import convert
-from tests.dist.evaluating import by_transformers, evaluate, local_tasks, one_after_another
-from tests.dist.harness import run_ranks
-from tests.dist.runs import train_run
+from tests.dist.helpers.converting import convert
+from tests.dist.helpers.evaluating import by_transformers, evaluate, local_tasks, one_after_another
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import train_run
 from tests.dist.test_convert import CASES, theirs
 
 tokenizers = pytest.importorskip("tokenizers")

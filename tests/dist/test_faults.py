@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.faults import PROGRAM, train
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.faults import PROGRAM, train
+from tests.dist.helpers.harness import run_ranks
 
 pytestmark = [
     pytest.mark.dist,
@@ -281,7 +281,7 @@ def test_a_full_disk_for_metrics_loses_no_row(tmp_path):
             wait_for(lambda: "is written again" in (tmp_path / "err").read_text(), "rows again")
             process.send_signal(signal.SIGINT)
             process.wait(300)
-        found = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found = [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
     assert found == list(range(1, len(found) + 1))
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(found[-1])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.harness import run_ranks
-from tests.dist.layers import (
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.layers import (
     B,
     K,
     S,

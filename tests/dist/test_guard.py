@@ -13,10 +13,10 @@ import torch
 from megatron_snip.snip.plan import Plan
 from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.train.state_file import read_state
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.metrics import metrics_file, read_metrics
 from tests.unit.checkpoint.conftest import prove
-from tests.dist.harness import run_ranks
-from tests.dist.troubles import Trouble, slow_disk_run, troubled_run
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.troubles import Trouble, slow_disk_run, troubled_run
 
 LAYOUTS = {
     "one": ({}, 1),
@@ -41,8 +41,7 @@ DATA, DATA_OF_TWO = Trouble("data", range(9, 15)), Trouble("data", range(9, 11))
 
 
 def rows_of(run_dir: Path, rank: int = 0) -> list[dict]:
-    path = run_dir / (f"metrics/rank_{rank:04d}.jsonl" if rank else "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(path)]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(metrics_file(run_dir, rank))]
 
 
 def run(layout: str, run_dir: Path, *troubles: Trouble, program=troubled_run, **more):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.harness import run_ranks
-from tests.dist.initial import whole_weights
-from tests.dist.runs import LAYOUTS, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.initial import whole_weights
+from tests.dist.helpers.runs import LAYOUTS, world_of
 
 #: Shards that end inside the blocks in which weights are drawn, and a half vocabulary that dp cannot share out evenly.
 ODD = {

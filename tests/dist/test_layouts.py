@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_snip.snip.measure.statistics import Statistics
-from tests.dist.harness import run_ranks
-from tests.dist.runs import (
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import (
     LAYOUTS,
     MODELS,
     losses,

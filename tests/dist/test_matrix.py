@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.dist.covering import FACTORS, covering, length_of, name_of, options_of, pairs, valid_cases, world_of
-from tests.dist.harness import run_ranks
-from tests.dist.runs import losses, mixed_plan, plan_from, save_after
+from tests.dist.helpers.covering import FACTORS, covering, length_of, name_of, options_of, pairs, valid_cases, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import losses, mixed_plan, plan_from, save_after
 from tests.dist.test_layouts import unlike
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import machines
-from tests.dist.machines import Network, wait_until
-from tests.dist.small_run import ITERATIONS, OPTIONS, PACED, ROOT, SmallRun, assert_equal
+from tests.dist.helpers import machines
+from tests.dist.helpers.machines import Network, wait_until
+from tests.dist.helpers.small_run import ITERATIONS, OPTIONS, PACED, ROOT, SmallRun, assert_equal
 
 WHY_NOT = machines.missing()
 pytestmark = [

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_manifest
 from megatron_snip.train.state_file import read_state
-from tests.dist.faults import differing_plans, poisoned_run, poisoned_steps
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.faults import differing_plans, poisoned_run, poisoned_steps
+from tests.dist.helpers.harness import run_ranks
 
 #: layout -> the rank that goes wrong; in pp2 the gradients of the other one stay finite.
 LAYOUTS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.harness import run_ranks
-from tests.dist.offline import collect, losses_with_bf16, save_run
-from tests.dist.runs import LAYOUTS, mixed_plan, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.offline import collect, losses_with_bf16, save_run
+from tests.dist.helpers.runs import LAYOUTS, mixed_plan, world_of
 from tests.dist.test_layouts import unlike
 
 SMALL = {"num_layers": 2, "vocab_size": 256}  # wide enough that tp cuts no block

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.harness import run_ranks
-from tests.dist.sharding import an_iteration
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.sharding import an_iteration
 
 #: (processes, chunks of each, options); two microbatches of 128 tokens and 256 channels, or four.
 CASES = {

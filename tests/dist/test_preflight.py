@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, train_run
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, train_run
 
 OPTIONS = {
     "train_iters": 4, "precision": "snip", "snip_start": 2, "snip_interval": 2, "snip_apply_lag": 1, "snip_target": 0.5,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, counted_probe, trace, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, counted_probe, trace, world_of
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2}
 ITERATIONS, PROBED = 3, {1, 3}

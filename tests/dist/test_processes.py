@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, connections, disagreement, memory_and_timeouts
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, connections, disagreement, memory_and_timeouts
 
 
 @pytest.fixture(scope="module")

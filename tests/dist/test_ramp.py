@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, train_run, world_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, train_run, world_of
 
 OPTIONS = {
     "global_batch_size": 8, "rampup_batch_size": (4, 2, 12), "train_iters": 0, "train_samples": 40,

@@ -10,8 +10,8 @@ import torch
 
 from megatron_snip.train.state_file import read_state
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.harness import end_ranks, run_ranks, start_ranks
-from tests.dist.troubles import Trouble, troubled_program, troubled_run
+from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
+from tests.dist.helpers.troubles import Trouble, troubled_program, troubled_run
 
 LAYOUTS = {
     "one": ({}, 1),

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.metrics import metrics_file, read_metrics
-from tests.dist.harness import end_ranks, run_ranks, start_ranks
-from tests.dist.kills import run_to_kill
+from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
+from tests.dist.helpers.kills import run_to_kill
 
 WORLD = 4
 OPTIONS = {

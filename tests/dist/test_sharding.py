@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_snip.train.dry_run import measure_all
-from tests.dist.dry_runs import collectives, options_of
-from tests.dist.harness import run_ranks
-from tests.dist.runs import LAYOUTS, losses, plan_from, save_after, statistics
-from tests.dist.sharding import an_iteration, gathered, sent_over_dp, tensors_after
+from tests.dist.helpers.dry_runs import collectives, options_of
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import LAYOUTS, losses, plan_from, save_after, statistics
+from tests.dist.helpers.sharding import an_iteration, gathered, sent_over_dp, tensors_after
 from tests.dist.test_layouts import distances_by_name, farther
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

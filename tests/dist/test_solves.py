@@ -8,8 +8,8 @@ import pytest
 
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.metrics import metrics_file, read_metrics
-from tests.dist.harness import run_ranks
-from tests.dist.solves import SOLVES, late_solves, solves_gone_wrong
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.solves import SOLVES, late_solves, solves_gone_wrong
 
 LAG, BEHIND = 10, 5
 

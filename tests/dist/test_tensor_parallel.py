@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dist.harness import run_ranks
-from tests.dist.layers import (
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.layers import (
     KINDS,
     PRECISIONS,
     B,

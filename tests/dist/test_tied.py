@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_snip.checkpoint.manifest import check
-from tests.dist.harness import run_ranks
-from tests.dist.runs import plan_from, save_after
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import plan_from, save_after
 from tests.dist.test_layouts import distances_by_name, farther
-from tests.dist.tied import of_a_pass, train_between
+from tests.dist.helpers.tied import of_a_pass, train_between
 
 WEIGHT = "embed_tokens.weight"
 TIED = {

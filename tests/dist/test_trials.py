@@ -8,8 +8,8 @@ from megatron_snip.config import Config
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.metrics import metrics_file, read_metrics
-from tests.dist.harness import run_ranks
-from tests.dist.runs import TINY
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.runs import TINY
 
 LAYOUTS = {
     "tp2": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.harness import run_ranks
-from tests.dist.turns import take_turns
+from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.turns import take_turns
 
 
 @pytest.mark.slow  # it waits

@@ -1,4 +1,4 @@
-"""A SLURM of four nodes, each a machine of its own (tests/dist/machines.py), its controller on the switch.
+"""A SLURM of four nodes, each a machine of its own (tests/dist/helpers/machines.py), its controller on the switch.
 
 Everything it writes lies in one folder.  There is no authentication: nobody outside these machines reaches them.
 """
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.dist import machines
-from tests.dist.machines import Network, wait_until
+from tests.dist.helpers import machines
+from tests.dist.helpers.machines import Network, wait_until
 
 NODES = ("node1", "node2", "node3", "node4")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun", "sinfo")

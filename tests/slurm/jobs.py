@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from tests.dist.small_run import OPTIONS, PACED, ROOT, SmallRun
+from tests.dist.helpers.small_run import OPTIONS, PACED, ROOT, SmallRun
 from tests.slurm.cluster import Cluster, Job
 
 SBATCH, LAUNCH = ROOT / "examples/slurm/pretrain.sbatch", ROOT / "examples/llama_1b/train_llama_1b.sh"

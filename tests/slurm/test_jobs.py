@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.machines import wait_until
-from tests.dist.small_run import ITERATIONS, assert_equal
+from tests.dist.helpers.machines import wait_until
+from tests.dist.helpers.small_run import ITERATIONS, assert_equal
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import LEAD, Run

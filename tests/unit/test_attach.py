@@ -18,7 +18,7 @@ from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, nam
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import loss_divergence
-from tests.dist.attached import tiny_llama, tokens_of
+from tests.dist.helpers.attached import tiny_llama, tokens_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/library"
 

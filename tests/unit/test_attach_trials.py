@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron_snip.attach import attach, token_losses
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.predict.divergence import Predictions
-from tests.dist.attached import tiny_llama, tokens_of
+from tests.dist.helpers.attached import tiny_llama, tokens_of
 
 SEEN, OTHER = tokens_of(4).split(2)
 

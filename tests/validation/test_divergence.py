@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.harness import run_ranks
 from tests.validation.predictions import CHECKPOINTS, RANDOM_PLANS, TARGETS, measure
 
 pytestmark = pytest.mark.timeout(1800)

@@ -11,7 +11,7 @@ import pytest
 from examples.study import collect, quality, run
 from examples.study.plans import FP4, FP8, key_of
 from examples.study.setting import read_setting
-from tests.dist.harness import run_ranks
+from tests.dist.helpers.harness import run_ranks
 from tests.unit.examples.study_runs import quality_of_arms, runs, shifted_losses
 
 SETTINGS = sorted((Path(run.__file__).parent / "settings").glob("*.toml"))

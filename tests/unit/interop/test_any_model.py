@@ -11,7 +11,7 @@ from megatron_snip.attach import attach
 from megatron_snip.errors import UserError
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
-from tests.dist.attached import tiny_llama, tokens_of
+from tests.dist.helpers.attached import tiny_llama, tokens_of
 
 NAMES = list(attach(tiny_llama()).linears)
 

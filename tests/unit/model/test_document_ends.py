@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.data.loader import Batch
-from tests.dist.runs import make
+from tests.dist.helpers.runs import make
 
 EOD, LENGTH = 15, 128  # NullTokenizer's last id
 OPTIONS = {

@@ -192,7 +192,7 @@ def test_runs_that_differ_in_more_than_precision_are_told_of(tmp_path):
 def test_runs_without_a_common_iteration(tmp_path):
     mine, theirs = write_run(tmp_path / "a", [line(1)]), write_run(tmp_path / "b", [line(2), "garbage\n"])
     page = write_report(mine, [theirs])
-    assert f"{theirs}/metrics.jsonl: 1 unreadable lines left out" in page.read_text()
+    assert f"{theirs}/metrics.jsonl: damaged lines are left out: 1 of" in page.read_text()
     assert "a and b have no iteration in common" in page.read_text() and len(shown(page)["Loss"]) == 1
 
 

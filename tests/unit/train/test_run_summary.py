@@ -135,7 +135,7 @@ def test_damaged_files_are_named_not_fatal(tmp_path):
     folder = write_run(tmp_path, [line(1), "garbage\n", '{"no": "iteration"}\n', line(2)], two_plans())
     (folder / "plans" / "iter_0000003.json").write_text("{")
     notes = read_run(folder).notes
-    assert "2 unreadable lines left out, the first is line 2" in notes[0] and "iter_0000003.json" in notes[1]
+    assert "damaged lines are left out: 2 of 5, by number 2, 3" in notes[0] and "iter_0000003.json" in notes[1]
     assert summary(folder)["plans"] == 2 and summary(folder)["iterations"] == 2
     assert "iter_0000003.json" in write_report(folder).read_text()
 
@@ -152,7 +152,7 @@ def test_damaged_files_are_named_not_fatal(tmp_path):
 )
 def test_strange_rows_are_noted(row, tmp_path):
     run = read_run(write_run(tmp_path / "run", [line(1), row + "\n", line(3, **{"lm loss": 4.9})]))
-    assert [r["iteration"] for r in run.metrics] == [1, 3] and "1 unreadable lines left out" in run.notes[0]
+    assert [r["iteration"] for r in run.metrics] == [1, 3] and "damaged lines are left out: 1 of" in run.notes[0]
     assert "4.9000 -> 4.9000" in format_summary(run.path)
 
 

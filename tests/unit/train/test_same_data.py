@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.data.workers import Workers
 from megatron_snip.train import loop, setup
+from megatron_snip.train.metrics import read_metrics
 from megatron_snip.train.same_data import difference
 from megatron_snip.train.state_file import read_state
 
@@ -206,7 +206,7 @@ def test_a_killed_worker_ends_the_run_after_a_save(run, tmp_path, monkeypatch):
         run(train_iters=15, num_workers=1)
     saved = newest_iteration(tmp_path / "run/checkpoints")
     assert saved is not None and 3 <= saved <= 5
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["lm loss"] for row in rows] == losses[:saved], "as without workers"
     assert made[0]._all[0].process.returncode == -9
 

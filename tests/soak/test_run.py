@@ -1,4 +1,4 @@
-"""What tools/soak.py says of bad options, and what its report tells."""
+"""What tests/soak/run.py says of bad options, and what its report tells."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tools import soak
-from tools.soak import Outcome, Report
+from tests.soak import run
+from tests.soak.run import Outcome, Report
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_it_runs_as_its_help_says():
     done = subprocess.run(
-        [sys.executable, "-m", "tools.soak", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tests.soak.run", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and "python -m tools.soak --faults 200" in done.stdout
+    assert done.returncode == 0 and "python -m tests.soak.run --faults 200" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_it_runs_as_its_help_says():
 def test_bad_options(words, said, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as info:
-        soak.main([*words, "--output", str(tmp_path)])
+        run.main([*words, "--output", str(tmp_path)])
     assert info.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -40,7 +40,7 @@ def test_the_report_counts_what_was_lost_and_what_was_silent():
         bad = Report(1, {}, [good, outcome])
         assert not bad.good
     assert not Report(1, {}, [good], ["round 1: iteration 7"]).good
-    assert soak.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b", "c"]
+    assert run.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b", "c"]
 
 
 def test_a_run_that_was_ending_already_tells_why():
@@ -52,7 +52,7 @@ def test_a_run_that_was_ending_already_tells_why():
     )
     warned = full.replace("error:", "2026-11-22 14:00:56 [rank 0]").replace(", 3 in a row; free space", "; training")
     expected = r"error.*\(process 7 on .*its last checkpoint is"
-    assert soak.told(f"a\n{full}\n{stopped}", expected, ends=True) == stopped
-    assert soak.told(f"a\n{warned}\n{full}", expected, ends=True) == full
-    assert soak.told(f"a\n{full}", "skipped", ends=False) == soak.told(warned, expected, ends=True) == ""
-    assert soak.told("error: something else", expected, ends=True) == soak.told(full, "", ends=True) == ""
+    assert run.told(f"a\n{full}\n{stopped}", expected, ends=True) == stopped
+    assert run.told(f"a\n{warned}\n{full}", expected, ends=True) == full
+    assert run.told(f"a\n{full}", "skipped", ends=False) == run.told(warned, expected, ends=True) == ""
+    assert run.told("error: something else", expected, ends=True) == run.told(full, "", ends=True) == ""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_snip import runtime
 from megatron_snip.snip.measure.statistics import Statistics
-from tests.dist.runs import make, train_run
+from tests.dist.helpers.runs import make, train_run
 
 
 def save_run(options: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import torch
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.train.dry_run_counts import Tracker
-from tests.dist.dry_runs import collectives
-from tests.dist.runs import make
+from tests.dist.helpers.dry_runs import collectives
+from tests.dist.helpers.runs import make
 
 
 class _Order(Tracker):

@@ -1,6 +1,6 @@
 """Break a run again and again, and check that nothing is lost.
 
-    python -m tools.soak --faults 200 --seed 1 --output runs/soak
+    python -m tests.soak.run --faults 200 --seed 1 --output runs/soak
 
 The run is a small Llama over tp x pp with SNIP, under torchrun as users start it.  It trains to its last iteration with
 a few faults on the way, and starts again after each fault that ends it.  Then metrics, plans and statistics must equal
@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_snip.train.metrics import metrics_file, read_metrics
-from tools.soak_faults import FAULTS, PLACES, Fault, Launch, Round, newest_whole
+from tests.soak.faults import FAULTS, PLACES, Fault, Launch, Round, newest_whole
 
 #: The run that is broken, as options; probes before iterations 4, 12, 20, ...
 OPTIONS: dict[str, Any] = {
@@ -219,7 +219,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"--kinds {', '.join(unknown)} unknown; known: {', '.join(FAULTS)}")
     if args.output.exists() and any(args.output.iterdir()):
         parser.error(f"--output {args.output} is not empty; give a new folder")
-    from tools.soak_faults import torchrun
+    from tests.soak.faults import torchrun
 
     with tqdm(total=args.faults, unit="fault") as bar:
 

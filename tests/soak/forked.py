@@ -1,4 +1,4 @@
-"""Runs for tools/soak.py on forked ranks, which start ten times as fast as torchrun's; importable by them."""
+"""Runs for tests/soak/run.py on forked ranks, which start ten times as fast as torchrun's; importable by them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_snip import runtime
 from megatron_snip.checkpoint import manifest, storage
 from megatron_snip.config import Config
-from tests.dist.harness import end_ranks, start_ranks
+from tests.dist.helpers.harness import end_ranks, start_ranks
 
 Run = Callable[[Mapping[str, Any], str], None]
 

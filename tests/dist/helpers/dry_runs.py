@@ -19,7 +19,7 @@ from megatron_snip.config import Config
 from megatron_snip.train import dry_run
 from megatron_snip.train.dry_run_counts import Stretch, Tracker
 from megatron_snip.train.setup import Parts
-from tests.dist.runs import TINY, make
+from tests.dist.helpers.runs import TINY, make
 
 
 def options_of(options: dict[str, Any]) -> Config:

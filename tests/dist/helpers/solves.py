@@ -23,7 +23,7 @@ from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest
 from megatron_snip.train import loop
-from tests.dist.faults import SMALL
+from tests.dist.helpers.faults import SMALL
 
 #: Iteration -> precision of each linear of a rank once `before_step` is done.
 Held = dict[int, dict[str, str]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.dist.runs import make
+from tests.dist.helpers.runs import make
 
 
 def whole_weights(options: dict[str, Any]) -> dict[str, Tensor]:

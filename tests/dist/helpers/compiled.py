@@ -8,7 +8,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_snip.model.llama import Block
 from megatron_snip.parallel import context
-from tests.dist.runs import losses
+from tests.dist.helpers.runs import losses
 
 
 def compiled_losses(options: dict[str, Any], backend: str, iterations: int) -> dict[str, Any]:

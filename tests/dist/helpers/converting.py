@@ -14,7 +14,7 @@ from megatron_snip import runtime
 from megatron_snip.errors import UserError
 from megatron_snip.train import run_folder
 from megatron_snip.train.step import Stepper
-from tests.dist.runs import make, train_run
+from tests.dist.helpers.runs import make, train_run
 from tools import analyse as analyse_tool
 from megatron_snip.cli import collect_stats, convert_checkpoint, generate_plan
 

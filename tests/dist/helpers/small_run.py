@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_snip.train.metrics import read_metrics
-from tests.dist.machines import wait_until
+from tests.dist.helpers.machines import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACED = Path(__file__).with_name("paced.py")
 ITERATIONS = 36
 #: Over examples/llama_1b/llama_1b.toml.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron_snip.checkpoint import saver
 from megatron_snip.snip.measure.probe import Pass, PassRunner, Probe
-from tests.dist.runs import train_run
-from tests.dist.solves import Held, record_precisions
+from tests.dist.helpers.runs import train_run
+from tests.dist.helpers.solves import Held, record_precisions
 
 
 def slow_save() -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from tests.dist.soaks import careless, forked
-from tools import soak
-from tools.soak import OPTIONS, draw_faults
-from tools.soak_faults import FAULTS
+from tests.soak import run
+from tests.soak.faults import FAULTS
+from tests.soak.forked import careless, forked
+from tests.soak.run import OPTIONS, draw_faults
 
 #: Without an agent, a rank's death is a node's here, and a hang is as long as the time-out (test_faults.py has one).
 KINDS = [kind for kind in FAULTS if kind not in ("agent", "node", "hang")]
@@ -24,8 +24,8 @@ SOME = ["rank", "pause", "bit", "second run"]
 )
 def test_faults_lose_nothing(tmp_path, monkeypatch, kinds, faults, each, iterations):
     # a preflight would take a fifth of the time, at every start
-    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "preflight": False, "train_iters": iterations})
-    report = soak.soak(forked, tmp_path / "soak", faults=faults, seed=2, each=each, kinds=kinds)
+    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "preflight": False, "train_iters": iterations})
+    report = run.soak(forked, tmp_path / "soak", faults=faults, seed=2, each=each, kinds=kinds)
     assert report.good, report.to_markdown()
     assert len(report.outcomes) == faults and {outcome.kind for outcome in report.outcomes} == set(kinds)
     assert any(outcome.resumed for outcome in report.outcomes)
@@ -37,8 +37,8 @@ def test_faults_lose_nothing(tmp_path, monkeypatch, kinds, faults, each, iterati
 def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
     """A shard of another iteration, which a loader without checks takes for this one."""
     # saved at once, so that there are two checkpoints when the fault falls
-    monkeypatch.setattr(soak, "OPTIONS", {**OPTIONS, "train_iters": 14, "async_save": False})
-    report = soak.soak(careless, tmp_path / "soak", faults=1, seed=5, each=1, kinds=["shard"])
+    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "train_iters": 14, "async_save": False})
+    report = run.soak(careless, tmp_path / "soak", faults=1, seed=5, each=1, kinds=["shard"])
     (outcome,) = report.outcomes
     assert outcome.silent and not report.good
     assert report.differences, "and the run went on from other weights"

@@ -21,9 +21,9 @@ from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.setup import Parts
-from tests.dist.runs import TINY, make
+from tests.dist.helpers.runs import TINY, make
 
-PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_llama.py"
 SMALL = {**TINY, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2}
 
 

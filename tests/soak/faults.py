@@ -1,4 +1,4 @@
-"""What can be done to a run under way, and when: the faults of tools/soak.py."""
+"""What can be done to a run under way, and when: the faults of tests/soak/run.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iterations, tracked_iteration
 
-PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_llama.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 #: Seconds that a run may take to come to a place, or past a fault.
 PATIENCE = 180.0
 

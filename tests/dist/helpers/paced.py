@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_snip.train.step import Stepper
 
-PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_llama.py"
 
 if __name__ == "__main__":
     step, until = Stepper.step, Path(os.environ["PACE_UNTIL"])

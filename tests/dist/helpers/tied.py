@@ -10,7 +10,7 @@ from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.parallel.data import gradient_square_sum, local_of
 from megatron_snip.train.rerun import Rerun
 from megatron_snip.train.watch import LossWatch
-from tests.dist.runs import make
+from tests.dist.helpers.runs import make
 
 
 def train_between(options: dict[str, Any], folder: Path, first: int, last: int) -> dict[str, Any]:

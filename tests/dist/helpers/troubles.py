@@ -29,7 +29,7 @@ from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train import loop
 from megatron_snip.train.setup import Parts
-from tests.dist.faults import SMALL
+from tests.dist.helpers.faults import SMALL
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What the distributed tests run on their ranks, and how they start them."""
