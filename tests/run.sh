@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The second command: set up, then ruff, mypy and pytest.  Arguments go to pytest:
+#   bash tests/run.sh --fast              ruff, and the tests of what most changes break first; a minute on two cores
 #   bash tests/run.sh                     all but slow tests, files of tests dealt out to two to four workers
 #   bash tests/run.sh --all               slow tests too
 #   bash tests/run.sh tests/unit/quant    a part
@@ -20,7 +21,17 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check mypy
+if [ "$*" = --fast ]; then
+    # structure, formats, options, divergences, plans and one layout; not mypy, kernels, training, checkpoints, commands
+    # and the other layouts
+    set -- tests/test_structure.py tests/unit/formats tests/unit/test_config.py tests/unit/test_megatron_options.py \
+        tests/unit/snip/predict tests/unit/snip/plan \
+        'tests/dist/test_layouts.py::test_pipeline_is_bit_for_bit_at_first[plan-pp2-llama]' \
+        -n 2 --dist loadfile --no-loadscope-reorder
+    echo "== --fast leaves out mypy and most tests; run bash tests/run.sh before you push"
+else
+    check mypy
+fi
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '== failed: %s\n' "${failed[@]}"
 fi

@@ -170,6 +170,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
             "help",
             "all",
             "config",
+            "fast",
             "fresh",
             "gpus-per-task",
             "max-restarts",
