@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output, finite_amax, swiglu_product
-from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.casts.cast import Form, Output, finite_amax, swiglu_product
+from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels.op import swiglu_gradients
 from megatron_snip.quant.kernels.triton_launches import Tiling
 

@@ -11,11 +11,11 @@ from harness import Case, interleaved, live_peak
 from torch import Tensor
 
 from megatron_snip.quant import Casts, LinearPrecision, RoundingKey, quantize, quantized_linear
-from megatron_snip.quant.cast import Operand
-from megatron_snip.quant.dispatch import cast
-from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.operands import LinearCall, Operands
-from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.casts.cast import Operand
+from megatron_snip.quant.kernels.dispatch import cast
+from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.operands import LinearCall, Operands
+from megatron_snip.quant.linears.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 #: Tokens and shapes (input x output channels); the goals are told of the last one.

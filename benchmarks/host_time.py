@@ -39,10 +39,10 @@ from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region
 from megatron_snip.quant import LinearPrecision, RoundingKey
-from megatron_snip.quant.block_scaled import MX, NVFP4
-from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.casts.cast import Form, Output
 from megatron_snip.quant.kernels import op, triton_cast, triton_launches
-from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.linears.block_scaled import MX, NVFP4
+from megatron_snip.quant.linears.scaled_mm import Hopper
 from megatron_snip.train.setup import build, check
 
 LINEARS, SIDE, GPU_SIDE, PRECISIONS = 16, 16, 128, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")

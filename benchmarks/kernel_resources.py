@@ -30,7 +30,7 @@ from triton.runtime import driver
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.casts.cast import Form, Output
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from megatron_snip.quant.kernels.triton_launches import FP8, FP8_AND_FP4, Tiling
 

@@ -47,8 +47,8 @@ from typing import Any
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.model.stages import stage_blocks
-from megatron_snip.train.dry_run import end_ranks, measure_all
-from megatron_snip.train.dry_run_counts import Stretch
+from megatron_snip.train.dry_run.counts import Stretch
+from megatron_snip.train.dry_run.measure import end_ranks, measure_all
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 #: (options, processes)

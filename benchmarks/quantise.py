@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output, finite_amax, reference
-from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.casts.cast import Form, Output, finite_amax, reference
 from megatron_snip.quant.kernels import cpu
+from megatron_snip.quant.kernels.dispatch import cast
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 #: (format, role, reduction dim) and the block it stands for

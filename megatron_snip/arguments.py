@@ -16,7 +16,7 @@ from typing import Any
 import megatron_snip.config
 from megatron_snip.config import Config, check_names, option_groups
 from megatron_snip.errors import UserError
-from megatron_snip.files import HALF_PAIR, parse_toml, read_file, shown
+from megatron_snip.files.io import HALF_PAIR, parse_toml, read_file, shown
 from megatron_snip.megatron_options import without_megatrons
 
 #: Options for a first run, after --config.

@@ -44,10 +44,10 @@ from megatron_snip.interop.held_out import TokenLosses, check_held_out, losses_o
 from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import data_parallel_mesh
 from megatron_snip.quant import PLAIN, StepContext, check_linear
-from megatron_snip.quant.rounding import mix64
+from megatron_snip.quant.casts.rounding import mix64
+from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.measure.untouched import Untouched, untouched
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request

@@ -31,9 +31,9 @@ from torch.distributed.rendezvous import rendezvous
 import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
+from megatron_snip.faults.heartbeat import Folder, Watch
 from megatron_snip.faults.rendezvous import agree_on_start
-from megatron_snip.faults.watch import Folder, Watch
-from megatron_snip.files import one_line
+from megatron_snip.files.io import one_line
 
 #: Keeps the current folder out of the import path of new Python processes.
 _SAFE_PATH = "PYTHONSAFEPATH"

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_snip import megatron_options
 from megatron_snip.config import option_groups
-from megatron_snip.train.metrics import metrics_file, read_metrics
+from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
 
 __all__ = ["stubs"]  # a fixture

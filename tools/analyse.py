@@ -48,10 +48,10 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word, read_file
+from megatron_snip.files.io import check_output, one_line, path_word, read_file
+from megatron_snip.files.json import write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
-from megatron_snip.jsonfile import write_atomic
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.snip.measure.probe import ProbeFailed
@@ -59,9 +59,9 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.predict.divergence import loss_divergence
 from megatron_snip.snip.trial import TrialFailed
-from megatron_snip.train import report_pictures as pictures
-from megatron_snip.train.report_page import Section, page, table
-from megatron_snip.train.run_folder import Start, with_saved_options
+from megatron_snip.train.pictures import figures as pictures
+from megatron_snip.train.report.page import Section, page, table
+from megatron_snip.train.run.run_folder import Start, with_saved_options
 from megatron_snip.train.setup import Parts, snip_shapes
 from megatron_snip.train.validate import check_ranges
 

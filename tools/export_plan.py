@@ -24,13 +24,13 @@ from pathlib import Path
 
 from megatron_snip.arguments import parse
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.counterparts import Request, Version
 from megatron_snip.interop.exports import TARGETS, Target
-from megatron_snip.jsonfile import write_atomic
 from megatron_snip.model.spec import linear_place
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train.run_folder import with_saved_options
+from megatron_snip.train.run.run_folder import with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
 

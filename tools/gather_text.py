@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import atomic_output, one_line, path_word
+from megatron_snip.files.io import atomic_output, one_line, path_word
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
 # Installed packages differ between machines; test folders hold broken files and tables on purpose.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:

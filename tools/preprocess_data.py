@@ -37,7 +37,7 @@ from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, parse_json, path_word
+from megatron_snip.files.io import check_output, one_line, parse_json, path_word
 
 PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
 MARK_SECONDS = 30.0  # The most that a kill costs.

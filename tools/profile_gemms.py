@@ -29,7 +29,7 @@ from megatron_snip import runtime
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line, path_word
+from megatron_snip.files.io import one_line, path_word
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import by_stage, saving
-from megatron_snip.train.run_folder import with_saved_options
+from megatron_snip.train.run.run_folder import with_saved_options
 from megatron_snip.train.setup import snip_shapes
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import atomic_output, check_output, one_line, parse_json, path_word
+from megatron_snip.files.io import atomic_output, check_output, one_line, parse_json, path_word
 
 LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they are cut.
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
+from megatron_snip.files.io import one_line
 
 MEASURED = "snip/measured_loss_divergence"
 #: Section -> panels; what is logged, and when, stands in docs/architecture.md.

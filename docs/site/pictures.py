@@ -24,14 +24,14 @@ from matplotlib.patches import Patch
 
 from megatron_snip.cli.generate_plan import main as generate_plan
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
+from megatron_snip.files.io import one_line
 from megatron_snip.formats import get_format
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.train.plan_picture import draw_plan
-from megatron_snip.train.report_pictures import Grid, colours_of, smooth
-from megatron_snip.train.run_summary import Run, read_run
+from megatron_snip.train.pictures.figures import Grid, colours_of, smooth
+from megatron_snip.train.pictures.plan_picture import draw_plan
+from megatron_snip.train.report.run_summary import Run, read_run
 
 TARGET = 0.75
 SHOWN, WINDOW = 3, 2  # plans of a run, and neighbours on either side in a mean of losses

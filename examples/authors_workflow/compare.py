@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
-from megatron_snip.jsonfile import JsonFileError, Share, Text, checked, read_json, write_atomic
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.files.io import one_line
+from megatron_snip.files.json import JsonFileError, Share, Text, checked, read_json, write_atomic
+from megatron_snip.train.run.metrics import read_metrics
 
 KEY = "lm loss validation"
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import read_file, shown
+from megatron_snip.files.io import read_file, shown
 
 _WAY_OUT = "give a GGUF of version 3 in F32, Q4_1 and Q8_0"
 _MOST_BYTES = 1 << 30

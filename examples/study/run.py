@@ -21,7 +21,7 @@ from examples.study.pieces import Worker, write_json
 from examples.study.setting import Setting, read_setting
 from examples.study.study import Study
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
+from megatron_snip.files.io import one_line
 
 #: In the order in which they tell most: a checkpoint's measurements and plans at the setting's first target, steps with
 #: these plans ("further-"), plans at the other targets ("targets-").

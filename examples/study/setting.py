@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import read_file
+from megatron_snip.files.io import read_file
 
 
 @dataclass(frozen=True)

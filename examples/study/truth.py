@@ -15,7 +15,7 @@ from examples.study.planted import linears_of
 from megatron_snip.model import attention, llama
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.quant.cast import swiglu_product
+from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.train.setup import Parts
 
 BF16 = LinearPrecision.uniform("bf16")

@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_json, read_file
-from megatron_snip.jsonfile import checked, write_atomic
+from megatron_snip.files.io import parse_json, read_file
+from megatron_snip.files.json import checked, write_atomic
 
 LOCK = "lock.json"
 BEAT_SECONDS = 5.0

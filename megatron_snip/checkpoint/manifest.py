@@ -31,8 +31,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import MOST_BYTES, read_file, shown
-from megatron_snip.jsonfile import Count, JsonFileError, RunId, decoded, read_json
+from megatron_snip.files.io import MOST_BYTES, read_file, shown
+from megatron_snip.files.json import Count, JsonFileError, RunId, decoded, read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"

@@ -46,8 +46,8 @@ from megatron_snip.checkpoint.manifest import (
 from megatron_snip.checkpoint.storage import CheckedWriter
 from megatron_snip.config import CheckpointConfig
 from megatron_snip.errors import UserError
-from megatron_snip.files import MOST_BYTES
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files.io import MOST_BYTES
+from megatron_snip.files.json import write_atomic
 from megatron_snip.mesh import Mesh
 
 LOGGER = logging.getLogger("megatron_snip")

@@ -29,16 +29,16 @@ from megatron_snip.checkpoint.manifest import naming
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
-from megatron_snip.train.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
+from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
+from megatron_snip.train.run.state_file import new_state
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
-from megatron_snip.train.state_file import new_state
 
 LOGGER = logging.getLogger("megatron_snip")
 

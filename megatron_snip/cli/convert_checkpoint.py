@@ -35,7 +35,8 @@ from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, path_word, toml_value
+from megatron_snip.files.io import check_output, path_word, toml_value
+from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.huggingface import (
     check_weights,
     hf_config,
@@ -45,14 +46,13 @@ from megatron_snip.interop.huggingface import (
 )
 from megatron_snip.interop.sentencepiece_json import tokenizer_files
 from megatron_snip.interop.tokenizer_files import TOKENIZER, copy_tokenizer, read_files, write_files
-from megatron_snip.jsonfile import write_atomic
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.train.run_folder import find_checkpoint, saved_options
-from megatron_snip.train.state_file import new_state, read_state
+from megatron_snip.train.run.run_folder import find_checkpoint, saved_options
+from megatron_snip.train.run.state_file import new_state, read_state
 
 PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
 #: What our checkpoints put before a weight's name.

@@ -32,16 +32,16 @@ from megatron_snip.checkpoint.manifest import naming
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.build_model import build_model
-from megatron_snip.train.evaluations import Evaluation, Scores, evaluation_file, score_rows
-from megatron_snip.train.report import write_report
-from megatron_snip.train.run_folder import (
+from megatron_snip.train.report.evaluations import Evaluation, Scores, evaluation_file, score_rows
+from megatron_snip.train.report.sections import write_report
+from megatron_snip.train.run.run_folder import (
     Start,
     read_tensors,
     refuse_other_model,
@@ -49,8 +49,8 @@ from megatron_snip.train.run_folder import (
     saved_options,
     with_saved_options,
 )
+from megatron_snip.train.run.trackers import check_trackers, start_trackers
 from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
-from megatron_snip.train.trackers import check_trackers, start_trackers
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Lists of tasks by a name of ours.  zero-shot: the benchmarks of TinyLlama's model card, on whose checkpoints SNIP's

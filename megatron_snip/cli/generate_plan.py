@@ -39,8 +39,8 @@ from megatron_snip.cli.collect_stats import prepare
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.json import write_atomic
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
@@ -51,12 +51,12 @@ from megatron_snip.snip.planner import BASELINES, Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.snip.trial import TrialFailed, Tried, with_record
-from megatron_snip.train.curve_picture import WHAT, measured_curve
-from megatron_snip.train.report_page import Section, page
-from megatron_snip.train.report_pictures import pareto
-from megatron_snip.train.run_folder import Start, saved_options, with_saved_options
+from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
+from megatron_snip.train.pictures.figures import pareto
+from megatron_snip.train.report.page import Section, page
+from megatron_snip.train.run.run_folder import Start, saved_options, with_saved_options
+from megatron_snip.train.run.state_file import read_run_file
 from megatron_snip.train.setup import snip_shapes
-from megatron_snip.train.state_file import read_run_file
 from megatron_snip.train.validate import check_ranges
 
 LOGGER = logging.getLogger("megatron_snip")

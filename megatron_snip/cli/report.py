@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import check_output, one_line, path_word
-from megatron_snip.train.report import write_report
-from megatron_snip.train.run_summary import format_summary
+from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.train.report.run_summary import format_summary
+from megatron_snip.train.report.sections import write_report
 
 
 def report(runs: Sequence[str], compare: bool, output: str | None) -> str:

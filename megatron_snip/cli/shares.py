@@ -16,8 +16,8 @@ from megatron_snip.snip.plan.options import check_choices, read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried, with_record
-from megatron_snip.train.curve_picture import WHAT, measured_curve
-from megatron_snip.train.report_page import Section
+from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
+from megatron_snip.train.report.page import Section
 from megatron_snip.train.setup import snip_shapes
 
 #: What the table's columns are.

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import JsonFileError, checked, read_json
+from megatron_snip.files.json import JsonFileError, checked, read_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 PIECE_BYTES = 1 << 19  # input per piece: a few tenths of a second of work

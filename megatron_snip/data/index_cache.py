@@ -22,8 +22,8 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import atomic_output, parse_json, read_file
-from megatron_snip.jsonfile import Count, Text, checked
+from megatron_snip.files.io import atomic_output, parse_json, read_file
+from megatron_snip.files.json import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
 Array = npt.NDArray[Any]

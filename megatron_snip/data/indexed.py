@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from megatron_snip.data.identity import fingerprint, record_path, recorded_ids, write_record
 from megatron_snip.errors import UserError
-from megatron_snip.files import about, temporary_beside
+from megatron_snip.files.io import about, temporary_beside
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

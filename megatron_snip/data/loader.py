@@ -19,7 +19,7 @@ from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
 from megatron_snip.data.workers import Workers, read
 from megatron_snip.errors import UserError
-from megatron_snip.files import one_line
+from megatron_snip.files.io import one_line
 
 
 @dataclass(frozen=True)

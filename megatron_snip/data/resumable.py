@@ -26,8 +26,8 @@ import numpy.typing as npt
 from megatron_snip.data.identity import Id
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
-from megatron_snip.files import about, atomic_output, check_folder, parse_json, read_file, temporary_beside
-from megatron_snip.jsonfile import Count, Text, checked
+from megatron_snip.files.io import about, atomic_output, check_folder, parse_json, read_file, temporary_beside
+from megatron_snip.files.json import Count, Text, checked
 
 LOGGER = logging.getLogger("megatron_snip.data")
 VERSION = 1

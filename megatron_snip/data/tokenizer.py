@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import open_file, parse_json, read_file, shown
+from megatron_snip.files.io import open_file, parse_json, read_file, shown
 
 MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest have 40 MB
 #: Unused ids that a vocabulary may have beyond its number of tokens.

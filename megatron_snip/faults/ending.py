@@ -18,7 +18,7 @@ from typing import IO, Any, NoReturn
 
 from torch.distributed import DistError
 
-from megatron_snip.faults.watch import Watch
+from megatron_snip.faults.heartbeat import Watch
 
 #: Errors of gloo, NCCL and the store when another rank has died or does not arrive.
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)

@@ -32,11 +32,11 @@ class Format:
     element: the grid, or None if the operand stays in the compute dtype (bf16).
     tile: elements along the reduction dim that share a scale.
     weight_block: side of a weight's square block, or None to use tiles for weights too.
-    scale: kind of scale (formulas in quant/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds that
-    divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element max
-    rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor.
+    scale: kind of scale (formulas in quant/casts/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds
+    that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
+    max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor.
     stochastic_roles: roles that round stochastically by default.
-    hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/hadamard.py), or 0.
+    hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/casts/hadamard.py), or 0.
     Raises UserError for an unknown role or kind of scale, sizes below 1, and a hadamard other than 0 and 16.
     """
 

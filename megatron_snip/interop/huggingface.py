@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.files import open_file, parse_json, read_file, shown
-from megatron_snip.jsonfile import checked
+from megatron_snip.files.io import open_file, parse_json, read_file, shown
+from megatron_snip.files.json import checked
 from megatron_snip.model.rotary import rotate
 from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_snip.data.tokenizer import MOST_BYTES, Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files import parse_json, read_file
+from megatron_snip.files.io import parse_json, read_file
 
 #: Files of a Hugging Face folder that are copied with the weights.
 TOKENIZER = (

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megatron_snip.model.build import Build
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotate
-from megatron_snip.parallel.context import causal_attention, gather_sequences, pieces, triangles
+from megatron_snip.parallel.context_parallel import causal_attention, gather_sequences, pieces, triangles
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import StepContext
-from megatron_snip.quant.matmul import float32_is_faster
+from megatron_snip.quant.linears.matmul import float32_is_faster
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
+from megatron_snip.model.document_ends import Documents
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.spec import ModelSpec, spec_of
-from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, RowParallelLinear, local, make_parameter
 

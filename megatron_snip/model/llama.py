@@ -23,7 +23,7 @@ from megatron_snip.model.output import OutputLayer, logits_of
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register
-from megatron_snip.parallel.context import gather_sequences, rows_of
+from megatron_snip.parallel.context_parallel import gather_sequences, rows_of
 from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
@@ -33,7 +33,7 @@ from megatron_snip.parallel.tensor import (
     local,
 )
 from megatron_snip.quant import PLAIN, RoundingKey, StepContext
-from megatron_snip.quant.linear_op import pack
+from megatron_snip.quant.linears.linear_op import pack
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 

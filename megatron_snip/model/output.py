@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_snip.model.build import Build
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.parallel.tensor import local, make_parameter
-from megatron_snip.quant.matmul import float32_is_faster
+from megatron_snip.quant.linears.matmul import float32_is_faster
 
 
 class OutputLayer(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_snip.mesh import Axis, Mesh
-from megatron_snip.parallel.context import own_tokens
+from megatron_snip.parallel.context_parallel import own_tokens
 from megatron_snip.parallel.data import before_backward
 from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import PLAIN, StepContext

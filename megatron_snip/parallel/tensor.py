@@ -39,14 +39,14 @@ from megatron_snip.quant import (
     RoundingKey,
     Sizes,
     StepContext,
-    linear_op,
     name_stream,
     run_linear,
 )
-from megatron_snip.quant.cast import swiglu_product
-from megatron_snip.quant.collectives import all_gather, reduce_scatter
-from megatron_snip.quant.group import Group, run_group
-from megatron_snip.quant.linear import backends_of, gemm_by_gemm, runs_alone
+from megatron_snip.quant.casts.cast import swiglu_product
+from megatron_snip.quant.linears import linear_op
+from megatron_snip.quant.linears.collectives import all_gather, reduce_scatter
+from megatron_snip.quant.linears.group import Group, run_group
+from megatron_snip.quant.linears.linear import backends_of, gemm_by_gemm, runs_alone
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:

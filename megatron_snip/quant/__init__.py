@@ -45,10 +45,11 @@ operands.py (which form each operand takes), group.py (forward and backward), li
 
 from __future__ import annotations
 
-from megatron_snip.quant.backend import Sizes
-from megatron_snip.quant.cast import Quantized
-from megatron_snip.quant.dispatch import dequantize, fake_quantize, quantize
-from megatron_snip.quant.linear import (
+from megatron_snip.quant.casts.cast import Quantized
+from megatron_snip.quant.casts.rounding import RoundingKey, name_stream
+from megatron_snip.quant.kernels.dispatch import dequantize, fake_quantize, quantize
+from megatron_snip.quant.linears.backend import Sizes
+from megatron_snip.quant.linears.linear import (
     check_linear,
     compiled_impl,
     linear_implementations,
@@ -57,11 +58,10 @@ from megatron_snip.quant.linear import (
     register_linear,
     run_linear,
 )
-from megatron_snip.quant.operands import Casts, LinearCall, LinearObserver, Operands
-from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.rounding import RoundingKey, name_stream
-from megatron_snip.quant.shape import KINDS, LinearShape
-from megatron_snip.quant.step_context import PLAIN, StepContext
+from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands
+from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.linears.shape import KINDS, LinearShape
+from megatron_snip.quant.linears.step_context import PLAIN, StepContext
 
 __all__ = [
     "GEMMS",

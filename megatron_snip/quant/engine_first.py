@@ -12,11 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.backend import Backends, Sizes
-from megatron_snip.quant.by_gemm import ByGemm
-from megatron_snip.quant.operands import LinearCall
-from megatron_snip.quant.precision import GEMMS, LinearPrecision
-from megatron_snip.quant.transformer_engine import TransformerEngine, missing
+from megatron_snip.quant.linears.backend import Backends, Sizes
+from megatron_snip.quant.linears.by_gemm import ByGemm
+from megatron_snip.quant.linears.operands import LinearCall
+from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.linears.transformer_engine import TransformerEngine, missing
 
 
 class EngineFirst:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.faults.writes import FailedWrites
-from megatron_snip.jsonfile import write_atomic
+from megatron_snip.files.json import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.curve import points_of, where_it_breaks

@@ -8,11 +8,11 @@ from megatron_snip.config import Config
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.mesh import Axis, Mesh
 from megatron_snip.model.build import Build
+from megatron_snip.model.document_ends import Documents
 from megatron_snip.model.llama import LlamaStage, build_stages
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
-from megatron_snip.parallel.documents import Documents
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import Casts, compiled_impl

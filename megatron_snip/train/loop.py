@@ -17,16 +17,16 @@ from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.trial import TrialRunner, samples_of
-from megatron_snip.train.guard import go_back
+from megatron_snip.train.health.guard import go_back
+from megatron_snip.train.health.memory import warn_about_memory
 from megatron_snip.train.instruments import peak_tflops
-from megatron_snip.train.memory import warn_about_memory
-from megatron_snip.train.metrics import progress_line, validation_line
 from megatron_snip.train.preflight import preflight
-from megatron_snip.train.report import write_report
-from megatron_snip.train.run_folder import advice, drop_later_plans, find_start
+from megatron_snip.train.report.run_summary import format_summary
+from megatron_snip.train.report.sections import write_report
+from megatron_snip.train.run.data_identity import agreed, first_problem
+from megatron_snip.train.run.metrics import progress_line, validation_line
+from megatron_snip.train.run.run_folder import advice, drop_later_plans, find_start
 from megatron_snip.train.run_state import RunState
-from megatron_snip.train.run_summary import format_summary
-from megatron_snip.train.same_data import agreed, first_problem
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts

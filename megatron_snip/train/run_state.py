@@ -12,11 +12,13 @@ from megatron_snip.checkpoint.manifest import Damaged
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.config import Config
 from megatron_snip.model.initial import draw_weights
-from megatron_snip.train.guard import Guard
+from megatron_snip.train.health.guard import Guard
+from megatron_snip.train.health.loss_spikes import LossWatch
+from megatron_snip.train.health.rerun import Rerun
 from megatron_snip.train.instruments import Instruments
-from megatron_snip.train.metrics import MetricsWriter, RunningMean, cut_back_ranks
-from megatron_snip.train.rerun import Rerun
-from megatron_snip.train.run_folder import (
+from megatron_snip.train.run.data_identity import settle_data
+from megatron_snip.train.run.metrics import MetricsWriter, RunningMean, cut_back_ranks
+from megatron_snip.train.run.run_folder import (
     Start,
     changed_options,
     earlier_start,
@@ -24,9 +26,7 @@ from megatron_snip.train.run_folder import (
     read_tensors,
     refuse_live_run_folder,
 )
-from megatron_snip.train.same_data import settle_data
 from megatron_snip.train.setup import Parts, agree_on
-from megatron_snip.train.watch import LossWatch
 
 LOGGER = logging.getLogger("megatron_snip")
 

@@ -44,10 +44,10 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
-from megatron_snip.train.run_folder import Start
-from megatron_snip.train.same_data import Identity
+from megatron_snip.train.run.data_identity import Identity
+from megatron_snip.train.run.run_folder import Start
+from megatron_snip.train.run.trackers import check_trackers
 from megatron_snip.train.step import Stepper
-from megatron_snip.train.trackers import check_trackers
 from megatron_snip.train.validate import validate
 
 LOGGER = logging.getLogger("megatron_snip")

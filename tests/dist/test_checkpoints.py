@@ -13,7 +13,7 @@ import pytest
 
 from megatron_snip.checkpoint.lock import LOCK
 from megatron_snip.checkpoint.manifest import iterations, read_manifest
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.helpers.runs import error_of_run, run_with_full_disk, train_run
 

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.megatron_counts import Megatron, over, sent_by
 from megatron_snip.arguments import parse
 from megatron_snip.model.flops import iteration_flops, parameters
-from megatron_snip.train.dry_run import end_ranks, measure_all
-from megatron_snip.train.dry_run_device import device_of
-from megatron_snip.train.dry_run_report import as_text, trial_samples
+from megatron_snip.train.dry_run.measure import end_ranks, measure_all
+from megatron_snip.train.dry_run.device import device_of
+from megatron_snip.train.dry_run.output import as_text, trial_samples
 from tests.dist.helpers.dry_runs import collectives, few_and_whole, few_and_whole_trials, options_of, real_counts, real_rises
 from tests.dist.helpers.harness import CONTEXT, run_ranks
 from tests.dist.helpers.runs import LAYOUTS, world_of

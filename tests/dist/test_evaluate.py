@@ -11,7 +11,7 @@ import pytest
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train.evaluations import Evaluation
+from megatron_snip.train.report.evaluations import Evaluation
 from megatron_snip.train.setup import snip_shapes
 from tests.dist.helpers.converting import convert
 from tests.dist.helpers.evaluating import by_transformers, evaluate, local_tasks, one_after_another

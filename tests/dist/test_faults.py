@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.faults import PROGRAM, train
 from tests.dist.helpers.harness import run_ranks
 

@@ -12,8 +12,8 @@ import torch
 
 from megatron_snip.snip.plan import Plan
 from megatron_snip.checkpoint.manifest import newest
-from megatron_snip.train.state_file import read_state
-from megatron_snip.train.metrics import metrics_file, read_metrics
+from megatron_snip.train.run.state_file import read_state
+from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.unit.checkpoint.conftest import prove
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.troubles import Trouble, slow_disk_run, troubled_run

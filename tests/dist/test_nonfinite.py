@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.checkpoint.manifest import newest, read_manifest
-from megatron_snip.train.state_file import read_state
+from megatron_snip.train.run.state_file import read_state
 from tests.dist.helpers.faults import differing_plans, poisoned_run, poisoned_steps
 from tests.dist.helpers.harness import run_ranks
 

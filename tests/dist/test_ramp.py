@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.runs import LAYOUTS, train_run, world_of
 

@@ -8,8 +8,8 @@ import tempfile
 import pytest
 import torch
 
-from megatron_snip.train.state_file import read_state
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.state_file import read_state
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.helpers.troubles import Trouble, troubled_program, troubled_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_snip.train.dry_run import measure_all
+from megatron_snip.train.dry_run.measure import measure_all
 from tests.dist.helpers.dry_runs import collectives, options_of
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.runs import LAYOUTS, losses, plan_from, save_after, statistics

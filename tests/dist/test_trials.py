@@ -7,7 +7,7 @@ import pytest
 from megatron_snip.config import Config
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop
-from megatron_snip.train.metrics import metrics_file, read_metrics
+from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.runs import TINY
 

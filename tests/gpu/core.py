@@ -25,8 +25,8 @@ import torch
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Operand, Output, finite_amax, reference, swiglu_product
-from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.casts.cast import Form, Operand, Output, finite_amax, reference, swiglu_product
+from megatron_snip.quant.casts.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, held, operands
 

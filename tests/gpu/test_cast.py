@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron_snip.formats import Format, format_names, get_format
-from megatron_snip.quant import RoundingKey, dispatch
-from megatron_snip.quant.cast import Form, Operand, Quantized, finite_amax, reference
-from megatron_snip.quant.kernels import triton_cast
-from megatron_snip.quant.scales import tensor_scale
+from megatron_snip.quant import RoundingKey
+from megatron_snip.quant.casts.cast import Form, Operand, Quantized, finite_amax, reference
+from megatron_snip.quant.casts.scales import tensor_scale
+from megatron_snip.quant.kernels import dispatch, triton_cast
 from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_snip.train.metrics import metrics_file, read_metrics
+from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.soak.faults import FAULTS, PLACES, Fault, Launch, Round, newest_whole
 
 #: The run that is broken, as options; probes before iterations 4, 12, 20, ...

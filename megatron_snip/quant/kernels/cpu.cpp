@@ -1,4 +1,4 @@
-// The casts of cast.py on CPU, bit for bit the same.  Source: megatron_snip/quant/cast.py.
+// The casts of cast.py on CPU, bit for bit the same.  Source: megatron_snip/quant/casts/cast.py.
 //
 // Plain C ABI, loaded with ctypes by cpu.py; no Python or torch header.  This file shares the work out among
 // threads; cpu_kernels.h and what it includes do it, compiled once per instruction set and chosen when called: a

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megatron_snip.formats import SCALES, Element
 from megatron_snip.formats.element import Specials
-from megatron_snip.quant.cast import Form, Operand, Quantized, allocate, as_read, form_of, reference
+from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, as_read, form_of, reference
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_snip.quant import cast as specification
-from megatron_snip.quant.cast import Form, Operand, Quantized, allocate, form_of, reference, swiglu_product
-from megatron_snip.quant.hadamard import check_tokens
-from megatron_snip.quant.hadamard import hadamard as hadamard_reference
+from megatron_snip.quant.casts import cast as specification
+from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, form_of, reference, swiglu_product
+from megatron_snip.quant.casts.hadamard import check_tokens
+from megatron_snip.quant.casts.hadamard import hadamard as hadamard_reference
+from megatron_snip.quant.casts.rounding import RoundingKey, Rows
 from megatron_snip.quant.kernels import cpu, triton_cast
-from megatron_snip.quant.rounding import RoundingKey, Rows
 
 _MASK32 = 0xFFFFFFFF
 _KEY = 11  # integers of a key

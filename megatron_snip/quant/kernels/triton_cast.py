@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element
-from megatron_snip.quant.cast import OPERANDS, Form, Operand, Quantized, allocate
-from megatron_snip.quant.hadamard import LENGTH, SIGNS
+from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Quantized, allocate
+from megatron_snip.quant.casts.hadamard import LENGTH, SIGNS
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
-    from megatron_snip.quant.rounding import RoundingKey, Rows
+    from megatron_snip.quant.casts.rounding import RoundingKey, Rows
 
 # Offsets inside a tile are 32-bit: a tile of 128 rows spans less than 2**31 elements.
 _MAX_SIDE = 1 << 24

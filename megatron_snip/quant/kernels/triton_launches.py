@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_snip.formats import Element
 from megatron_snip.formats.element import E2M1, E4M3, E5M2
-from megatron_snip.quant.cast import OPERANDS, Form, form_of
-from megatron_snip.quant.swizzled import TILE_ROWS
+from megatron_snip.quant.casts.cast import OPERANDS, Form, form_of
+from megatron_snip.quant.casts.swizzled import TILE_ROWS
 
 if TYPE_CHECKING:
     from megatron_snip.quant.kernels.triton_steps import FormSpec

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """The steps of a cast on tiles in registers, for triton_kernels.py: reading x, grids, scales and random bits.
 
-They give the bits of quant/grid.py, quant/scales.py and quant/rounding.py.  Three rules make sure of it: divisions are
+They give the bits of grid.py, scales.py and rounding.py in quant/casts.  Three rules make sure of it: divisions are
 ``tl.div_rn`` (``/`` is approximate on a GPU), products and sums are not fused (kernels are launched with
 ``enable_fp_fusion=False``), and magnitudes are compared by their bit patterns, which also order NaN.
 """

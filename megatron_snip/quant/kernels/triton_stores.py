@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_snip.quant.casts.swizzled import TILE_BYTES, TILE_ROWS
 from megatron_snip.quant.kernels.triton_steps import bits_of, encode_nearest, tile, within
-from megatron_snip.quant.swizzled import TILE_BYTES, TILE_ROWS
 
 _TILE_ROWS, _TILE_BYTES = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BYTES)  # of swizzled scales
 _E4M3_NAN = tl.constexpr(0x7F)

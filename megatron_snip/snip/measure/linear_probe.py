@@ -23,9 +23,9 @@ from torch import Tensor
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearShape, Operands
-from megatron_snip.quant.hadamard import hadamard
-from megatron_snip.quant.matmul import matmul
-from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.linears.matmul import matmul
+from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from megatron_snip.snip.measure.updates import Updates, square
 
 #: Names of the six quantised operands in statistics: "fprop/input", ...

@@ -34,9 +34,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import shown
+from megatron_snip.files.io import shown
+from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
 from megatron_snip.formats import get_format
-from megatron_snip.jsonfile import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 
 Floats = NDArray[np.float64]

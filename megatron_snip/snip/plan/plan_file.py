@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 
 from megatron_snip.errors import UserError
-from megatron_snip.files import shown
-from megatron_snip.jsonfile import (
+from megatron_snip.files.io import shown
+from megatron_snip.files.json import (
     Count,
     Finite,
     JsonFileError,

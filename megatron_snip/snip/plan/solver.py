@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 import megatron_snip
 from megatron_snip.errors import UserError
-from megatron_snip.jsonfile import Finite, checked
+from megatron_snip.files.json import Finite, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.quant.operands import REDUCTION_DIM
+from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import efficiency
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence

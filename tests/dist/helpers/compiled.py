@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_snip.model.llama import Block
-from megatron_snip.parallel import context
+from megatron_snip.parallel import context_parallel
 from tests.dist.helpers.runs import losses
 
 
@@ -24,6 +24,6 @@ def compiled_losses(options: dict[str, Any], backend: str, iterations: int) -> d
         plain(self, backend)
 
     Block.compile_run = compile_run  # type: ignore[method-assign]
-    context.lower_right = lambda queries, keys, device: causal_lower_right(queries, keys)  # type: ignore[assignment]
+    context_parallel.lower_right = lambda queries, keys, device: causal_lower_right(queries, keys)  # type: ignore[assignment]
     found = losses({**options, "compile": True}, iterations=iterations)
     return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}

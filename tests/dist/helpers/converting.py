@@ -12,7 +12,7 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.errors import UserError
-from megatron_snip.train import run_folder
+from megatron_snip.train.run import run_folder
 from megatron_snip.train.step import Stepper
 from tests.dist.helpers.runs import make, train_run
 from tools import analyse as analyse_tool

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_snip.config import Config
-from megatron_snip.train import dry_run
-from megatron_snip.train.dry_run_counts import Stretch, Tracker
+from megatron_snip.train.dry_run.measure import measure
+from megatron_snip.train.dry_run.counts import Stretch, Tracker
 from megatron_snip.train.setup import Parts
 from tests.dist.helpers.runs import TINY, make
 
@@ -69,20 +69,20 @@ def collectives(counts: Counter[Any]) -> Counter[Any]:
 def few_and_whole(options: dict[str, Any], world_size: int, rank: int) -> tuple[Stretch, Stretch, int]:
     """A dry run's iteration of few microbatches and of all, and how many the first leaves out."""
     config = options_of(options)
-    (few,) = dry_run.measure(config, world_size, rank).stretches
+    (few,) = measure.measure(config, world_size, rank).stretches
     dp = config.data_parallel_size(world_size)
-    left_out = config.num_microbatches(dp) - dry_run._few_microbatches(config, dp)[0].num_microbatches(dp)
-    with mock.patch.object(dry_run, "_few_microbatches", lambda config, dp: (config, 0, 1)):
-        (whole,) = dry_run.measure(config, world_size, rank).stretches
+    left_out = config.num_microbatches(dp) - measure._few_microbatches(config, dp)[0].num_microbatches(dp)
+    with mock.patch.object(measure, "_few_microbatches", lambda config, dp: (config, 0, 1)):
+        (whole,) = measure.measure(config, world_size, rank).stretches
     return few, whole, left_out
 
 
 def few_and_whole_trials(options: dict[str, Any], world_size: int, rank: int) -> tuple[Stretch, Stretch]:
     """A dry run's pass of a trial, of few microbatches and of all."""
     config = options_of(options)
-    few = dry_run.measure(config, world_size, rank).stretches[-1]
-    with mock.patch.object(dry_run, "_few_microbatches", lambda config, dp: (config, 0, 1)):
-        return few, dry_run.measure(config, world_size, rank).stretches[-1]
+    few = measure.measure(config, world_size, rank).stretches[-1]
+    with mock.patch.object(measure, "_few_microbatches", lambda config, dp: (config, 0, 1)):
+        return few, measure.measure(config, world_size, rank).stretches[-1]
 
 
 def real_rises(options: dict[str, Any]) -> list[int]:

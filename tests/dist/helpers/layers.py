@@ -28,13 +28,14 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext, collectives
+from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext
+from megatron_snip.quant.linears import collectives
 from megatron_snip.quant import run_linear as run_apart
-from megatron_snip.quant import group as groups
-from megatron_snip.quant.dispatch import cast
+from megatron_snip.quant.linears import group as groups
+from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.linear_op import pack
-from megatron_snip.quant.rounding import random_bits
+from megatron_snip.quant.linears.linear_op import pack
+from megatron_snip.quant.casts.rounding import random_bits
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")

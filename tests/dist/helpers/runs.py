@@ -235,7 +235,7 @@ def connections() -> list[tuple[str, int]]:
 
 def disagreement(what: str) -> str:
     """What `agree_on` says when rank 1 sees another checkpoint or has other options; "" for agreement."""
-    from megatron_snip.train.run_folder import Start
+    from megatron_snip.train.run.run_folder import Start
     from megatron_snip.train.setup import agree_on
 
     odd = dist.get_rank() == 1

@@ -9,7 +9,7 @@ import torch
 
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.train.dry_run_counts import Tracker
+from megatron_snip.train.dry_run.counts import Tracker
 from tests.dist.helpers.dry_runs import collectives
 from tests.dist.helpers.runs import make
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.machines import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]

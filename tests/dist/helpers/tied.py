@@ -8,8 +8,8 @@ from typing import Any
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.parallel.data import gradient_square_sum, local_of
-from megatron_snip.train.rerun import Rerun
-from megatron_snip.train.watch import LossWatch
+from megatron_snip.train.health.rerun import Rerun
+from megatron_snip.train.health.loss_spikes import LossWatch
 from tests.dist.helpers.runs import make
 
 

@@ -30,8 +30,8 @@ from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.build_model import documents_of
-from megatron_snip.train.evaluations import Evaluation
-from megatron_snip.train.run_folder import Start
+from megatron_snip.train.report.evaluations import Evaluation
+from megatron_snip.train.run.run_folder import Start
 
 PLAN = Plan.uniform(["layers.0.mlp.up_proj"], "fp4", iteration=3)
 

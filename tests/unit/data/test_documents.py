@@ -16,7 +16,7 @@ import zstandard
 
 from megatron_snip.data import documents
 from megatron_snip.data.documents import Piece, files_of, pieces
-from megatron_snip.files import parse_json
+from megatron_snip.files.io import parse_json
 
 TEXTS = [f"{i} " + "wörter " * (i % 9) for i in range(60)]
 LINES = "".join(json.dumps({"text": text, "note": "n"}, ensure_ascii=False) + "\n" for text in TEXTS).encode()

@@ -19,8 +19,9 @@ from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import Region
-from megatron_snip.quant import KINDS, LinearPrecision, StepContext, matmul
+from megatron_snip.quant import KINDS, LinearPrecision, StepContext
 from megatron_snip.quant.kernels import op
+from megatron_snip.quant.linears import matmul
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, seq_length=128,

@@ -185,7 +185,7 @@ def described(quantizer: Any) -> dict[str, Any]:
 def run(precision: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
     """Casts and GEMMs of two microbatches of a linear, its recipe, and whether the gradients are those of a product."""
     from megatron_snip.quant import Casts, LinearCall, LinearPrecision
-    from megatron_snip.quant.transformer_engine import TransformerEngine
+    from megatron_snip.quant.linears.transformer_engine import TransformerEngine
 
     random = torch.Generator().manual_seed(0)
     x = torch.randn(SIDE, SIDE, generator=random).bfloat16().requires_grad_()
@@ -208,7 +208,7 @@ def run(precision: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
 
 def supported(name: str, te: Any) -> bool:
     """Whether the package itself lets a recipe of ours run here."""
-    from megatron_snip.quant.transformer_engine import _RECIPES, _autocast
+    from megatron_snip.quant.linears.transformer_engine import _RECIPES, _autocast
 
     recipes = importlib.import_module("transformer_engine.common.recipe")
     try:

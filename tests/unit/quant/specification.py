@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.cast import Form, Quantized, finite_amax, reference, resolve
-from megatron_snip.quant.dispatch import quantized
-from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.casts.cast import Form, Quantized, finite_amax, reference, resolve
+from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.kernels.dispatch import quantized
 
 
 def _resolve(x: Tensor, fmt: Any, how: dict[str, Any]) -> tuple[Tensor, Form, Tensor]:

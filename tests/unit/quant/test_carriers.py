@@ -8,9 +8,9 @@ import torch
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.formats.element import E4M3, E5M2
 from megatron_snip.quant import RoundingKey, quantize
-from megatron_snip.quant.cast import Form, Operand
-from megatron_snip.quant.dispatch import cast
-from megatron_snip.quant.grid import decode, encode
+from megatron_snip.quant.casts.cast import Form, Operand
+from megatron_snip.quant.casts.grid import decode, encode
+from megatron_snip.quant.kernels.dispatch import cast
 from tests.unit.quant.elements import ELEMENTS
 
 DTYPE = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}

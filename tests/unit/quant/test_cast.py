@@ -13,9 +13,9 @@ import torch
 from megatron_snip.formats import SCALES, Format, format_names, get_format
 from megatron_snip.formats.element import element_named
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from megatron_snip.quant.cast import Form, finite_amax
-from megatron_snip.quant.hadamard import hadamard
-from megatron_snip.quant.rounding import random_bits
+from megatron_snip.quant.casts.cast import Form, finite_amax
+from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.casts.rounding import random_bits
 from tests.unit.quant.elements import gfloat_format
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 

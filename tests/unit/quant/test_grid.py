@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, NAN_CODE, element_named
-from megatron_snip.quant.grid import decode, encode, round_nearest, round_stochastic
-from megatron_snip.quant.rounding import RoundingKey, random_bits
+from megatron_snip.quant.casts.grid import decode, encode, round_nearest, round_stochastic
+from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
 from tests.unit.quant.elements import ELEMENTS, NAMES, all_bf16, gfloat_format, intervals, ties_and_neighbours
 
 ML_DTYPES = [

@@ -25,5 +25,5 @@ def test_one_place_multiplies_for_each_gemm():
     assert users("def a(b):\n    return b.multiply()\n", "multiply") == ["a"], "or the list below proves little"
     found = {str(path.relative_to(PACKAGE)): users(path.read_text(), "multiply") for path in PACKAGE.rglob("*.py")}
     assert {file: names for file, names in found.items() if names} == {
-        "quant/group.py": ["forward", "backward", "_wgrad"]
+        "quant/linears/group.py": ["forward", "backward", "_wgrad"]
     }

@@ -8,9 +8,9 @@ import torch
 from megatron_snip.formats import Format, get_format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
-from megatron_snip.quant.cast import Form, finite_amax
-from megatron_snip.quant.dispatch import cast
-from megatron_snip.quant.hadamard import LENGTH, SIGNS, hadamard
+from megatron_snip.quant.casts.cast import Form, finite_amax
+from megatron_snip.quant.casts.hadamard import LENGTH, SIGNS, hadamard
+from megatron_snip.quant.kernels.dispatch import cast
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
-from megatron_snip.quant.linear import run_linear
-from megatron_snip.quant.operands import LinearCall, Operands
+from megatron_snip.quant.linears.linear import run_linear
+from megatron_snip.quant.linears.operands import LinearCall, Operands
 
 
 class Observer:

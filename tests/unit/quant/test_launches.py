@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey
-from megatron_snip.quant.backend import Backends
-from megatron_snip.quant.block_scaled import MX, NVFP4
-from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.group import Group, run_group
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.kernels.triton_launches import FP8
-from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.linears.backend import Backends
+from megatron_snip.quant.linears.block_scaled import MX, NVFP4
+from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.group import Group, run_group
+from megatron_snip.quant.linears.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4, "nvfp4_rht": NVFP4}

@@ -22,16 +22,16 @@ from megatron_snip.quant import (
     RoundingKey,
     fake_quantize,
     linear_implementations,
-    matmul,
     name_stream,
     quantized_linear,
     register_linear,
 )
-from megatron_snip.quant.cast import Form, Operand
-from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.group import Group, run_group
+from megatron_snip.quant.casts.cast import Form, Operand
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.linear import backends_of
+from megatron_snip.quant.linears import matmul
+from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.group import Group, run_group
+from megatron_snip.quant.linears.linear import backends_of
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 BF16 = LinearPrecision.uniform("bf16")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.model.output import logits_of
-from megatron_snip.quant import matmul
+from megatron_snip.quant.linears import matmul
 
 
 @pytest.fixture(params=[False, True], ids=["as they are", "through float32"])

@@ -14,8 +14,8 @@ import torch
 
 from megatron_snip.formats.element import E2M1, E4M3
 from megatron_snip.quant import quantize
-from megatron_snip.quant.grid import encode, round_nearest
-from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.casts.grid import encode, round_nearest
+from megatron_snip.quant.casts.hadamard import hadamard
 from tests.unit.quant.peers import (
     bf16_tensors,
     load_microxcaling,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import RoundingKey, name_stream
-from megatron_snip.quant.rounding import Rows, mix64, philox, random_bits
+from megatron_snip.quant.casts.rounding import Rows, mix64, philox, random_bits
 
 ONES = 0xFFFFFFFF
 # Known-answer vectors of Random123 (kat_vectors, philox4x32 7): counter, key, output.

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
-from megatron_snip.quant.by_gemm import ByGemm
-from megatron_snip.quant.emulated import Emulated
-from megatron_snip.quant.matmul import product
-from megatron_snip.quant.scaled_mm import Hopper
+from megatron_snip.quant.linears.by_gemm import ByGemm
+from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.matmul import product
+from megatron_snip.quant.linears.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm

@@ -10,7 +10,7 @@ import torch
 from megatron_snip.formats import SCALES, Format, get_format
 from megatron_snip.formats import format as format_module
 from megatron_snip.formats.element import E2M1, element_named
-from megatron_snip.quant.scales import block_scales, tensor_scale
+from megatron_snip.quant.casts.scales import block_scales, tensor_scale
 from tests.unit.quant.elements import ELEMENTS, NAMES, all_bf16
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 

@@ -16,7 +16,7 @@ from megatron_snip.model.recompute import run_again
 from megatron_snip.parallel.tensor import Region, RowParallelLinear
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.linear_op import pack
+from megatron_snip.quant.linears.linear_op import pack
 
 CONTEXT = StepContext(key=RoundingKey(1, 2, 0))
 

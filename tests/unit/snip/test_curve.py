@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_snip.snip.curve import Point, where_it_breaks
-from megatron_snip.train.curve_picture import measured_curve
+from megatron_snip.train.pictures.curve_picture import measured_curve
 
 
 def curve(increases, predicted=None, error=0.001) -> list[Point]:

@@ -15,7 +15,7 @@ from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train.run_folder import Start
+from megatron_snip.train.run.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown

@@ -18,7 +18,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
-from megatron_snip.train.metrics import read_metrics
+from megatron_snip.train.run.metrics import read_metrics
 from tests.unit.snip.made_up import changed, without_updates
 from tests.unit.tools.conftest import TINY
 from tests.unit.train.recorded import named, shown

@@ -1,6 +1,6 @@
 """tools/wandb_dashboard.py: the workspace as it would be sent, and one line for what is wrong.
 
-tests/unit/train/test_wandb.py checks that each metric is one that a run logs.
+tests/unit/train/run/test_wandb.py checks that each metric is one that a run logs.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def train_here(lone_mesh, tmp_path, monkeypatch):
     from megatron_snip import runtime
     from megatron_snip.config import Config
     from megatron_snip.train import loop
-    from megatron_snip.train.metrics import read_metrics
+    from megatron_snip.train.run.metrics import read_metrics
 
     monkeypatch.setattr(runtime, "stop", lambda: None)
     monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir)

@@ -34,15 +34,15 @@ from megatron_snip.cli import convert_checkpoint, generate_plan
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
-from megatron_snip.files import MOST_SHOWN, one_line
+from megatron_snip.files.io import MOST_SHOWN, one_line
 from megatron_snip.train import loop, setup
-from megatron_snip.train.evaluations import Evaluation
-from megatron_snip.train.metrics import read_metrics
-from megatron_snip.train.report import write_report
-from megatron_snip.train.run_summary import format_summary
+from megatron_snip.train.report.evaluations import Evaluation
+from megatron_snip.train.report.run_summary import format_summary
+from megatron_snip.train.report.sections import write_report
+from megatron_snip.train.run.metrics import read_metrics
 from tests.unit.train.conftest import TINY
+from tests.unit.train.health.watched import MOST_MEMORY, Seen, TooLate, watched
 from tests.unit.train.mutations import OUTSIDE, encode, mutate
-from tests.unit.train.watched import MOST_MEMORY, Seen, TooLate, watched
 
 SEED = "33"
 SNIP = {

@@ -16,9 +16,9 @@ import pytest
 from megatron_snip.cli import convert_checkpoint
 from megatron_snip.errors import UserError
 from tests.unit.train import fuzzing
-from tests.unit.train import watched as watched_module
 from tests.unit.train.fuzzing import Base, judge, make_base, new_case, run_case
-from tests.unit.train.watched import Outside, watched
+from tests.unit.train.health import watched as watched_module
+from tests.unit.train.health.watched import Outside, watched
 
 #: Those that run with all other tests, and all.
 FEW, ALL, AT_ONCE = 20, 2000, 198

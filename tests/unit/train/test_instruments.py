@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip.train import instruments
-from megatron_snip.train.metrics import progress_line
+from megatron_snip.train.run.metrics import progress_line
 
 
 def losses(rows: list[dict]) -> list[float]:

@@ -18,8 +18,8 @@ from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop, setup
+from megatron_snip.train.run.state_file import read_state
 from megatron_snip.train.setup import snip_shapes
-from megatron_snip.train.state_file import read_state
 from megatron_snip.train.step import Stepper
 from tests.unit.train.conftest import TINY
 

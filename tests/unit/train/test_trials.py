@@ -10,7 +10,7 @@ import pytest
 from megatron_snip.snip import coordinator
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.train.report import write_report
+from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.step import Stepper
 from tests.unit.train.recorded import named, run_of_everything, shown
 from tests.unit.train.test_loop import SNIP, curve

@@ -19,7 +19,7 @@ import torch
 from megatron_snip.formats import Element, Format, format_names, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import (
+from megatron_snip.quant.casts.cast import (
     OPERANDS,
     Form,
     Operand,
@@ -30,11 +30,11 @@ from megatron_snip.quant.cast import (
     reference,
     swiglu_product,
 )
-from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.casts.rounding import Rows
+from megatron_snip.quant.casts.scales import tensor_scale
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.kernels.triton_launches import FP8_AND_FP4
-from megatron_snip.quant.rounding import Rows
-from megatron_snip.quant.scales import tensor_scale
 from tests.unit.quant.kernels.instructions import as_instructions_round
 from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_snip.formats.element import E2M1, E4M3
-from megatron_snip.quant.cast import Form, Output
-from megatron_snip.quant.rounding import RoundingKey, random_bits
+from megatron_snip.quant.casts.cast import Form, Output
+from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3.3e38, -3e38, 1e-37]
 

@@ -14,9 +14,9 @@ import torch
 
 from megatron_snip.formats import SCALES, Element, Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, fake_quantize
-from megatron_snip.quant.cast import Form, Operand, Output, Quantized, finite_amax, reference
+from megatron_snip.quant.casts.cast import Form, Operand, Output, Quantized, finite_amax, reference
+from megatron_snip.quant.casts.rounding import Rows
 from megatron_snip.quant.kernels import cpu
-from megatron_snip.quant.rounding import Rows
 from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
 
 built = pytest.mark.skipif(cpu.library() is None, reason="the CPU kernel is not built; pip install -e .")

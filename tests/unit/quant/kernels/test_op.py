@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_snip.errors import UserError
 from megatron_snip.formats import Format, format_names, get_format
 from megatron_snip.quant import RoundingKey, dequantize, fake_quantize, quantize
-from megatron_snip.quant.cast import Form, Operand, Output, finite_amax, reference
-from megatron_snip.quant.hadamard import hadamard
+from megatron_snip.quant.casts.cast import Form, Operand, Output, finite_amax, reference
+from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.casts.rounding import Rows
 from megatron_snip.quant.kernels import op
-from megatron_snip.quant.rounding import Rows
 from tests.unit.quant.kernels.operands import held
 
 KEY = RoundingKey(seed=2**64 + 5, iteration=3, stream=2**64 - 1, row0=2**33, col0=7, rows=Rows(2, 9, 1, 5))

@@ -14,7 +14,7 @@ import torch
 
 from megatron_snip.formats import Format, get_format
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.cast import Form, Output
+from megatron_snip.quant.casts.cast import Form, Output
 from megatron_snip.quant.kernels import triton_cast, triton_launches
 
 ROOT = Path(__file__).resolve().parents[4]

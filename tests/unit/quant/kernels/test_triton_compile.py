@@ -35,8 +35,8 @@ from benchmarks.kernel_resources import (
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import RoundingKey, quantize
-from megatron_snip.quant.cast import Form
-from megatron_snip.quant.hadamard import LENGTH
+from megatron_snip.quant.casts.cast import Form
+from megatron_snip.quant.casts.hadamard import LENGTH
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from tests.gpu import core
 from tests.unit.quant.kernels.operands import held

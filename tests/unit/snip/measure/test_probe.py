@@ -17,7 +17,7 @@ from megatron_snip.model import attention, llama
 from megatron_snip.parallel import tensor
 from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
-from megatron_snip.quant.cast import swiglu_product
+from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed

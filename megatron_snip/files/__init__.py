@@ -1,0 +1,1 @@
+"""The user's files: reading with limits, atomic writing, JSON with a schema."""

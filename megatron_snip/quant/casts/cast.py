@@ -1,0 +1,341 @@
+"""What a cast is: forms, operands, and ``reference``, the specification of every cast in plain torch.
+
+For each block: amax is the largest finite magnitude, and the format's rule makes encode and scale of it (scales.py).
+Then q = grid(x * encode), clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.  NaN
+stays in its element, infinities saturate, and the sign of zero is kept.  Kernels give the same bits.  Source:
+docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_snip.errors import UserError
+from megatron_snip.formats import NAN_CODE, Element, Format, get_format
+from megatron_snip.quant.casts.grid import decode, encode, round_nearest, round_stochastic
+from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
+from megatron_snip.quant.casts.scales import block_scales, tensor_scale
+from megatron_snip.quant.casts.swizzled import TILE_BYTES, TILE_ROWS, pack, scale_bytes, swizzle
+
+Rounding = Literal["nearest", "stochastic"]
+
+#: How a cast operand is held.  "values": dequantised, in x's dtype.  "codes": one byte per element, as the element
+#: stores it, with NaN as 0xff.  "operand": what Hopper's FP8 tensor cores read.  One byte per element, a code of the
+#: element's carrier; codes are contiguous along the reduction dim.  Scales of tiles are contiguous along the other dim,
+#: those of square blocks along the reduction dim, padded there with zeros to a multiple of 4.  "swizzled": what
+#: Blackwell's read.  Codes of the carrier, or under E4M3 scales of E2M1, two to a byte; contiguous along the reduction
+#: dim.  Scales are bytes in tiles (swizzled.py), whose rows lie as those of the codes.
+Output = Literal["values", "codes", "operand", "swizzled"]
+
+#: The outputs that tensor cores read.
+OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an operand [R, C] is quantised and held for one GEMM.  One call of ``cast`` may make several forms.
+
+    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction dim,
+    along which tiles run.  key: the random bits of stochastic rounding; None rounds to nearest.
+    """
+
+    fmt: Format
+    role: str
+    dim: int
+    key: RoundingKey | None = None
+    output: Output = "values"
+
+    #: Rows and columns that share a scale.
+    block: tuple[int, int] = field(init=False, repr=False, compare=False)
+    #: Whether ``hadamard(x)`` is cast in place of x: wgrad's operands of some formats.
+    transformed: bool = field(init=False, repr=False, compare=False)
+    #: Whether a cast needs the amax of the whole tensor.
+    scaled: bool = field(init=False, repr=False, compare=False)
+    #: All that a kernel needs to know except the key, such as "4 3 fn fp32 1x128 1 codes"; ``form_of`` reads it.
+    #: Kernels look up what they are built for by it, and custom operators, which take no objects, are given it.
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
+        block = self.fmt.block_shape(self.role, self.dim)
+        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "transformed", transformed)
+        object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
+        object.__setattr__(self, "text", _text(self.fmt, block, self.dim, self.output))
+
+    def __hash__(self) -> int:  # quick, because kept casts are looked up by their forms
+        return hash((self.fmt.name, self.role, self.dim, self.key, self.output))
+
+    def with_key(self, key: RoundingKey) -> Form:
+        """This form with a key.  What follows from the other fields, which is most of the work, is not made again."""
+        made = object.__new__(Form)
+        made.__dict__.update(self.__dict__, key=key)
+        return made
+
+    def held(self, output: Output) -> Form:
+        """This form, held in another way."""
+        return Form(self.fmt, self.role, self.dim, self.key, output)
+
+    @property
+    def element(self) -> Element:
+        """The element onto whose grid values are rounded; bf16 has none and is never cast."""
+        assert self.fmt.element is not None, "bf16 is not cast"
+        return self.fmt.element
+
+    @property
+    def stored(self) -> Element:
+        """The element in which codes are written: for tensor cores the carrier, except where two codes share a byte."""
+        if self.output not in OPERANDS or self.packed:
+            return self.element
+        assert self.element.carrier is not None, f"{self.element.name} has no carrier"
+        return self.element.carrier
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte, and swizzled scales are E4M3 and not E8M0."""
+        return self.output == "swizzled" and self.fmt.scale == "e4m3"
+
+    @property
+    def each(self) -> int:
+        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of them."""
+        return 16 if self.packed else 32
+
+
+@lru_cache(maxsize=1024)
+def form_of(text: str) -> Form:
+    """A form with this ``text``, without a key.  Its format is in no registry, and it is not transformed."""
+    exponent, mantissa, specials, scale, block, dim, output = text.split()
+    rows, cols = map(int, block.split("x"))
+    square = rows == cols
+    element = Element(int(exponent), int(mantissa), specials)  # type: ignore[arg-type]
+    fmt = Format(text, element, tile=max(rows, cols), weight_block=rows if square else None, scale=scale)
+    return Form(fmt, "weight" if square else "input", int(dim), output=output)  # type: ignore[arg-type]
+
+
+def _text(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> str:
+    if (element := fmt.element) is None:
+        return ""  # bf16 is not cast
+    bits = f"{element.exponent_bits} {element.mantissa_bits} {element.specials}"
+    return f"{bits} {fmt.scale} {block[0]}x{block[1]} {dim} {output}"
+
+
+class Operand(NamedTuple):
+    """An operand [R, C] of a GEMM, cast into one form.
+
+    data: [R, C], values, codes or bytes as the form's output says; the tensor itself where form is None.
+    scales: of codes and bytes, float32 [row blocks, column blocks], or bytes in tiles.  tensor_scale: float32 scalar
+    that multiplies all scales, for formats with ``needs_tensor_amax``.  saturated: int64 scalar, the number of elements
+    that are infinite or beyond ``Element.saturation``, where they are counted.
+    """
+
+    form: Form | None
+    data: Tensor
+    scales: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    saturated: Tensor | None = None
+
+
+class Quantized(NamedTuple):
+    """A quantised operand [R, C].
+
+    codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format the
+    operand itself.  scales: float32 [row blocks, column blocks].
+    block: rows and columns that share a scale; the last block of a side may be shorter.
+    tensor_scale: float32 scalar that multiplies all scales, for formats with ``needs_tensor_amax``.
+    saturated: int64 scalar, the number of elements that were beyond the largest value and did not round to it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    fmt: Format
+    block: tuple[int, int]
+    tensor_scale: Tensor | None = None
+    saturated: Tensor | None = None
+
+    @property
+    def text(self) -> str:
+        """``Form.text`` of the codes.  Square blocks do not tell their dim, and decoding does not need it."""
+        return _text(self.fmt, self.block, int(self.block[0] == 1), "codes")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """scale * q, computed in float32 and rounded to ``dtype``: [R, C]."""
+        if self.fmt.element is None:
+            return self.codes.to(dtype)
+        scales = self.scales if self.tensor_scale is None else self.scales * self.tensor_scale
+        values = decode(self.codes, self.fmt.element)
+        return (values * _expand(scales, self.block, values.shape)).to(dtype)
+
+
+def resolve(
+    x: Tensor, fmt: Format | str, *, role: str, dim: int, rounding: str | None, key: RoundingKey | None
+) -> Form:
+    """Check the arguments of a cast of x [R, C], and return the form they describe.
+
+    rounding None takes the format's rule for the role.  Raises UserError for an unknown format, role, dim
+    or rounding, a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
+    """
+    if not isinstance(fmt, Format):
+        fmt = get_format(fmt)
+    fmt.block_shape(role, dim)
+    if x.ndim != 2:
+        raise UserError(f"{fmt.name}: x has shape {list(x.shape)}; flatten it to 2-D, tokens by channels")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise UserError(f"{fmt.name}: x is {x.dtype}; convert it to bfloat16 or float32")
+    if rounding not in (None, "nearest", "stochastic"):
+        raise UserError(f"{fmt.name}: rounding={rounding!r}; choose nearest, stochastic or None")
+    stochastic = rounding == "stochastic" or (rounding is None and role in fmt.stochastic_roles)
+    if stochastic and key is None and fmt.quantised:
+        raise UserError(f"{fmt.name}: {role} rounds stochastically, key is None; give a RoundingKey")
+    return Form(fmt, role, dim, key if stochastic else None)
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """Largest finite magnitude of x [...], or 0 if there is none: float32 scalar."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return torch.where(x.isfinite(), x.abs(), 0.0).amax().float()
+
+
+def swiglu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, each rounded to the dtype of both: gate and up [...] -> [...].  Source: arXiv 2002.05202."""
+    return F.silu(gate) * up
+
+
+def as_read(x: Tensor, dtype: torch.dtype | None, up: Tensor | None) -> Tensor:
+    """What is cast of x [R, C]: SwiGLU's product of it and ``up``, where that is given, rounded to ``dtype``."""
+    x = x if up is None else swiglu_product(x, up)
+    return x if dtype is None else x.to(dtype)
+
+
+@torch.no_grad()
+def reference(
+    x: Tensor,
+    forms: Sequence[Form],
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    count: bool = True,
+    up: Tensor | None = None,
+) -> list[Operand]:
+    """``as_read(x, dtype, up)`` [R, C] in each of the forms; for transformed forms x is ``hadamard``'s output.
+
+    amax: the largest finite magnitude of the whole tensor, where a form needs it.  count: whether to count what
+    saturates.
+    """
+    x = as_read(x, dtype, up)
+    return [_quantise(x, form, amax, count) for form in forms]
+
+
+#: Sizes of codes and of scales, each with the dim along which they lie in memory.
+Layout = tuple[Sequence[int], int, Sequence[int], int]
+
+
+def layout(shape: Sequence[int], form: Form) -> Layout:
+    """How codes and scales of an x [R, C] of this shape lie, for every output except values."""
+    (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
+    blocks = [-(-rows // block_rows), -(-cols // block_cols)]
+    if form.output == "codes":
+        return (rows, cols), 1, blocks, 1  # a tuple, because allocating from a torch.Size is slower
+    if form.output == "operand":
+        square = block_rows == block_cols
+        if square:
+            blocks[dim] += -blocks[dim] % 4
+        return shape, dim, blocks, dim if square else 1 - dim
+    codes, scales = [rows, cols], [0, 0]
+    assert form.fmt.scale != "fp32", "E8M0 has powers of two alone"
+    assert form.block[dim] % form.each == 0 and form.element.bits <= (4 if form.packed else 8)
+    if form.packed:
+        codes[dim] = -(-codes[dim] // 2)
+    scales[dim] = -(-shape[dim] // (4 * form.each)) * TILE_BYTES
+    scales[1 - dim] = -(-shape[1 - dim] // TILE_ROWS)
+    return codes, dim, scales, dim
+
+
+def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: bool = True) -> Operand:
+    """Memory for a cast of x [R, C], laid out as the form's output says; values are of x's dtype or ``dtype``."""
+    if form.output == "values":
+        return Operand(form, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
+    codes, codes_along, scales, scales_along = layout(x.shape, form)
+    return Operand(
+        form,
+        _contiguous_along(codes_along, x, codes, torch.uint8),
+        _contiguous_along(scales_along, x, scales, torch.uint8 if form.output == "swizzled" else torch.float32),
+        x.new_empty((), dtype=torch.float32) if form.scaled else None,
+        x.new_empty((), dtype=torch.int64) if count else None,
+    )
+
+
+def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory [R, C] on the device of x [...], contiguous along a dim."""
+    return x.new_empty(shape, dtype=dtype) if dim == 1 else x.new_empty(shape[::-1], dtype=dtype).T
+
+
+def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:
+    element, block = form.element, form.block
+    encoding, scales = block_scales(_block_amax(x.float(), block), form.fmt, tensor_amax)
+    y = x.float() * _expand(encoding, block, x.shape)
+    size = y.abs().clamp(max=element.max)
+    if form.key is None:
+        q = round_nearest(size, element)
+    else:
+        q = round_stochastic(size, element, random_bits(form.key, x.shape[0], x.shape[1], x.device))
+    q = torch.copysign(q, y)
+    if form.output == "values":
+        if form.scaled:
+            assert tensor_amax is not None
+            scales = scales * tensor_scale(tensor_amax, element)
+        return Operand(form, (q * _expand(scales, block, q.shape)).to(x.dtype))
+    made = allocate(x, form, count=count)
+    assert made.scales is not None
+    codes = encode(q, form.stored)
+    if form.output == "swizzled":
+        _swizzle(codes, scales, form, made)
+    else:
+        made.data.copy_(codes)
+        made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
+    if made.tensor_scale is not None:
+        assert tensor_amax is not None
+        made.tensor_scale.copy_(tensor_scale(tensor_amax, element))
+    if made.saturated is not None:
+        made.saturated.copy_((y.abs() > element.saturation).sum())
+    return made
+
+
+def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
+    """Write codes [R, C] and scales [row blocks, column blocks] into memory for swizzled ones.
+
+    E2M1 has no NaN, so the scale of a block that holds one becomes NaN, which reaches the same rows of the product.
+    """
+    block, data, tiles = form.block, made.data, made.scales
+    assert tiles is not None
+    if form.packed:
+        scales = torch.where(_block_largest(codes, block) == NAN_CODE, torch.nan, scales)
+    if form.dim == 0:
+        codes, scales, block, data, tiles = codes.T, scales.T, block[::-1], data.T, tiles.T
+    data.copy_(pack(codes) if form.packed else codes)
+    size = (codes.shape[0], codes.shape[1])
+    tiles.copy_(swizzle(scale_bytes(scales, block, size, each=form.each, e4m3=form.packed)))
+
+
+def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest finite magnitude of each block, or 0 if there is none: [row blocks, column blocks]."""
+    return _block_largest(torch.where(x.isfinite(), x.abs(), 0.0), block)
+
+
+def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest element of each block of x [R, C], which has no negative ones: [row blocks, column blocks]."""
+    rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
+    pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
+    return F.pad(x, pad).view(rows, block[0], cols, block[1]).amax(dim=(1, 3))
+
+
+def _expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """One value per block to one per element: [R, C]."""
+    rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]

@@ -1,0 +1,80 @@
+"""The specification of scales: the scale of a block from its largest magnitude.
+
+Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which decodes:
+x ~= scale * q.  All arithmetic is float32, and divisions round once.  Tensor.__rtruediv__ (``6.0 / t``) multiplies by
+a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
+Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's
+NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format
+from megatron_snip.formats.element import E4M3, Element
+from megatron_snip.quant.casts.grid import power_of_two, round_nearest
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_TINY = torch.finfo(torch.float32).tiny
+_MANTISSA = 0x7FFFFF  # of a float32's bits
+# E8M0 has exponents from -127 to 127, but a float32 that encodes 2**127, 2**-127, would not be normal.
+_SMALLEST, _LARGEST = -127, 126
+
+
+def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``encode`` and stored ``scale`` of each block: amax float32 [...] -> two float32 [...].
+
+    tensor_amax: float32 scalar, for formats with ``needs_tensor_amax``; the scale of a block then decodes together with
+    ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
+    """
+    assert fmt.element is not None
+    if fmt.scale in ("e8m0", "e8m0_ceil"):
+        return _e8m0(amax, fmt.element, up=fmt.scale == "e8m0_ceil")
+    if fmt.scale == "e4m3":
+        assert tensor_amax is not None
+        return _e4m3(amax, fmt.element, tensor_amax)
+    assert fmt.scale in ("fp32", "fp32_pow2"), f"no rule for scale {fmt.scale}"
+    encode = _divide(fmt.element.max, amax)
+    if fmt.scale == "fp32_pow2":
+        # only E2M5 gets below the smallest normal number (3.94 / 3.4e38), of which the mask would leave 0
+        encode = (encode.clamp(min=_FLOAT32_TINY).view(torch.int32) & 0x7F800000).view(torch.float32)
+    return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
+
+
+def tensor_encode(tensor_amax: Tensor, element: Element) -> Tensor:
+    """The factor that makes the largest block scale of an "e4m3" format E4M3's largest value: float32 [] -> []."""
+    return _divide(E4M3.max * element.max, tensor_amax)
+
+
+def tensor_scale(tensor_amax: Tensor, element: Element) -> Tensor:
+    """The tensor's scale, which multiplies the block scales of "e4m3" formats: float32 [] -> []."""
+    return _divide(1.0, tensor_encode(tensor_amax, element))
+
+
+def _divide(numerator: float, denominator: Tensor) -> Tensor:
+    """A float32 division that rounds once, clamped to the largest finite value."""
+    return torch.div(torch.full_like(denominator, numerator), denominator).clamp(max=FLOAT32_MAX)
+
+
+def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
+    """2**(floor(log2 amax) - emax), or with ``up`` 2**ceil(log2(amax / max)), within E8M0; the smallest for 0."""
+    # float32's exponent field is floor(log2), except for subnormal numbers, which are below E8M0's smallest anyway
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 127 - element.emax
+    if up:  # amax / max is above 2**exponent if amax's mantissa is above max's
+        largest = torch.tensor(element.max).view(torch.int32)
+        exponent = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA).item())
+    exponent = exponent.clamp(min=_SMALLEST, max=_LARGEST)
+    # 2**-127 is subnormal: half of 2**-126
+    scale = torch.where(exponent > _SMALLEST, power_of_two(exponent.clamp(min=_SMALLEST + 1)), 2.0**_SMALLEST)
+    return power_of_two(-exponent), scale
+
+
+def _e4m3(amax: Tensor, element: Element, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 block scale amax / element max / tensor scale; a scale that rounds to 0 gives zeros."""
+    sixth = torch.div(tensor_amax.new_ones(()), tensor_amax.new_full((), element.max))
+    scale = (amax * (tensor_encode(tensor_amax, element) * sixth)).clamp(max=E4M3.max)
+    scale = round_nearest(scale, E4M3)
+    return _divide(1.0, scale * tensor_scale(tensor_amax, element)), scale

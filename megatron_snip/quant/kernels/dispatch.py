@@ -1,0 +1,168 @@
+"""``cast``: a tensor into the forms that GEMMs want, by the kernel of its device.
+
+    cast                     what callers use: linears, probes, quantize, fake_quantize
+    kernels/op.run           the kernel of the device (KERNELS); compilers see a custom operator in its place
+    kernels/cpu.run, kernels/triton_cast.run, or cast.reference if no kernel takes the tensor
+
+Kernels give the bits of the reference, so the choice never changes a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format
+from megatron_snip.quant.casts.cast import Form, Operand, Quantized, Rounding, as_read, resolve, swiglu_product
+from megatron_snip.quant.casts.rounding import RoundingKey
+from megatron_snip.quant.kernels import op, triton_cast
+from megatron_snip.quant.kernels.op import dequantize as dequantize
+
+#: Largest magnitudes of shards, float32 [...], which may be overwritten -> those of the whole tensors.  A collective:
+#: every process of the group calls it alike.
+ReduceAmax = Callable[[Tensor], Tensor]
+
+
+def cast(
+    x: Tensor,
+    wanted: Sequence[Form | None],
+    reduce_amax: ReduceAmax | None = None,
+    *,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    count: bool = False,
+    up: Tensor | None = None,
+) -> list[Operand]:
+    """``x`` [R, C] in each wanted form, from one read of it where a kernel can; without a gradient.
+
+    A form None wants x itself.  amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a
+    shard; None takes x's own, which ``reduce_amax`` makes the whole tensor's.  Only forms that are ``scaled`` need it.
+    Transformed forms (hadamard.py) are cast from the transformed tensor, whose own amax counts.
+    dtype: what x is rounded to first.  count: whether to count what saturates.
+    up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad)):
+        with torch.no_grad():
+            return cast(x, wanted, reduce_amax, amax=amax, dtype=dtype, count=count, up=up)
+    forms: list[Form] = []
+    transformed = False
+    for form in wanted:
+        if form is not None:
+            forms.append(form)
+            transformed = transformed or form.transformed
+    if (len(forms) < len(wanted) or transformed) and (dtype is not None or up is not None):
+        x, dtype, up = as_read(x, dtype, up), None, None  # this tensor itself is wanted, or hadamard's of it
+    if not transformed:
+        made = _run(x, forms, amax, reduce_amax, dtype, count, up) if forms else []
+    else:
+        made = _run_transformed(x, forms, amax, reduce_amax, count)
+    if len(forms) == len(wanted):
+        return made
+    rest = iter(made)
+    return [Operand(None, x) if form is None else next(rest) for form in wanted]
+
+
+def _run_transformed(
+    x: Tensor, forms: Sequence[Form], amax: Tensor | None, reduce_amax: ReduceAmax | None, count: bool
+) -> list[Operand]:
+    """Casts of x and of ``hadamard(x)``, each of which is read once."""
+    plain = [form for form in forms if not form.transformed]
+    assert amax is None or not plain, "x and hadamard(x) have different amaxes"
+    made = iter(_run(x, plain, amax, reduce_amax, None, count, None) if plain else ())
+    y, largest = op.hadamard(x)
+    rest = [form for form in forms if form.transformed]
+    rotated = iter(_run(y, rest, amax, reduce_amax, None, count, None, largest))
+    return [next(rotated if form.transformed else made) for form in forms]
+
+
+def _run(
+    x: Tensor,
+    forms: Sequence[Form],
+    amax: Tensor | None,
+    reduce_amax: ReduceAmax | None,
+    dtype: torch.dtype | None,
+    count: bool,
+    up: Tensor | None,
+    largest: Tensor | None = None,
+) -> list[Operand]:
+    """Casts of x [R, C] with the amax that they need.  largest: x's own amax, where it is known."""
+    for form in forms:
+        if form.scaled:
+            break
+    else:
+        return op.run(x, forms, None, dtype, count, up)
+    if up is not None and not triton_cast.takes_product(x, up):
+        x, up = swiglu_product(x, up), None
+    if dtype is not None and not op.rounds(x):
+        x, dtype = x.to(dtype), None
+    if amax is not None:
+        amax = amax.to(x.device, torch.float32)
+    else:
+        amax = op.finite_amax(x, dtype, up) if largest is None else largest
+        amax = amax if reduce_amax is None else reduce_amax(amax)
+    return op.run(x, forms, amax, dtype, count, up)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format | str,
+    *,
+    role: str,
+    dim: int,
+    rounding: Rounding | None = None,
+    key: RoundingKey | None = None,
+    amax: Tensor | None = None,
+) -> Quantized:
+    """Codes and scales of ``x`` [R, C].  Arguments and errors as ``fake_quantize``."""
+    form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
+    if not form.fmt.quantised:
+        return _unquantised(x, form.fmt)
+    return quantized(cast(x, [form.held("codes")], amax=amax, count=True)[0])
+
+
+def values(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """An operand dequantised to ``dtype``: [R, C].  What tensor cores read is never dequantised."""
+    form = operand.form
+    if form is None or form.output == "values":
+        return operand.data
+    return dequantize(quantized(operand), dtype)
+
+
+def quantized(codes: Operand) -> Quantized:
+    """The same codes [R, C] of an operand, as users see them."""
+    form, data, scales, tensor_scale, saturated = codes
+    assert form is not None and form.output == "codes" and scales is not None
+    return Quantized(data, scales, form.fmt, form.block, tensor_scale, saturated)
+
+
+def fake_quantize(
+    x: Tensor,
+    fmt: Format | str,
+    *,
+    role: str,
+    dim: int,
+    rounding: Rounding | None = None,
+    key: RoundingKey | None = None,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """``x`` [R, C] quantised and dequantised: float32 arithmetic, rounded to x.dtype, no gradient.
+
+    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction
+    dim, along which tiles run.  rounding: "nearest", "stochastic", or None for the format's rule for
+    the role.  key: the random bits of stochastic rounding.  amax: float32 scalar, the largest finite
+    magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
+    Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
+    bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
+    For a form with that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
+    """
+    form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
+    if not form.fmt.quantised:
+        return x
+    return cast(x, [form], amax=amax)[0].data
+
+
+def _unquantised(x: Tensor, fmt: Format) -> Quantized:
+    """An unquantised operand [R, C], with one scale of 1 for all of it."""
+    return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))

@@ -1,0 +1,185 @@
+"""A group of linears as a custom operator, torch.ops.megatron_snip.linears, for compiled blocks.
+
+The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.
+What changes from step to step (precision, backends, kept casts of the weight) is looked up when the operator runs, by a
+number for each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share
+it.  What backward needs of the input is returned as outputs of unknown sizes.  The context is a tensor, because plain
+numbers would be compiled into the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megatron_snip.quant.casts.cast import Form, Operand, layout
+from megatron_snip.quant.casts.rounding import RoundingKey, Rows
+from megatron_snip.quant.kernels import op
+from megatron_snip.quant.linears.group import Group, backward, forward
+from megatron_snip.quant.linears.precision import LinearPrecision
+from megatron_snip.quant.linears.step_context import StepContext
+
+
+class Owner(Protocol):
+    """The module of a linear, which knows what the linear does now."""
+
+    def group(self, linears: Sequence[Any], context: StepContext, device: torch.device, rows: int) -> Group:
+        """The group of ``linears``, of which this is the first; this process has so many rows of their input."""
+        ...
+
+
+_OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+#: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.
+_PRECISIONS: dict[LinearPrecision, int] = {}
+#: What an operand is kept as: its bytes as they lie in memory, its scales and its tensor scale, each 1-D.
+_KEPT = (torch.uint8, torch.float32, torch.float32)
+
+
+def handle_of(owner: Owner) -> Tensor:
+    """A number for a linear, int64 [1] on the CPU.  With a plain number, each linear would compile its own graph."""
+    number = next(_NUMBERS)
+    _OWNERS[number] = owner
+    return torch.tensor([number])
+
+
+def pack(context: StepContext) -> Tensor:
+    """The context of a microbatch without observers: int64 [4], or [8] if its key has rows, on the CPU."""
+    key, precision = context.key, context.precision
+    assert key is not None and not context.observed
+    number = -1 if precision is None else _PRECISIONS.setdefault(precision, len(_PRECISIONS))
+    return torch.tensor([key.seed, key.iteration, key.row0, number, *(key.rows or ())])
+
+
+def linears(
+    inputs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    context: Tensor,
+    handles: Sequence[Tensor],
+    *,
+    parts: int,
+    keeps_input: bool,
+) -> list[Tensor]:
+    """inputs x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, differentiable once.
+
+    parts: T / t, the number of processes that have rows of x.  keeps_input: whether backward needs x itself, for a
+    wgrad in bf16.
+    """
+    needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
+    keeps = (needs_wgrad and keeps_input) or len(inputs) > 1
+    now = torch.cat([*handles, context])
+    made: list[Tensor] = torch.ops.megatron_snip.linears(list(inputs), list(ws), now, parts, needs_wgrad, keeps)
+    return made[: len(ws)]
+
+
+def _group(now: Tensor, count: int, x: Tensor, rows: int) -> Group:
+    """The group of the linears whose handles begin ``now``, which ends with the context; x [...] has the device."""
+    numbers = now.tolist()
+    owners, (seed, iteration, row0, precision, *pieces) = [_OWNERS[one] for one in numbers[:count]], numbers[count:]
+    key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*pieces) if pieces else None)
+    context = StepContext(iteration, precision=None if precision < 0 else list(_PRECISIONS)[precision], key=key)
+    return owners[0].group(owners, context, x.device, rows)
+
+
+@torch.library.custom_op("megatron_snip::linears", mutates_args=())
+def _linears(
+    inputs: Sequence[Tensor], ws: Sequence[Tensor], now: Tensor, parts: int, needs_wgrad: bool, keeps_inputs: bool
+) -> list[Tensor]:
+    x, up = inputs[0], inputs[1] if len(inputs) > 1 else None
+    ys, kept = forward(x, up, ws, _group(now, len(ws), x, len(x)), needs_wgrad=needs_wgrad)
+    saved: list[Tensor] = []
+    for i in range(len(ws) if needs_wgrad else 0):
+        saved += _flat(kept[i] if i < len(kept) else None, x, keeps_inputs if up is None else None)
+    return [*ys, *saved]
+
+
+@_linears.register_fake
+def _(
+    inputs: Sequence[Tensor], ws: Sequence[Tensor], now: Tensor, parts: int, needs_wgrad: bool, keeps_inputs: bool
+) -> list[Tensor]:
+    x, size = inputs[0], torch.library.get_ctx().new_dynamic_size
+    saved = [x.new_empty(size(), dtype=dtype) for dtype in _KEPT * (len(ws) if needs_wgrad else 0)]
+    return [*(x.new_empty(x.shape[0] * parts, w.shape[0]) for w in ws), *saved]
+
+
+@torch.library.custom_op("megatron_snip::linears_backward", mutates_args=())
+def _linears_backward(
+    gs: Sequence[Tensor], ws: Sequence[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor], now: Tensor,
+    parts: int, needs_dgrad: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows, needs_wgrad, x = len(gs[0]) // parts, len(saved) > 0, inputs[0] if len(inputs) == 1 else None
+    group, shape = _group(now, len(ws), gs[0], rows), (rows, ws[0].shape[1])
+    forms = group.kept_as(rows, needs_wgrad=needs_wgrad)
+    kept = [_unflat(form, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, form in enumerate(forms)]
+    grad, grads_w = backward(gs, ws, kept, group, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
+    grads: Sequence[Tensor | None] = [grad]
+    if grad is not None and len(inputs) > 1:
+        gate, up = inputs
+        grads = op.swiglu_gradients(grad, gate, up, True, True)
+    return [one for one in (*grads, *grads_w) if one is not None]
+
+
+@_linears_backward.register_fake
+def _(
+    gs: Sequence[Tensor], ws: Sequence[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor], now: Tensor,
+    parts: int, needs_dgrad: bool,
+) -> list[Tensor]:  # fmt: skip
+    size, count = (gs[0].shape[0] // parts, ws[0].shape[1]), max(len(inputs), 1) if needs_dgrad else 0
+    made = [gs[0].new_empty(size) for _ in range(count)]
+    return [*made, *(torch.empty_like(w, memory_format=torch.contiguous_format) for w in (ws if saved else ()))]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    read, ws, now, ctx.parts, _, keeps_inputs = inputs
+    ctx.count, ctx.inputs, ctx.kept = len(ws), len(read), len(read) if keeps_inputs else 0
+    ctx.save_for_backward(now, *read[: ctx.kept], *ws, *output[len(ws) :])
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    now, *rest = ctx.saved_tensors
+    inputs, ws, saved = rest[: ctx.kept], rest[ctx.kept : ctx.kept + ctx.count], rest[ctx.kept + ctx.count :]
+    gs, needs_dgrad = [g.contiguous() for g in grads[: ctx.count]], any(ctx.needs_input_grad[0])
+    made = torch.ops.megatron_snip.linears_backward(gs, ws, inputs, saved, now, ctx.parts, needs_dgrad)
+    count = ctx.inputs if needs_dgrad else 0
+    return made[:count] or [None] * ctx.inputs, made[count:] or [None] * ctx.count, None, None, None, None
+
+
+_linears.register_autograd(_backward, setup_context=_setup)
+
+
+def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Tensor]:
+    """An operand [t,K] as three tensors (``_KEPT``), empty for what it does not have.
+
+    keeps_input: whether autograd keeps x, because an operator may not return its input.  None: SwiGLU's product was
+    cast.
+    """
+    parts: list[Tensor | None] = [None] * 3 if kept is None else [*kept[1:4]]
+    if kept is not None and kept.form is None and keeps_input is not None:
+        parts[0] = None if keeps_input else x.clone(memory_format=torch.contiguous_format)
+    return [
+        x.new_empty(0, dtype=dtype) if part is None else part.as_strided((part.numel(),), (1,)).view(dtype)
+        for part, dtype in zip(parts, _KEPT, strict=True)
+    ]
+
+
+def _unflat(
+    form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, x: Tensor | None
+) -> Operand:
+    """The operand [t,K] of which ``_flat`` made three tensors.  x: the input itself, if autograd kept it."""
+    data, scales, whole = flat
+    if form is None:
+        return Operand(None, data.view(dtype).view(shape) if x is None else x)
+    codes_size, codes_along, scales_size, scales_along = layout(shape, form)
+    codes = _along(codes_along, data, codes_size)
+    scales = _along(scales_along, scales.view(torch.uint8) if form.output == "swizzled" else scales, scales_size)
+    return Operand(form, codes, scales, whole[0] if form.scaled else None)
+
+
+def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """A 1-D tensor as [R, C], contiguous along a dim."""
+    return flat.view(*shape) if dim == 1 else flat.view(*shape[::-1]).T

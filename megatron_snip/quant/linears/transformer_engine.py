@@ -1,0 +1,200 @@
+"""Linears by Transformer Engine: NVIDIA's own FP8 of Hopper and MXFP8 and NVFP4 of Blackwell.
+
+Each linear keeps one te.Linear without a weight of its own, made anew when its formats change, so that no
+state of one recipe meets another.  Autocast is entered around that one module.  The weight is quantised by
+Transformer Engine once an optimiser step (``is_first_microbatch``).  Its sums have their own order, and its random bits
+are its own: results are compared with the specification by tolerance, not by the bit.  A te.Linear runs all three
+GEMMs: by one recipe for one format, and from 2.19 on by a `CustomRecipe` for formats by GEMM (te_quantizers.py).
+Source: Transformer Engine 2.3 to 2.20, common/recipe and pytorch/module/linear.py.
+
+NOT YET RUN ON A GPU: tests run its Python files over a stand-in for its kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from megatron_snip.formats import get_format
+from megatron_snip.quant.linears.backend import Sizes
+from megatron_snip.quant.linears.operands import Casts, LinearCall
+from megatron_snip.quant.linears.precision import LinearPrecision
+from megatron_snip.quant.te_quantizers import quantizer_for
+
+_INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one of our formats is asked of Transformer Engine, and where it runs."""
+
+    make: Callable[[Any], Any]  # transformer_engine.common.recipe -> recipe
+    since: tuple[int, int]  # Transformer Engine's version
+    capability: tuple[tuple[int, int], tuple[int, int]]  # compute capability: from, and below
+    cuda: tuple[int, int]
+
+
+def _float8_blocks(recipes: Any, *, pow2: bool) -> Any:
+    """1x128 and 128x128 blocks.  The derived parameters are set too: the class computes them from its own
+    default, so that an instance with ``use_f32_scales=True`` alone keeps power-of-two scales.
+    """
+    recipe = recipes.Float8BlockScaling(use_f32_scales=not pow2)
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, name, recipes.QParams(power_2_scale=pow2, amax_epsilon=0.0))
+    return recipe
+
+
+def _nvfp4(recipes: Any, *, plain: bool) -> Any:
+    return recipes.NVFP4BlockScaling(disable_rht=plain, disable_2d_quantization=plain)
+
+
+_HOPPER, _BLACKWELL = ((9, 0), (10, 0)), ((10, 0), (12, 0))
+_RECIPES = {
+    "fp8": Recipe(lambda r: _float8_blocks(r, pow2=False), (2, 3), _HOPPER, (12, 9)),
+    "fp8_pow2": Recipe(lambda r: _float8_blocks(r, pow2=True), (2, 3), _HOPPER, (12, 9)),
+    "mxfp8": Recipe(lambda r: r.MXFP8BlockScaling(), (2, 3), _BLACKWELL, (12, 8)),
+    "nvfp4": Recipe(lambda r: _nvfp4(r, plain=True), (2, 8), _BLACKWELL, (12, 8)),
+    "nvfp4_rht": Recipe(lambda r: _nvfp4(r, plain=False), (2, 8), _BLACKWELL, (12, 8)),
+}
+
+
+#: All formats, and those whose codes and scales are ours to the bit on every layout: nothing is drawn, and no scale
+#: depends on the whole tensor, of which tp has a shard.
+FORMATS = tuple(_RECIPES)
+EXACT = tuple(name for name in FORMATS if not get_format(name).stochastic_roles)
+#: Formats by GEMM: `HybridQuantizer` came with this version.
+_BY_GEMM = (2, 19)
+
+Formats = tuple[str, str, str]
+
+
+class TransformerEngine:
+    """Runs linears; who calls it asks ``unfit`` before."""
+
+    def __init__(self) -> None:
+        # by the object that a parallel linear keeps for its weight: the module goes when the linear goes
+        self._modules: WeakKeyDictionary[Casts, tuple[Formats, nn.Module]] = WeakKeyDictionary()
+        self._recipes: dict[Formats, Any] = {}
+
+    def unfit(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> str | None:
+        """Why it cannot run a linear of this precision and these sizes on a device, or None."""
+        names = sorted({*_formats(precision)})
+        quantised = [name for name in names if name != "bf16"]
+        if not quantised:
+            return "bf16 is torch's"
+        if strange := [name for name in quantised if name not in _RECIPES]:
+            return f"it has no {strange[0]}, only {', '.join(_RECIPES)}"
+        if why := missing(device):
+            return why
+        if len(names) > 1 and (version := _installed()) < _BY_GEMM:
+            return f"formats by GEMM need version {_dotted(_BY_GEMM)}, {_dotted(version)} is installed"
+        return next((why for name in quantised if (why := _unfit(name, _RECIPES[name], device, sizes))), None)
+
+    def forget(self, casts: Casts | None) -> None:
+        """Drop the module of a weight: the weight may change before it is asked for again."""
+        if casts is not None and self._modules:
+            self._modules.pop(casts, None)
+
+    def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
+        """x [..., K], w [N,K] -> y [..., N]."""
+        module, first = self._module(w, x.dtype, call)
+        te = importlib.import_module("transformer_engine.pytorch")
+        with _autocast(te, self._recipe(_formats(call.precision))):
+            y: Tensor = torch.func.functional_call(
+                module, {"weight": w.to(x.dtype)}, (x,), {"is_first_microbatch": first}
+            )
+        return y
+
+    def _recipe(self, formats: Formats) -> Any:
+        """One object for the formats of fprop, dgrad and wgrad: a new one would have modules make new quantizers."""
+        if formats not in self._recipes:
+            recipes = importlib.import_module("transformer_engine.common.recipe")
+            uniform = len({*formats}) == 1
+            made = _RECIPES[formats[0]].make(recipes) if uniform else _custom(recipes, formats)
+            self._recipes[formats] = made
+        return self._recipes[formats]
+
+    def _module(self, w: Tensor, dtype: torch.dtype, call: LinearCall) -> tuple[nn.Module, bool | None]:
+        """The te.Linear for a weight [N,K], and whether its copy of the weight is out of date.
+
+        Without ``weight_casts`` there is nothing to keep: a module for one call, which quantises the weight.
+        """
+        te = importlib.import_module("transformer_engine.pytorch")
+        casts, formats = call.weight_casts, _formats(call.precision)
+        held = self._modules.get(casts) if casts is not None else None
+        if held is not None and held[0] == formats:
+            assert casts is not None
+            return held[1], casts.renewed(w, dtype)
+        n, k = w.shape
+        module: nn.Module = te.Linear(k, n, bias=False, params_dtype=dtype, device="meta")
+        if casts is None:
+            return module, None
+        self._modules[casts] = (formats, module)
+        casts.renewed(w, dtype)
+        return module, True
+
+
+def _formats(precision: LinearPrecision) -> Formats:
+    return precision.fprop, precision.dgrad, precision.wgrad
+
+
+def _custom(recipes: Any, formats: Formats) -> Any:
+    return recipes.CustomRecipe(qfactory=partial(quantizer_for, formats=formats))
+
+
+def _autocast(te: Any, recipe: Any) -> Any:
+    """The context in which one module runs by a recipe; its name changed in 2.9."""
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=recipe)
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def missing(device: torch.device) -> str | None:
+    """Why Transformer Engine runs nothing on a device, or None."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return f"it is not installed ({_INSTALL})"
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU, the device is {device.type}"
+    return None
+
+
+def _installed() -> tuple[int, int]:
+    return _numbers(importlib.import_module("transformer_engine").__version__)
+
+
+def _unfit(name: str, recipe: Recipe, device: torch.device, sizes: Sizes) -> str | None:
+    """Why a format cannot run here, or None; Transformer Engine is there."""
+    version = _installed()
+    if version < recipe.since:
+        return f"{name} needs version {_dotted(recipe.since)}, {_dotted(version)} is installed"
+    first, below = recipe.capability
+    found = torch.cuda.get_device_capability(device)
+    if not first <= found < below:
+        return f"{name} needs compute capability {_dotted(first)} to below {_dotted(below)}, this is {_dotted(found)}"
+    cuda = _numbers(torch.version.cuda or "0.0")
+    if cuda < recipe.cuda:
+        return f"{name} needs CUDA {_dotted(recipe.cuda)}, PyTorch was built with {torch.version.cuda}"
+    side = get_format(name).tile
+    if any(size % side for size in sizes):
+        shown = f"{sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs} channels"
+        return f"{name} needs multiples of {side}, this linear has {shown}"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version such as "2.11.0+abc"."""
+    major, minor = [*re.findall(r"\d+", version), "0", "0"][:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

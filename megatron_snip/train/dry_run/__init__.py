@@ -1,0 +1,1 @@
+"""`--dry-run`: what a run would need, counted on fake tensors."""

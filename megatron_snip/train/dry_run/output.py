@@ -1,0 +1,175 @@
+"""Results of a dry run as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_snip.config import Config
+from megatron_snip.model.stages import stage_blocks
+from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.predict.objectives import get_objective
+from megatron_snip.snip.trial import samples_of
+from megatron_snip.train.dry_run.counts import KINDS, Measured, Stretch
+from megatron_snip.train.dry_run.device import device_of
+from megatron_snip.train.setup import snip_shapes
+
+_GIB = 2**30
+#: Names of stretches.
+PROBE, TRIAL = "probe", "pass of a trial"
+
+
+def _layout(config: Config, world_size: int) -> dict[str, int]:
+    p, t = config.parallel, config.training
+    dp = config.data_parallel_size(world_size)
+    return {
+        "world_size": world_size, "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size,
+        "cp": p.context_parallel_size, "dp": dp, "microbatches": config.num_microbatches(dp),
+        "tokens": t.micro_batch_size * config.model.seq_length // p.context_parallel_size,
+    }  # fmt: skip
+
+
+def plan_size(config: Config) -> tuple[int, int]:
+    """Number of linears and options of a plan's integer program."""
+    shapes = snip_shapes(config)
+    return len(shapes), len(read_choices(config.snip, shapes).options)
+
+
+def trial_passes(config: Config) -> int:
+    """Forward passes of a trial at most; 0 where plans are not tried."""
+    snip = config.snip
+    if (
+        config.precision.precision != "snip"
+        or snip.snip_trials < 2
+        or not get_objective(snip.snip_objective).needs_stats
+    ):
+        return 0
+    return snip.snip_trials
+
+
+def trial_samples(config: Config, dp: int) -> int:
+    """Sequences of each."""
+    together, stages = config.training.micro_batch_size * dp, config.parallel.pipeline_model_parallel_size
+    return samples_of(config.snip.snip_trial_tokens, config.model.seq_length, together, stages)
+
+
+def _in_iterations(config: Config, world_size: int, one: Measured) -> dict[str, float]:
+    """What a probe and a trial of all its passes cost, in plain iterations.
+
+    By a process's FLOPs, and by what its pipeline waits: a trial's few microbatches do not fill it for long.
+    """
+    found, dp = {stretch.name: stretch for stretch in one.stretches}, config.data_parallel_size(world_size)
+    pp, stages = config.parallel.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, config.parallel)
+    waits = (pp - 1) * pp / len(stages)  # microbatches, less where stages are interleaved
+
+    def time(stretch: Stretch, samples: int) -> float:
+        microbatches = samples // (config.training.micro_batch_size * dp)
+        return float(stretch.counts["flops",]) * (1 + waits / microbatches)
+
+    batch = config.training.global_batch_size
+    plain, costs = time(one.stretches[0], batch), {}
+    if PROBE in found and plain:
+        costs["probe"] = time(found[PROBE], batch) / plain
+    if TRIAL in found and plain:
+        costs["trial"] = trial_passes(config) * time(found[TRIAL], trial_samples(config, dp)) / plain
+    return costs
+
+
+def _costs(config: Config, world_size: int, one: Measured) -> list[str]:
+    """Sentences about probes and trials of one process."""
+    costs, interval, lines = _in_iterations(config, world_size, one), config.snip.snip_interval, []
+    sent = {s.name: sum(size for _, size in _collectives(s).values()) / _GIB for s in one.stretches}
+    share = f"of a run at --snip-interval {interval}"
+    if "probe" in costs:
+        cost = costs["probe"]
+        lines.append(
+            f"a probe: {cost:.2f} plain iterations by FLOPs, {sent[PROBE]:.2f} GiB in collectives (an iteration: "
+            f"{sent[one.stretches[0].name]:.2f}); {cost / interval:.3%} {share}"
+        )
+    if "trial" in costs:
+        cost, passes = costs["trial"], trial_passes(config)
+        tokens = trial_samples(config, config.data_parallel_size(world_size)) * config.model.seq_length
+        lines.append(
+            f"a trial: {passes} forward passes of {tokens} tokens at most, 2 if the plan costs what was predicted: "
+            f"{cost:.2f} plain iterations, {passes * sent[TRIAL]:.2f} GiB in collectives; {cost / interval:.3%} {share}"
+        )
+    return lines
+
+
+def _gemms(stretch: Stretch) -> list[dict[str, Any]]:
+    return [
+        {"m": what[1], "n": what[2], "k": what[3], "formats": what[4], "count": count}
+        for what, count in sorted(stretch.counts.items(), key=str)
+        if what[0] == "gemm"
+    ]
+
+
+def _collectives(stretch: Stretch) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, collective) -> (calls, bytes)."""
+    found = sorted((str(what[1]), str(what[2])) for what in stretch.counts if what[0] == "count")
+    return {pair: (stretch.counts["count", *pair], stretch.counts["bytes", *pair]) for pair in found}
+
+
+def _launches(stretch: Stretch) -> dict[str, int]:
+    return {str(what[1]): count for what, count in stretch.counts.items() if what[0] == "launch"}
+
+
+def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
+    """Tables for display."""
+    at, (linears, options) = _layout(config, world_size), plan_size(config)
+    device = {"cpu": "CPUs", "hopper": "Hopper GPUs", "blackwell": "Blackwell GPUs"}[device_of(config)]
+    context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
+    lines = [
+        f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']}{context} x data "
+        f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
+        f"a plan: {linears} linears x {options} options",
+    ]
+    if config.training.compile:
+        lines.append("blocks are counted as without --compile, under which launches and memory differ")
+    for one in measured:
+        lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, holds {one.parameters / 1e9:.3f}e9 parameters", ""]
+        lines += _aligned(_rows(one))
+        if costs := _costs(config, world_size, one):
+            lines += ["", *costs]
+    return "\n".join(lines)
+
+
+def _rows(one: Measured) -> list[list[str]]:
+    """The table of one rank: row names first, then a column per stretch."""
+
+    def row(name: str, value: Callable[[Stretch], str]) -> list[str]:
+        return [name, *(value(stretch) for stretch in one.stretches)]
+
+    rows = [row("", lambda stretch: stretch.name)]
+    rows += [row(f"{kind}, GiB", lambda s, kind=kind: f"{s.peak[kind] / _GIB:.2f}") for kind in KINDS]  # type: ignore[misc]
+    rows.append(row("peak, GiB", lambda s: f"{s.total / _GIB:.2f}"))
+    rows.append(row("a block keeps for backward, MiB", lambda s: f"{s.kept / 2**20:.2f}"))
+    rows.append(row("TFLOP", lambda s: f"{s.counts[('flops',)] / 1e12:.4g}"))
+    pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})
+    for pair in pairs:
+        rows.append(row(f"{pair[0]} {pair[1]}, calls: GiB", lambda s, pair=pair: _sent(s, pair)))  # type: ignore[misc]
+    rows.append(row("kernel launches", lambda s: str(sum(_launches(s).values()))))
+    rows.append(row("launches of casts", lambda s: str(_launches(s).get("cast", 0))))
+    rows.append(row("launches of GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
+    rows.append(row("device-to-host reads", lambda s: str(s.counts["read",])))
+    shapes = sorted({what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm"}, key=str)
+    for what in shapes:
+        name = f"GEMM {what[1]} x {what[2]} x {what[3]}, {what[4]}"
+        rows.append(row(name, lambda s, what=what: str(s.counts[what] or "")))  # type: ignore[misc]
+    return rows
+
+
+def _sent(stretch: Stretch, pair: tuple[str, str]) -> str:
+    count, size = _collectives(stretch).get(pair, (0, 0))
+    return f"{count}: {size / _GIB:.3f}" if count else ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table with a header row and aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return [lines[0], f"|{rule}|", *lines[1:]]

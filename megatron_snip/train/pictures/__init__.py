@@ -1,0 +1,1 @@
+"""Pictures of plans, losses and trials, for the report, the trackers and the commands."""

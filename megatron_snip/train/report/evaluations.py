@@ -1,0 +1,116 @@
+"""Scores of a run's checkpoints on benchmarks, one file per checkpoint.
+
+    evaluations/iter_0001000.json
+    {"version": 1, "iteration": 1000, "model": "0123456789abcdef",
+     "scores": {"bf16": {"arc_easy": {"acc": [0.31, 0.01]}}, "plan 0123456789abcdef": {...}}}
+
+Convention: scores[precision of the forward][task][metric] is the value with its standard error, or null if unknown.
+Another evaluation of the same checkpoint adds to the file and replaces repeated measurements.  model is the run's id,
+or the path of a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
+
+_WAY_OUT = "evaluate the checkpoint again, or move the file away"
+#: Metric -> (value, standard error or None).
+Scores = Mapping[str, tuple[float, float | None]]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of scores.  Scores are checked one by one, so that errors name them."""
+
+    version: Count
+    iteration: Count
+    model: Text
+    scores: dict[Text, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one checkpoint: precision of the forward -> task -> metric -> (value, standard error)."""
+
+    iteration: int
+    scores: dict[str, dict[str, Scores]] = field(default_factory=dict)
+    model: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read a file from ``save``.  Raises UserError for anything else."""
+        values = read_json(path, "evaluation", _WAY_OUT)
+        try:
+            check_version(values, 1)
+            found = checked(values, _File)
+            scores: dict[str, dict[str, Scores]] = {
+                precision: {
+                    task: checked(metrics, dict[Text, tuple[float, float | None]], f"scores.{precision}.{task}")
+                    for task, metrics in checked(tasks, dict[Text, Any], f"scores.{precision}").items()
+                }
+                for precision, tasks in found.scores.items()
+            }
+        except JsonFileError as error:
+            raise JsonFileError(f"{path}: {error}; {_WAY_OUT}") from None
+        return cls(found.iteration, scores, found.model)
+
+    def save(self, path: Path) -> None:
+        """Write the file, atomically."""
+        values = {"version": 1, "iteration": self.iteration, "model": self.model, "scores": self.scores}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(values, indent=1) + "\n")
+
+    def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
+        """A copy with further measurements."""
+        scores = {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}}
+        return replace(self, scores=scores)
+
+    def row(self, precision: str) -> dict[str, Any]:
+        """Row for wandb and TensorBoard: ``evaluation/<precision>/<task>/<metric>``, with plans named without hash."""
+        word = precision.partition(" ")[0]
+        tasks = self.scores[precision]
+        values = {
+            f"evaluation/{word}/{t}/{m}": value for t, metrics in tasks.items() for m, (value, _) in metrics.items()
+        }
+        return {"iteration": self.iteration, **values}
+
+
+def evaluation_file(run_dir: Path, iteration: int) -> Path:
+    """Path of a checkpoint's scores in a run folder."""
+    return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
+
+
+def read_evaluations(run_dir: Path, notes: list[str]) -> list[Evaluation]:
+    """All evaluations of a run folder, by iteration.  Unreadable files are added to the notes."""
+    found = []
+    for path in sorted(run_dir.glob("evaluations/iter_*.json")):
+        try:
+            found.append(Evaluation.load(path))
+        except ValueError as error:
+            notes.append(str(error))
+    return sorted(found, key=lambda evaluation: evaluation.iteration)
+
+
+def shown(value: float, error: float | None) -> str:
+    """A score with its standard error."""
+    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def score_rows(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of a table with a row per metric of a task, and a column per checkpoint and precision."""
+    columns = [(each, precision) for each in evaluations for precision in each.scores]
+    names = {
+        (task, metric): None for each, p in columns for task, metrics in each.scores[p].items() for metric in metrics
+    }
+    rows = []
+    for task, metric in names:
+        found = (each.scores[precision].get(task, {}).get(metric) for each, precision in columns)
+        rows.append([task, metric, *("" if score is None else shown(*score) for score in found)])
+    return ["task", "metric", *(f"iteration {each.iteration}, {precision}" for each, precision in columns)], rows

@@ -1,0 +1,318 @@
+"""report.html, what happened in a run: from its folder alone, beside other runs' where they are named.
+
+It is one file of 2 to 5 MB: pictures are thinned out (report_pictures), and nothing is loaded from anywhere
+(report_page).  A section that a run has nothing for is left out.  A new one is a function of the run that gives a
+`Section` or None, and an entry in ``_SECTIONS``.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_snip.arguments import parse
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.files.json import write_atomic
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.snip.predict.objectives import get_objective
+from megatron_snip.snip.predict.sampling import top_token
+from megatron_snip.train.pictures import figures as pictures
+from megatron_snip.train.report.evaluations import read_evaluations, score_rows
+from megatron_snip.train.report.page import Section, folded, page, table
+from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
+from megatron_snip.train.report.trials import trials
+from megatron_snip.train.run.run_folder import saved_options
+from megatron_snip.train.setup import snip_shapes
+
+#: Lines of the table of plans; seconds that the solver gets for each point of the trade-off.
+MOST_LINES, POINT_SECONDS = 100, 1.0
+_KINDS = {"loss_divergence": "nats", "weight_divergence": "of the squared update"}
+_GIB = 2**30
+
+
+def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: Path | None = None) -> Path:
+    """Write a run's report, by default report.html in its folder; returns its path.
+
+    others: folders of runs to compare with.  UserError if a folder holds no run, OSError if it cannot be written.
+    """
+    run, rest = read_run(run_dir), [read_run(other) for other in others]
+    found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
+    sections = [section for section in found if section is not None]
+    facts, notes = rows_of(summary_of(run)), [note for one in (run, *rest) for note in one.notes]
+    text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
+    path = file or run.path / "report.html"
+    write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may be no UTF-8
+    return path
+
+
+def _compared(run: Run, others: Sequence[Run]) -> Section | None:
+    """Loss with plan changes; with other runs, how far it lies from theirs."""
+    runs = dict(zip(_names([run, *others]), [run, *others]))
+    if not any(one.metrics for one in runs.values()):
+        return None
+    marks = [(plan.iteration, plan.achieved) for plan in run.plans]
+    shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
+    plain = {name: html.escape(name, quote=False) for name in shown}  # plotly takes tags in its texts
+    figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
+    (name, (mine, _)), *rest = shown.items()
+    for other, (theirs, _) in rest:
+        if differing := _other_options(run.options, runs[other].options):
+            run.notes.append(f"{name} and {other} differ in more than precision: {differing}")
+        figure = pictures.difference(plain[name], plain[other], mine, theirs)
+        if figure is None:
+            run.notes.append(f"{name} and {other} have no iteration in common, so no difference is shown")
+        else:
+            figures.append(figure)
+            text = "Difference of the training losses at equal iterations; the band assumes independent iterations."
+    if others and marks:
+        text = f"New plans are those of {name}. {text}".rstrip()
+    return Section("Loss", text, figures)
+
+
+def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Options of model, training and data that two runs do not share, with both values."""
+    found = []
+    for group in ("model", "training", "data"):
+        here, there = mine.get(group, {}), theirs.get(group, {})
+        for key in here.keys() & there.keys():
+            if here[key] != there[key]:
+                found.append(f"--{key.replace('_', '-')} {_shown(here[key])} and {_shown(there[key])}")
+    return ", ".join(sorted(found))
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Folder names of runs; whole paths where they are not enough."""
+    short = [run.path.resolve().name for run in runs]
+    return short if len(set(short)) == len(short) else [str(run.path) for run in runs]
+
+
+def _plans(run: Run) -> Section | None:
+    if not run.plans:
+        return None
+    heads = ("iteration", "objective", "target", "in FP4", "changed", "solver", "gap", "seconds", "hash")
+    lines = []
+    kept = set(pictures.picked(len(run.plans), MOST_LINES))
+    for number, (before, plan) in enumerate(zip([None, *run.plans], run.plans)):
+        cells = [
+            str(plan.iteration), plan.objective, plan.asked, f"{plan.achieved:.2%}",
+            f"{plan.churn(before):.1%}" if before else "", plan.solver.status, f"{plan.solver.gap:.1e}",
+            f"{plan.solver.seconds:.2f}", plan.hash,
+        ]  # fmt: skip
+        lines += [cells] if number in kept else []
+    text = "The precision of each linear. The bands of a cell are, from the top, fprop, dgrad and wgrad."
+    figures = [pictures.plans(run.plans), *([pictures.shares(run.plans)] if len(run.plans) > 1 else [])]
+    some = f" ({len(kept)} of {len(run.plans)} are listed)" if len(kept) < len(run.plans) else ""
+    return Section("Plans", text + some, figures, table(heads, lines))
+
+
+def _divergences(run: Run) -> Section | None:
+    """By iteration from metrics, by linear from the last statistics."""
+    figures = []
+    for kind, unit in _KINDS.items():
+        name = kind.replace("_", " ")
+        curves = _curves_of(run, f"snip/{kind}/")
+        blocks = {key.removeprefix("block_"): curve for key, curve in curves.items() if key.startswith("block_")}
+        kinds = {key: curve for key, curve in curves.items() if not key.startswith("block_")}
+        if any(len(xs) > 1 for xs, _ in kinds.values()):
+            figure = pictures.divergence_over_iterations(kinds, f"{name} ({unit})")
+            figures.append(figure | {"title": f"{name.capitalize()} by kind of linear"})
+            figure = pictures.blocks_over_iterations(dict(sorted(blocks.items())), unit)
+            figures.append(figure | {"title": f"{name.capitalize()} by block"})
+        if values := _by_linear(run, kind):
+            figure = pictures.divergence_heatmap(values, unit)
+            figures.append(figure | {"title": f"{name.capitalize()} of each linear, by the last statistics"})
+    if run.stats is not None and run.stats.formats:
+        options = [LinearPrecision.uniform(fmt) for fmt in run.stats.formats]
+        shares = dict(zip(run.stats.names, np.nan_to_num(top_token(run.stats, options).max(axis=1)).tolist()))
+        figure = pictures.divergence_heatmap(shares, "of its loss divergence")
+        figures.append(figure | {"title": "Top token: the share of each linear's loss divergence that one token has"})
+    text = "Each linear in its costliest format, on a log scale. Empty cells have no finite value above 0."
+    return Section("Divergences", text, figures) if figures else None
+
+
+def _curves_of(run: Run, prefix: str) -> dict[str, Curve]:
+    """Metrics with a prefix, by the rest of their names."""
+    return {key.removeprefix(prefix): curve for key, curve in run.columns.items() if key.startswith(prefix)}
+
+
+def _by_linear(run: Run, kind: str) -> dict[str, float]:
+    """Linear -> value at the coarsest format, from the last statistics."""
+    if run.stats is None:
+        return {}
+    found = Predictions.of(run.stats)
+    return {n: max(row.values()) for n, row in (found.loss if kind == "loss_divergence" else found.weight).items()}
+
+
+def _measured(run: Run) -> Section | None:
+    """What low precision cost, by extra BF16 forwards, beside what the statistics of each plan predicted."""
+    key, expected = "snip/measured_loss_divergence_mean", "snip/predicted_loss_divergence"
+    last: dict[str, Mapping[str, Any]] = {}
+    predicted: dict[str, float | None] = {}  # at a plan's first iteration; at its last, the next probe may have been
+    for row in run.metrics:
+        plan = str(row.get("snip/plan_hash", ""))
+        if is_finite(row.get(expected)):
+            predicted.setdefault(plan, _number(row, expected))
+        if is_finite(row.get(key)):
+            last[plan] = row
+    if len(last) > 1:
+        last.pop("", None)  # before the first plan
+    points = [
+        (int(row["iteration"]), float(row[key]), _number(row, f"{key.removesuffix('mean')}standard_error"),
+         predicted.get(plan))
+        for plan, row in last.items()
+    ]  # fmt: skip
+    text = "Mean over the extra BF16 forwards under each plan, with two standard errors, next to the prediction."
+    return Section("Measured against predicted", text, pictures.measured(points)) if points else None
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    return float(row[key]) if is_finite(row.get(key)) else None
+
+
+def _trials(run: Run) -> Section | None:
+    return trials(run.plans)
+
+
+def _trade_off(run: Run) -> Section | None:
+    """Quality loss over what is saved, by the last statistics: the best plans, and the run's own."""
+    snip = run.options.get("snip", {})
+    if not run.plans or run.stats is None or run.options.get("precision", {}).get("precision") != "snip":
+        return None
+    try:
+        planner = _planner(run, run.stats)
+        objective = planner.config.snip.snip_objective
+        if not get_objective(objective).needs_stats:
+            return None
+        request = planner.request(objective)
+        frontier = planner.frontier(objective, time_limit=POINT_SECONDS, gap=1e-3)
+    except (ValueError, KeyError, TypeError, OSError) as error:  # options of another version, a table that is gone
+        run.notes.append(f"no trade-off is shown: {error}")
+        return None
+    known = set(planner.choices.options)
+    mine = [plan for plan in run.plans if set(plan.linears.values()) <= known]
+    dots = [(planner.saved_by(p), planner.quality_of(p, request), f"iteration {p.iteration}") for p in mine]
+    what = "FP4's share of the linears' FLOPs" if planner.choices.measure == "fp4" else "modelled GEMM time saved"
+    kept = [dots[i] for i in pictures.picked(len(dots) - 1, MOST_LINES)] if len(dots) > 1 else []
+    figure = pictures.pareto(
+        [(planner.saved_by(plan), planner.quality_of(plan, request)) for plan in frontier],
+        {**({"chosen (the last plan)": dots[-1:]} if dots else {}), **({"plans before it": kept} if kept else {})},
+        what,
+    )
+    text = f"All plans are scored with the statistics of iteration {run.stats.iteration} and the objective {objective}."
+    asked = f"The target was {snip.get('snip_target')}."
+    if (nats := snip.get("snip_max_loss")) is not None:
+        asked = f"Each plan was the largest that measured below {nats} nats."
+    return Section("Trade-off", f"{text} {asked}", [figure])
+
+
+def _planner(run: Run, stats: Statistics) -> Planner:
+    """Plans of the statistics as the run's options ask for them."""
+    groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
+    config = parse([], saved_options({"config": run.options}, groups))
+    if config.snip.snip_options == "auto":
+        config = config.replace(snip_options=measured_options(stats.formats))
+    shapes = snip_shapes(config)
+    if [shape.name for shape in shapes] != list(stats.names):
+        raise UserError("config.json and the statistics are of different models")
+    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
+
+def _stages(run: Run) -> Section | None:
+    """Balance of several pipeline stages under the last plan."""
+    ends = {
+        (int(match[1]), match[2]): (at[-1], values[-1])
+        for key, (at, values) in run.columns.items()
+        if at and (match := re.fullmatch(r"snip/stage_(\d+)/(achieved|modelled_time)", key))
+    }
+    newest = max((at for at, _ in ends.values()), default=0)
+    found: dict[int, dict[str, float]] = {}
+    for (stage, what), (at, value) in ends.items():
+        if at == newest:  # a plan on other stages may have been before
+            found.setdefault(stage, {})[what] = value
+    last = [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
+    if not last:
+        return None
+    times = [time for _, _, time in last]
+    ratio = max(times) * len(times) / sum(times)
+    text = f"Modelled times under the last plan. The slowest stage takes {ratio:.3f} times the mean."
+    return Section("Pipeline stages", text, [pictures.stages(last)])
+
+
+def _pace(run: Run) -> Section | None:
+    """Tokens a second, the share of time that SNIP takes, memory."""
+    at, seconds = run.column("iteration-time")
+    if not at or not sum(seconds):
+        return None
+    figures, sizes = [], dict(zip(*run.column("batch-size")))
+    sequence = run.options.get("model", {}).get("seq_length")
+    if sequence and sizes:
+        pace = [(i, sizes[i] * sequence / s) for i, s in zip(at, seconds) if i in sizes and s > 0]
+        figures.append(
+            pictures.curves({"tokens/s": ([i for i, _ in pace], [v for _, v in pace])}, "tokens a second")
+            | {"title": "Pace"}
+        )
+    spent = {
+        "probes": "probe_seconds",
+        "waiting for the solver": "wait_seconds",
+        "trials": "trial_seconds",
+        "applying plans": "apply_seconds",
+    }
+    so_far = np.cumsum(seconds)
+    shares: dict[str, Curve] = {}
+    for name, key in spent.items():
+        taken = dict(zip(*run.column(f"snip/{key}")))
+        if taken:
+            shares[name] = (at, (np.cumsum([taken.get(i, 0.0) for i in at]) / so_far).tolist())
+    if shares:
+        figures.append(pictures.curves(shares, "share of all time so far", ".1%") | {"title": "Time spent on SNIP"})
+    memory = {key: (xs, [y / _GIB for y in ys]) for key, (xs, ys) in _curves_of(run, "mem-").items() if xs}
+    if memory:
+        named = {key.removesuffix("-bytes"): curve for key, curve in memory.items()}
+        figures.append(pictures.curves(named, "GiB of rank 0") | {"title": "Memory"})
+    return Section("Pace and memory", "", figures) if figures else None
+
+
+def _benchmarks(run: Run) -> Section | None:
+    heads, rows = score_rows(read_evaluations(run.path, run.notes))
+    if not rows:
+        return None
+    text = "Scores of lm-evaluation-harness with standard errors, by iteration and precision of the linears' forward."
+    return Section("Benchmarks", text, body=table(heads, rows))
+
+
+def _configuration(run: Run) -> Section | None:
+    """Options that differ from their defaults, versions, and all options to open."""
+    if not run.options:
+        return None
+    default = Config().to_dict()
+    groups = {name: group for name, group in run.options.items() if name in default and isinstance(group, dict)}
+    every = [(name, key, value) for name, group in groups.items() for key, value in group.items()]
+    changed = [[f"--{k.replace('_', '-')}", _shown(v)] for name, k, v in every if default[name].get(k) != v]
+    all_of = [[name, f"--{key.replace('_', '-')}", _shown(value)] for name, key, value in every]
+    made = run.options.get("versions")
+    versions = [[str(k), _shown(v)] for k, v in made.items()] if made else []
+    body = table(("option", "value"), changed) + (
+        table(("made with", "in the last start"), versions) if versions else ""
+    )
+    text = "Options that differ from their defaults."
+    return Section("Configuration", text, (), body + folded("all options", table(("group", "option", "value"), all_of)))
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+#: Sections after the loss, in the page's order.
+_SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
+    _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+)  # fmt: skip

@@ -1,0 +1,102 @@
+"""A run that cannot fit is told of before it is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_snip.config import Config
+from megatron_snip.parallel.data import local_of
+from megatron_snip.train import loop
+from megatron_snip.train.health import memory
+from megatron_snip.train.health.memory import free_memory, held
+from tests.unit.train.conftest import TINY
+
+CPU = torch.device("cpu")
+MEMINFO = "MemTotal:       8000 kB\nMemFree:        10 kB\nMemAvailable:   4000 kB\n"
+
+
+@pytest.mark.parametrize(("free", "told"), [(1000, 1), (10**15, 0), (None, 0)])
+def test_a_run_that_cannot_fit_is_told_of_once(free, told, train_here, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    assert len(train_here(train_iters=1)) == 1, "a warning ends no run"
+    lines = [line for line in caplog.messages if line.startswith("this machine cannot hold the run: ")]
+    assert len(lines) == told
+    assert all("0.0 GiB are free" in line and "--dry-run" in line for line in lines)
+
+
+def test_it_is_told_before_anything_is_built(train_here, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    seen = []
+    build = loop.build
+    monkeypatch.setattr(loop, "build", lambda *words: seen.append("cannot hold" in caplog.text) or build(*words))
+    train_here(train_iters=1)
+    assert seen == [True]
+
+
+def test_what_a_process_holds(train_here, monkeypatch):
+    """Sixteen bytes a parameter, of the parts that a real run has."""
+    made = []
+    build = loop.build
+    monkeypatch.setattr(loop, "build", lambda *words: made.append(build(*words)) or made[-1])
+    train_here(train_iters=1)
+    (parts,) = made
+    assert held(Config().replace(**TINY), 1) == 16 * sum(
+        local_of(t).numel() for t in parts.optimizer.parameters.values()
+    )
+
+
+def test_shards_hold_less():
+    config = Config().replace(**{**TINY, "num_layers": 4, "global_batch_size": 8})
+    whole = held(config, 1)
+    assert held(config, 4) == whole // 4, "sharded over dp"
+    assert held(config.replace(data_parallel_sharding_strategy="no_shard"), 4) == whole
+    assert held(config.replace(num_distributed_optimizer_instances=2), 4) == whole // 2
+    assert held(config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 4) == whole // 4
+
+
+def test_processes_of_this_host_count(monkeypatch, caplog, train_here):
+    config = Config().replace(**TINY)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 3 * held(config, 1))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    train_here(train_iters=1)
+    assert "for 4 processes" in caplog.text
+
+
+def write(root, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_free_is_what_the_machine_and_each_control_group_leave(tmp_path):
+    assert free_memory(CPU, tmp_path) is None, "nothing tells"
+    write(tmp_path, {"proc/meminfo": MEMINFO})
+    assert free_memory(CPU, tmp_path) == 4000 * 1024
+    group = "sys/fs/cgroup/user/job"
+    write(tmp_path, {
+        "proc/self/cgroup": "0::/user/job\n",
+        f"{group}/memory.max": "max\n", f"{group}/memory.current": "5\n", f"{group}/memory.stat": "inactive_file 1\n",
+    })  # fmt: skip
+    assert free_memory(CPU, tmp_path) == 4000 * 1024
+    around = "sys/fs/cgroup/user"
+    write(tmp_path, {
+        f"{around}/memory.max": "3000000\n", f"{around}/memory.current": "1000000\n",
+        f"{around}/memory.stat": "anon 7\ninactive_file 200000\n",
+    })  # fmt: skip
+    assert free_memory(CPU, tmp_path) == 2200000
+
+
+def test_free_in_a_control_group_of_version_1(tmp_path):
+    group = "sys/fs/cgroup/memory"  # a container sees its own as the top
+    write(tmp_path, {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "4:memory:/docker/ab\n1:cpu:/docker/ab\n",
+        f"{group}/memory.limit_in_bytes": "2000\n", f"{group}/memory.usage_in_bytes": "1500\n",
+        f"{group}/memory.stat": "total_inactive_file 100\n",
+    })  # fmt: skip
+    assert free_memory(CPU, tmp_path) == 600
+
+
+def test_this_machine_tells():
+    free = free_memory(CPU)
+    assert free is None or 0 < free < 2**50
