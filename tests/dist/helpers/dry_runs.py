@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_snip.config import Config
-from megatron_snip.train.dry_run.measure import measure
+from megatron_snip.train.dry_run import measure
 from megatron_snip.train.dry_run.counts import Stretch, Tracker
 from megatron_snip.train.setup import Parts
 from tests.dist.helpers.runs import TINY, make

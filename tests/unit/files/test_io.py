@@ -10,11 +10,11 @@ import signal
 import pytest
 
 from megatron_snip.errors import UserError
+from megatron_snip.files import io
 from megatron_snip.files.io import (
     atomic_output,
     check_folder,
     check_output,
-    io,
     one_line,
     parse_json,
     path_word,

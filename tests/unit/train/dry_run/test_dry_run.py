@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_snip.config import Config
+from megatron_snip.train.dry_run import measure
 from megatron_snip.train.dry_run.counts import KINDS, Measured, Stretch, Tracker
-from megatron_snip.train.dry_run.measure import measure
 from megatron_snip.train.dry_run.output import as_text, trial_passes
 
 OPTIONS = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_snip.train.report.sections import page as report_page
+from megatron_snip.train.report import page as report_page
 from megatron_snip.train.report.sections import write_report
 from tests.unit.train.recorded import line, run_of_everything, shown, write_run
 

@@ -21,8 +21,9 @@ import pytest
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.planner import Planner
+from megatron_snip.train.report import sections
 from megatron_snip.train.report.run_summary import read_run
-from megatron_snip.train.report.sections import sections, write_report
+from megatron_snip.train.report.sections import write_report
 from tests.unit.snip.made_up import changed, statistics, without_updates
 from tests.unit.train.recorded import (
     FP4,

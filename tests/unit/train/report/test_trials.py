@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_snip.snip.plan.plan_file import TrialRecord
-from megatron_snip.train.report.sections import trials, write_report
+from megatron_snip.train.report import trials
+from megatron_snip.train.report.sections import write_report
 from tests.unit.snip.made_up import changed, statistics
 from tests.unit.train.recorded import NAMES, SHAPES, full_run, line, named, shown, two_plans, write_run
 
