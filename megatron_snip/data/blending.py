@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_snip.quant.kernels import cpu
-
 Array = npt.NDArray[Any]
 
 
@@ -23,6 +21,8 @@ def blending_index(weights: Sequence[float], size: int) -> dict[str, Array]:
 
     ``weights`` must sum to 1.
     """
+    from megatron_snip.quant.kernels import cpu  # here, since it imports torch, which data workers do without
+
     library = cpu.library()
     if library is None:
         chosen, number = blending_reference(weights, size)
