@@ -254,7 +254,7 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
 def pareto(
     frontier: Sequence[tuple[float, float]], others: Mapping[str, Sequence[tuple[float, float, str]]], what: str
 ) -> Figure:
-    """Quality loss over the share saved.  Solved plans are a line, others labelled points.  what: title of x."""
+    """Quality loss over the share saved.  Solved plans are a line, others labelled points.  what: x axis."""
     data = [line("solved for each share", tuple(zip(*frontier)), PALETTE[0], mode="lines+markers")]
     symbols = ("star", "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
     for number, (name, points) in enumerate(others.items()):
