@@ -6,7 +6,7 @@ r"""Measure what low precision would cost in each linear of a model, without tra
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
 prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
-It writes to --output, a folder that all processes must see: report.html with pictures, sensitivity.json, stats.json
+It writes to --output, a folder that all ranks must see: report.html with pictures, sensitivity.json, stats.json
 for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
 for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer, such as
 --snip-granularity fused.
@@ -171,7 +171,7 @@ def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
 
 
 def on_rank_0(make: Callable[[], str]) -> str:
-    """What rank 0 makes, on every process; its error too."""
+    """What rank 0 makes, on every rank; its error too."""
     answer = ["", ""]
     if runtime.environment_rank() == 0:
         try:
@@ -225,7 +225,7 @@ def weights_of(start: Start) -> Start:
 
 
 def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batches: int) -> list[Statistics]:
-    """Statistics of each batch; every process calls it.  It may raise ProbeFailed, on every process."""
+    """Statistics of each batch; every rank calls it.  It may raise ProbeFailed, on every rank."""
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         each = measure(config, parts, batch, iteration, own.batches)
         trials = make_trials(config, parts, batch, own.batches, iteration) if tries else None
         planned = plan_and_try(config, each, shares, trials)
-    except (ProbeFailed, TrialFailed) as error:  # on every process alike
+    except (ProbeFailed, TrialFailed) as error:  # on every rank alike
         raise UserError(f"{start.load}: {error}") from None
     finally:
         parts.train_loader.close()

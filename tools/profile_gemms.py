@@ -5,7 +5,7 @@
 
 Besides its own options it takes the trainer's, on the command line or by --config FILE: the model's shape,
 --seq-length and --micro-batch-size (tokens of a microbatch), --tensor-model-parallel-size (the shards that one
-process multiplies) and --linear-impl.
+rank multiplies) and --linear-impl.
 
 Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  It leaves out the
 weight's casts, which are kept from one optimiser step to the next, and the input's cast for wgrad, which forward
@@ -42,7 +42,7 @@ Seconds = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process multiplies of a linear [out_features, in_features]; count: linears like it in the model."""
+    """What one rank multiplies of a linear [out_features, in_features]; count: linears like it in the model."""
 
     out_features: int
     in_features: int

@@ -70,7 +70,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
 def prepare(config: Config, start: Start, batches: int, *, updates: bool = True) -> tuple[Parts, Batches, int]:
     """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
 
-    updates: whether the probe looks at updates, and so at the optimiser's moments.  Every process calls it.
+    updates: whether the probe looks at updates, and so at the optimiser's moments.  Every rank calls it.
     UserError for bad input.
     """
     assert start.load is not None
@@ -106,9 +106,9 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
 
 
 def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
-    """Build the run from its checkpoint and probe: the statistics, and whether this process is to write them.
+    """Build the run from its checkpoint and probe: the statistics, and whether this rank is to write them.
 
-    Every process calls it.  UserError for bad input.
+    Every rank calls it.  UserError for bad input.
     """
     size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
     batches = batches_of(config.snip, size * config.model.seq_length)
@@ -124,7 +124,7 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     auto = config.snip.snip_probe_tokens == "auto"
     try:
         stats = probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches, enough=enough if auto else None)
-    except ProbeFailed as error:  # on every process alike
+    except ProbeFailed as error:  # on every rank alike
         raise UserError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
     finally:
         parts.train_loader.close()

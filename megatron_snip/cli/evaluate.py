@@ -183,7 +183,7 @@ def run_folder_of(start: Start) -> Path | None:
 
 
 def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Runtime) -> LlamaStage:
-    """The model with its weights, each linear at its precision.  Every process calls it."""
+    """The model with its weights, each linear at its precision.  Every rank calls it."""
     if start.state is None:
         assert start.load is not None
         check_model(start.load, config.model)
@@ -226,7 +226,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]], more: str = "") -> dict[
 
 
 def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> dict[str, Scores]:
-    """lm-eval over all tasks; the scores on rank 0, nothing elsewhere.  Every process calls it."""
+    """lm-eval over all tasks; the scores on rank 0, nothing elsewhere.  Every rank calls it."""
     import lm_eval
 
     begin = time.perf_counter()

@@ -110,7 +110,7 @@ def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
 
 
 def try_best(planner: Planner, plan: Plan, start: Start) -> tuple[Plan, list[Tried], int]:
-    """What a run would apply in place of a plan, what was tried, and on how many tokens; every process calls it."""
+    """What a run would apply in place of a plan, what was tried, and on how many tokens; every rank calls it."""
     config = planner.config
     if start.iteration + 1 != planner.stats.iteration:
         LOGGER.warning(
@@ -126,7 +126,7 @@ def try_best(planner: Planner, plan: Plan, start: Start) -> tuple[Plan, list[Tri
             tried = try_as_a_run(planner, plan, trials)
         finally:
             parts.train_loader.close()
-    except TrialFailed as error:  # on every process alike
+    except TrialFailed as error:  # on every rank alike
         raise UserError(f"--load {start.load}: the trial failed: {error}") from None
     best = with_record(tried, trials.tokens)
     if best is None:
@@ -188,7 +188,7 @@ def generate(
 ) -> str:
     """Write everything to a folder; returns the table.  UserError for bad input, before anything is written.
 
-    start: weights to try the plan with; every process then calls it, and rank 0 writes.
+    start: weights to try the plan with; every rank then calls it, and rank 0 writes.
     """
     if num_random < 0 or seed < 0:
         raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")

@@ -78,9 +78,9 @@ class Planned:
 
 
 def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[float], trials: Trials | None) -> Planned:
-    """Plans of the statistics of some batches; every process calls it, with trials or without.
+    """Plans of the statistics of some batches; every rank calls it, with trials or without.
 
-    It may raise TrialFailed, on every process.
+    It may raise TrialFailed, on every rank.
     """
     stats, snip, tried, tokens = Statistics.mean(each), config.snip, [], 0
     planner, plans = planner_of(config.replace(snip_target=0.0), stats), plans_of(config, stats, shares)

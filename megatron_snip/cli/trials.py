@@ -38,7 +38,7 @@ def check_trials(config: Config, option: str) -> None:
 
 
 def make_trials(config: Config, parts: Parts, batch: Batches, ahead: int, iteration: int) -> Trials:
-    """Trials on the sequences from a batch so far ahead on; every process calls it.  It may raise TrialFailed."""
+    """Trials on the sequences from a batch so far ahead on; every rank calls it.  It may raise TrialFailed."""
     assert parts.coordinator is not None
     run = parts.stepper.trial_runner(batch(ahead, trial_samples(config)), iteration)
     return Trials(run, parts.linears, parts.mesh, parts.coordinator.probe.device)

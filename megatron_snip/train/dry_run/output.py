@@ -56,7 +56,7 @@ def trial_samples(config: Config, dp: int) -> int:
 def _in_iterations(config: Config, world_size: int, one: Measured) -> dict[str, float]:
     """What a probe and a trial of all its passes cost, in plain iterations.
 
-    By a process's FLOPs, and by what its pipeline waits: a trial's few microbatches do not fill it for long.
+    By a rank's FLOPs, and by what its pipeline waits: a trial's few microbatches do not fill it for long.
     """
     found, dp = {stretch.name: stretch for stretch in one.stretches}, config.data_parallel_size(world_size)
     pp, stages = config.parallel.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, config.parallel)
@@ -76,7 +76,7 @@ def _in_iterations(config: Config, world_size: int, one: Measured) -> dict[str, 
 
 
 def _costs(config: Config, world_size: int, one: Measured) -> list[str]:
-    """Sentences about probes and trials of one process."""
+    """Sentences about probes and trials of one rank."""
     costs, interval, lines = _in_iterations(config, world_size, one), config.snip.snip_interval, []
     sent = {s.name: sum(size for _, size in _collectives(s).values()) / _GIB for s in one.stretches}
     share = f"of a run at --snip-interval {interval}"

@@ -1,4 +1,4 @@
-"""The picture of a measured curve, in a report's plain values."""
+"""The picture of a measured curve, as a plotly figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHAT = {"fp4": "FP4's share of the linears' FLOPs", "time": "share of modelled G
 
 
 def measured_curve(points: Sequence[Point], what: str) -> Figure:
-    """Measured increase of the loss with two standard errors, and predicted, over the share; what: the x axis."""
+    """Measured increase of the loss, with two standard errors, and the prediction, over the share.  what: x axis."""
     shares = [point.share for point in points]
     bars = {"type": "data", "array": [2 * point.error for point in points], "thickness": 1.2}
     measured = [point.increase for point in points]

@@ -1,9 +1,9 @@
-"""The report's pictures as plotly figures in plain values: {"data": traces, "layout": axes, "title": text}, which
-`report_page` shows.
+"""The report's pictures as plotly figures in plain values: {"data": traces, "layout": axes, "title": text}.
 
-Convention: a curve is (iterations, values).  Curves are thinned out to MOST_POINTS, each bucket's least and greatest
-value kept; other things to what MOST_... says, the first and the last kept.  Heatmaps have a row per kind of linear and
-a column per block.  Colours stand out on white and on black; text and grid get the page's.
+`report_page` shows them.  Convention: a curve is (iterations, values).  A long curve is thinned out to MOST_POINTS and
+keeps the minimum and maximum of each bucket.  Anything else is thinned out to its MOST_... and keeps its first and last
+item.  Heatmaps have a row per kind of linear and a column per block.  Colours are readable on white and on black; the
+page sets those of text and grid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RAW, _MARK = "#9db7d6", "#d9752b"
 
 
 class Grid:
-    """Where linears of our models stand in a heatmap: rows are kinds, columns blocks.  Other names have no cell."""
+    """The cells of our models' linears in a heatmap: a row per kind, a column per block.  Other names have no cell."""
 
     def __init__(self, names: Iterable[str]) -> None:
         places = {name: place for name in names if (place := linear_place(name)) is not None}
@@ -43,7 +43,7 @@ class Grid:
 
 
 def colours_of(plans: Sequence[Plan]) -> dict[str, str]:
-    """Formats in use, widest elements first -> colour."""
+    """The colour of each format in use, widest elements first."""
     found = {getattr(p, gemm) for plan in plans for p in plan.linears.values() for gemm in GEMMS}
     ordered = sorted(found, key=lambda name: (-get_format(name).element_bits, name))
     spare = iter(_SPARE_COLOURS * len(ordered))
@@ -51,12 +51,12 @@ def colours_of(plans: Sequence[Plan]) -> dict[str, str]:
 
 
 def picked(count: int, most: int) -> list[int]:
-    """At most so many of the numbers below ``count``, at even steps, the first and the last among them."""
+    """At most ``most`` evenly spaced numbers below ``count``, including the first and the last."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """The least and the greatest of each bucket of a long curve, in order; a short one as it is."""
+    """The minimum and maximum of each bucket of a long curve, in order.  A short curve is unchanged."""
     xs, ys = np.asarray(curve[0], np.int64), np.asarray(curve[1], np.float64)
     if len(xs) > most:
         keep = {0, len(xs) - 1}
@@ -99,8 +99,9 @@ def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, flo
 
 
 def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | None:
-    """How much the training loss lies above another run's: means over windows of common iterations, and the band of
-    two standard errors of each.  None where they have no iteration in common.
+    """The training loss minus another run's: means over windows of common iterations, with two standard errors.
+
+    None if the runs have no iteration in common.
     """
     there = dict(zip(*theirs))
     common = [(i, value - there[i]) for i, value in zip(*mine) if i in there]
@@ -125,10 +126,10 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
 
 
 def plans(all_plans: Sequence[Plan], titles: Sequence[str] = ()) -> Figure:
-    """The heatmap of the last plan, with "plans" in it for a slider over all: what each linear's cell shows.
+    """The heatmap of the last plan.  Its "plans" hold the cells of all plans, for a slider.
 
-    Each cell is a linear, its three bands fprop, dgrad and wgrad from the top.  titles: of plans that belong to no
-    iteration of a run.
+    Each cell is a linear, its three bands fprop, dgrad and wgrad from the top.  titles: names of
+    plans that belong to no iteration of a run.
     """
     titles = titles or [f"iteration {plan.iteration}" for plan in all_plans]
     names = list(dict.fromkeys(name for plan in all_plans for name in plan.linears))
@@ -168,7 +169,7 @@ def plans(all_plans: Sequence[Plan], titles: Sequence[str] = ()) -> Figure:
 
 
 def _three(option: str) -> list[str]:
-    """The formats of a precision's three GEMMs, from its text."""
+    """The formats of the three GEMMs in a precision's text."""
     words = option.split("/")
     return words if len(words) == len(GEMMS) else words * len(GEMMS)
 
@@ -186,7 +187,7 @@ def shares(all_plans: Sequence[Plan]) -> Figure:
 
 
 def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
-    """A value per linear, by colour on a log scale; what is not above 0 stays empty."""
+    """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty."""
     grid = Grid(values)
     table: list[list[float | None]] = [[None] * grid.blocks for _ in grid.kinds]
     for name, (row, block) in grid.cells.items():
@@ -197,7 +198,7 @@ def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
 
 
 def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
-    """One line for each name, on a log scale."""
+    """One line per name, on a log scale."""
     data = [
         line(name, (xs, [y if y > 0 else math.nan for y in ys]), PALETTE[i % len(PALETTE)], mode="lines+markers")
         for i, (name, (xs, ys)) in enumerate(curves.items())
@@ -209,7 +210,7 @@ def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure
 
 
 def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
-    """A heatmap with a row for each block and a column for each of some iterations."""
+    """A heatmap with a row per block and a column per iteration, for some of the iterations."""
     at = sorted({i for xs, _ in curves.values() for i in xs})
     at = [at[i] for i in picked(len(at), MOST_COLUMNS)]
     rows = [dict(zip(*curve)) for curve in curves.values()]
@@ -226,9 +227,9 @@ def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
 
 
 def measured(points: Sequence[tuple[int, float, float | None, float | None]]) -> list[Figure]:
-    """Measured and predicted loss divergence: over iterations, and one over the other.
+    """Measured and predicted loss divergence, over iterations and against each other.
 
-    points: of each plan the iteration, the mean that was measured, its standard error and the prediction.
+    points: each plan's iteration, measured mean, standard error and prediction.
     """
     points = [points[i] for i in picked(len(points), MOST_MARKS)] if points else []
     bars = {"type": "data", "array": [2 * p[2] if p[2] is not None else 0.0 for p in points], "thickness": 1.2}
@@ -253,7 +254,7 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
 def pareto(
     frontier: Sequence[tuple[float, float]], others: Mapping[str, Sequence[tuple[float, float, str]]], what: str
 ) -> Figure:
-    """Quality loss over the share saved: solved plans as a line, others as points with their text; what: the x axis."""
+    """Quality loss over the share saved.  Solved plans are a line, others labelled points.  what: x axis."""
     data = [line("solved for each share", tuple(zip(*frontier)), PALETTE[0], mode="lines+markers")]
     symbols = ("star", "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x")
     for number, (name, points) in enumerate(others.items()):
@@ -283,7 +284,7 @@ def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
 
 
 def curves(lines: Mapping[str, Curve], what: str, tickformat: str = "") -> Figure:
-    """Plain lines over iterations; what: the y axis."""
+    """Lines over iterations.  what: title of the y axis."""
     layout = axes("iteration", what)
     layout["yaxis"] |= {"rangemode": "tozero", "tickformat": tickformat}
     data = [line(name, curve, PALETTE[i % len(PALETTE)], width=1.3) for i, (name, curve) in enumerate(lines.items())]
@@ -291,7 +292,7 @@ def curves(lines: Mapping[str, Curve], what: str, tickformat: str = "") -> Figur
 
 
 def line(name: str, curve: Any, colour: str, *, width: float = 2, **more: Any) -> Figure:
-    """A line's trace; dash and shape go to the line, the rest to the trace."""
+    """The trace of a line.  dash and shape are options of the line, all others of the trace."""
     style = {"color": colour, "width": width} | {key: more.pop(key) for key in ("dash", "shape") if key in more}
     single = {"mode": "markers"} if len(curve[0]) == 1 else {"mode": "lines"}
     floats = any(isinstance(x, float) for x in curve[0])
@@ -300,7 +301,7 @@ def line(name: str, curve: Any, colour: str, *, width: float = 2, **more: Any) -
 
 
 def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
-    """A vertical line for each new plan, on an axis of its own from 0 to 1."""
+    """A vertical line per new plan, on a separate axis from 0 to 1."""
     kept = [marks[i] for i in picked(len(marks), MOST_MARKS)]
     texts = [f"plan from iteration {iteration}: {share:.1%} in FP4" for iteration, share in kept]
     return {
@@ -312,7 +313,7 @@ def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
 
 
 def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Figure:
-    """A heatmap of logarithms whose colour bar and hover text tell the values."""
+    """A heatmap of logarithms.  Its colour bar and hover text show the values."""
     logs = [[None if v is None else round(math.log10(v), 4) for v in row] for row in table]
     known = [v for row in logs for v in row if v is not None]
     ticks = _log_ticks([10**v for v in known])
@@ -328,7 +329,7 @@ def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Fig
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """Powers of ten over some values, at most six; with steps of 1, 2 and 5 where they are close together."""
+    """At most six powers of ten in the range of the values, or steps of 1, 2 and 5 if the range is small."""
     low, high = (math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))) if values else (0, 1)
     if high - low <= 2:
         return [float(f"{digit}e{power}") for power in range(low, high + 1) for digit in (1, 2, 5)]
@@ -336,7 +337,7 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
 
 
 def axes(x: str, y: str) -> Figure:
-    """A layout whose axes have these titles."""
+    """A layout with these titles of the axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
 
 
@@ -349,7 +350,7 @@ def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
 
 
 def _range(all_curves: Sequence[Curve]) -> list[float] | None:
-    """Leaves out the fall of the first twentieth and single spikes: they would flatten the rest."""
+    """A range without the first twentieth and single spikes, which would flatten the rest."""
     iterations = [i for xs, _ in all_curves for i in xs]
     if len(iterations) < 40:
         return None
@@ -360,5 +361,5 @@ def _range(all_curves: Sequence[Curve]) -> list[float] | None:
 
 
 def _rounded(values: Iterable[Any]) -> list[Any]:
-    """Six significant digits, which no screen shows; None for what is not finite."""
+    """The values to six significant digits, more than a screen shows; None if not finite."""
     return [float(f"{v:.6g}") if v is not None and math.isfinite(v) else None for v in values]

@@ -1,5 +1,6 @@
-"""A plan as a static picture for wandb and TensorBoard, on matplotlib's Agg canvas.  Without pyplot, which has global
-state.
+"""A plan as a static picture for wandb and TensorBoard, on matplotlib's Agg canvas.
+
+It does not use pyplot, which has global state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One HTML file with pictures that zoom and show values, in light and dark, for wide screens and phones.
 
-plotly draws the pictures.  Its script travels inside the file, 4.8 MB packed by gzip to 1.5, and the browser unpacks
-it.  The page's own policy (Content-Security-Policy) forbids every request, and every script but the two whose hashes
-it names.  Browsers from 2024 on show it.
+plotly draws the pictures.  The file contains plotly's script, 4.8 MB compressed to 1.5 by gzip, and the browser unpacks
+it.  The page's Content-Security-Policy forbids all requests, and all scripts except the two whose hashes it names.
+Browsers since 2024 can show it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ input[type=range] { width: 100%; height: 2rem; accent-color: #d9752b }
 @media (max-width: 600px) { body { margin: .8rem auto; padding: 0 .7rem } td, th { padding-right: .6rem } }
 """
 
-# Figures lie in the page as JSON; each becomes a picture in the element before it.
+# The page holds figures as JSON.  Each is drawn in the element before it.
 _SCRIPT = """
 const unpack = async packed => {
   const bytes = Uint8Array.from(atob(packed), letter => letter.charCodeAt(0));
@@ -114,7 +114,7 @@ draw();
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a line of plain text, pictures, and further HTML behind them."""
+    """A heading, a line of plain text, pictures, and more HTML after them."""
 
     heading: str
     text: str = ""
@@ -125,7 +125,7 @@ class Section:
 def page(
     title: str, path: str, rows: Sequence[tuple[str, str]], notes: Sequence[str], sections: Sequence[Section]
 ) -> str:
-    """The page: facts, notes, sections."""
+    """The page: facts, notes and sections."""
     facts = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -152,25 +152,25 @@ def page(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain text that scrolls within itself where it is large."""
+    """A table of plain text, which scrolls if it is large."""
     lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     return f"<div class='scroll'><table class='small'><tr>{head}</tr>{''.join(lines)}</table></div>"
 
 
 def folded(title: str, body: str) -> str:
-    """Something to open."""
+    """HTML that the reader can unfold."""
     return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
 
 
 def _json(figure: Figure) -> str:
-    """A figure as JSON that no tag can end."""
+    """A figure as JSON that cannot end a script tag."""
     return json.dumps(figure, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """plotly's script, packed, and its hash."""
+    """plotly's script, compressed, and its hash."""
     script = (files("plotly") / "package_data/plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(script, 9, mtime=0)).decode(), _hash(script)
 
@@ -181,5 +181,5 @@ def _policy() -> str:
 
 
 def _hash(script: bytes) -> str:
-    """What a policy calls a script."""
+    """The hash by which a policy names a script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""The report's section on trials: what was measured of every plan that was tried, beside what the probe predicted."""
+"""The report's section on trials: measured and predicted loss of every plan that was tried."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_snip.snip.plan.plan_file import Plan, TrialRecord
 from megatron_snip.train.pictures.figures import MOST_MARKS, PALETTE, Figure, axes, line, picked
 from megatron_snip.train.report.page import Section
 
-#: Trials that are shown plan by plan, the newest ones.
+#: The newest trials, which are shown plan by plan.
 MOST_TRIALS = 10
 _APPLIED = {"symbol": "star", "size": 14}
 
 
 def trials(plans: Sequence[Plan]) -> Section | None:
-    """Of plans of a run that were tried before they took effect; None without any."""
+    """The section on a run's trials, or None if there were none."""
     tried = [(plan.iteration, plan.trial) for plan in plans if plan.trial is not None]
     if not tried:
         return None
@@ -44,7 +44,7 @@ def _points(name: str, xs: Sequence[Any], tried: Sequence[Mapping[str, Any]], co
 
 
 def _one(trial: TrialRecord) -> Figure:
-    """Every plan of a trial, in the order in which they were tried."""
+    """All plans of a trial, in the order of trying."""
     names = [one["name"] for one in trial.tried]
     known = [one for one in trial.tried if one.get("predicted") is not None]
     data = [
@@ -61,7 +61,7 @@ def _one(trial: TrialRecord) -> Figure:
 
 
 def _over_iterations(tried: Sequence[tuple[int, TrialRecord]]) -> Figure:
-    """All trials: the applied plans, what was predicted of them, and the others."""
+    """All trials: the applied plans, their predictions, and the other plans."""
     tried = [tried[i] for i in picked(len(tried), MOST_MARKS)]
     at = [iteration for iteration, _ in tried]
     applied = [_applied(trial) for _, trial in tried]
