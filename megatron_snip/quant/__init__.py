@@ -39,8 +39,9 @@ as E4M3 codes, and the FP8 tensor cores multiply them: the values of FP4, at the
 packs two E2M1 codes into a byte and multiplies them faster than FP8.  Everywhere else scale * q is multiplied in the
 compute dtype, which shows what a format does to the loss and saves no time.
 
-Read on: formats/ (what a format is), cast.py (every cast in plain torch), dispatch.py (`cast`, by a kernel),
-operands.py (which form each operand takes), group.py (forward and backward), linear.py (the ways to run a linear).
+Read on: formats/ (what a format is), casts/cast.py (every cast in plain torch), kernels/dispatch.py (`cast`, by a
+kernel), and in linears/: operands.py (which form each operand takes), group.py (forward and backward) and linear.py
+(the ways to run a linear).
 """
 
 from __future__ import annotations

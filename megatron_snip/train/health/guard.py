@@ -1,7 +1,7 @@
 """The loss guard (--snip-guard): when the loss breaks, fall back step by step.
 
-The loss breaks when --snip-guard-patience consecutive iterations under one plan are suspicious: a spike (see watch.py)
-or a skipped update.  The guard then takes the next of these steps that changes anything:
+The loss breaks when --snip-guard-patience consecutive iterations under one plan are suspicious: a spike
+(loss_spikes.py) or a skipped update.  The guard then takes the next of these steps that changes anything:
 
     plan         the last plan that ran without trouble, from the next iteration on
     base         FP8, or the base option, for all linears, from the next iteration on

@@ -1,6 +1,6 @@
 """The report's pictures as plotly figures in plain values: {"data": traces, "layout": axes, "title": text}.
 
-`report_page` shows them.  Convention: a curve is (iterations, values).  A long curve is thinned out to MOST_POINTS and
+`page.py` shows them.  Convention: a curve is (iterations, values).  A long curve is thinned out to MOST_POINTS and
 keeps the minimum and maximum of each bucket.  Anything else is thinned out to its MOST_... and keeps its first and last
 item.  Heatmaps have a row per kind of linear and a column per block.  Colours are readable on white and on black; the
 page sets those of text and grid.

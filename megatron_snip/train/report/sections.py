@@ -1,7 +1,7 @@
 """report.html, what happened in a run: from its folder alone, beside other runs' where they are named.
 
-It is one file of 2 to 5 MB: pictures are thinned out (report_pictures), and nothing is loaded from anywhere
-(report_page).  A section that a run has nothing for is left out.  A new one is a function of the run that gives a
+It is one file of 2 to 5 MB: pictures are thinned out (pictures/figures.py), and nothing is loaded from anywhere
+(page.py).  A section that a run has nothing for is left out.  A new one is a function of the run that gives a
 `Section` or None, and an entry in ``_SECTIONS``.
 """
 

@@ -128,7 +128,7 @@ class _Snip(_Strict, frozen=True):
 
 
 class _Corpus(_Strict, frozen=True):
-    """A dataset of the run; see `same_data.identity`."""
+    """A dataset of the run; see `data_identity.identity`."""
 
     prefix: Text
     weight: Finite
