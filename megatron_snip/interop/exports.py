@@ -16,7 +16,8 @@ from megatron_snip.formats import get_format
 from megatron_snip.interop.counterparts import ENGINE, MODELOPT, RECIPES, TITAN, TORCHAO, Chosen, Request, Version
 from megatron_snip.model.spec import linear_place
 from megatron_snip.model.stages import stage_blocks
-from megatron_snip.quant import GEMMS, LinearPrecision, te_quantizers
+from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.quant.linears import te_quantizers
 
 #: ModelOpt's attributes of a quantiser.
 ATTRIBUTES: Mapping[str, dict[str, object]] = {

@@ -17,12 +17,12 @@ from torch import Tensor
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant.casts.rounding import RoundingKey
-from megatron_snip.quant.engine_first import EngineFirst
 from megatron_snip.quant.kernels.dispatch import ReduceAmax
 from megatron_snip.quant.linears.backend import Backends, Sizes
 from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.scaled_mm import Hopper

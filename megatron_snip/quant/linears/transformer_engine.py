@@ -28,7 +28,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.operands import Casts, LinearCall
 from megatron_snip.quant.linears.precision import LinearPrecision
-from megatron_snip.quant.te_quantizers import quantizer_for
+from megatron_snip.quant.linears.te_quantizers import quantizer_for
 
 _INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 

@@ -28,18 +28,17 @@ from megatron_snip.quant import (
     StepContext,
     check_linear,
     compiled_impl,
-    engine_first,
     linear_runs,
     run_linear,
 )
-from megatron_snip.quant.engine_first import EngineFirst
-from megatron_snip.quant.linears import transformer_engine
+from megatron_snip.quant.linears import engine_first, transformer_engine
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
+from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.linear import _IMPLEMENTATIONS
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
+from megatron_snip.quant.linears.te_quantizers import quantizer_for
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS, TransformerEngine
-from megatron_snip.quant.te_quantizers import quantizer_for
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
