@@ -26,7 +26,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,30 +37,29 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
-from megatron_snip.interop.any_model import plain_name, shapes_of, unwrapped
-from megatron_snip.interop.attached_linear import PLAIN_PRECISION, AttachedLinear
+from megatron_snip.interop.any_model import shapes_of, unwrapped
+from megatron_snip.interop.attached_linear import PLAIN_PRECISION, AttachedLinear, chosen_linears
 from megatron_snip.interop.held_out import TokenLosses, check_held_out, losses_of, token_losses
 from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import data_parallel_mesh
 from megatron_snip.quant import PLAIN, StepContext, check_linear
 from megatron_snip.quant.casts.rounding import mix64
+from megatron_snip.snip.max_loss import LEAST_PASSES, judged, proposals
 from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request
-from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.options import auto_options, check_choices, read_choices, solve_request
+from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
-from megatron_snip.snip.trial import Proposals, TrialFailed, Trials, first_plans, try_plan
+from megatron_snip.snip.trial import Propose, TrialFailed, Trials, try_plan
 
 __all__ = ["Snip", "attach", "token_losses"]
 
 LOGGER = logging.getLogger("megatron_snip")
 
-#: Modules with this name produce logits, and stay unquantised unless requested.
-_OUTPUT = "lm_head"
 #: Options of SnipConfig, without ``snip_``, that define a plan.
 _SOLVED_BY = ("churn", "fix", "granularity", "objective", "options", "trials")
 
@@ -88,38 +86,10 @@ def attach(
     Raises UserError if no linear is left, if one has its own forward, or if an option is unknown or cannot run here.
     """
     model = unwrapped(model)
-    taken = _taken(model, linears)
+    taken = chosen_linears(model, linears)
     prefix = "model." if all(name.startswith("model.") for name in taken) else ""
     named = {name.removeprefix(prefix): linear for name, linear in taken.items()}
     return Snip(model, named, options=options, seed=seed, impl=impl)
-
-
-def _taken(model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear], bool] | None) -> dict[str, nn.Linear]:
-    found = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if linears is None:
-        output = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        taken = {n: m for n, m in found.items() if m is not output and n.rpartition(".")[2] != _OUTPUT}
-    elif not isinstance(linears, Sequence):
-        taken = {name: module for name, module in found.items() if linears(name, module)}
-    else:
-        linears = [linears] if isinstance(linears, str) else linears
-        unmatched = [pattern for pattern in linears if not any(fnmatchcase(name, pattern) for name in found)]
-        if unmatched:
-            raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
-        taken = {name: m for name, m in found.items() if any(fnmatchcase(name, pattern) for pattern in linears)}
-    for name, linear in taken.items():
-        again = isinstance(linear.forward, AttachedLinear)
-        if not again and getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
-            raise UserError(
-                f"attach: {name} ({type(linear).__name__}) has a forward of its own; leave it out of linears"
-            )
-    if not taken:
-        raise UserError(f"attach: no nn.Linear was selected; the model has {_some(found)}")
-    return taken
-
-
-def _some(names: Mapping[str, Any]) -> str:
-    return ", ".join(list(names)[:3]) or "none"
 
 
 class Snip:
@@ -243,11 +213,18 @@ class Snip:
                 raise UserError(f"{name} is no longer attached; call attach again")
 
     def solve(
-        self, target: float = 0.75, *, held_out: TokenLosses | Sequence[TokenLosses] | None = None, **options: Any
+        self,
+        target: float | None = None,
+        *,
+        max_loss: float | None = None,
+        held_out: TokenLosses | Sequence[TokenLosses] | None = None,
+        **options: Any,
     ) -> Plan:
-        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4.
+        """The best plan, by the last probe, with a share ``target`` of the linears' FLOPs in FP4: 0.75 by default.
 
         If bf16 is an option, ``target`` is the share of modelled time that the plan saves.
+        max_loss: in place of a target, for the largest share whose measured loss stays below so many nats above
+        BF16's, as --snip-max-loss.  It needs ``held_out``.
         held_out: for a trial.  Each runs the model forward over a batch that the probe did not see, and returns the
         losses of its tokens, as ``token_losses`` gives them; some thousand tokens are enough.  With it, the plan is run
         before it is returned, and others beside it if it costs more than predicted, as docs/how_snip_decides.md says.
@@ -258,17 +235,21 @@ class Snip:
 
         Call it on every rank.  Raises UserError on every rank if the options cannot be met.
         """
-        if not isinstance(target, (int, float)) or not 0 <= target <= 1:
+        if target is not None and (not isinstance(target, (int, float)) or not 0 <= target <= 1):
             raise UserError(f"solve: target is {target!r}; give a share, 0 to 1")
         named = {f"snip_{name}": value for name, value in options.items()}
         if unknown := sorted(options.keys() - set(_SOLVED_BY)):
             known = f"snip_{unknown[0]}" in {field.name for field in dataclasses.fields(SnipConfig)}
             what = f"{unknown[0]!r} is only for the trainer" if known else f"unknown option {unknown[0]!r}"
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
-        snip = dataclasses.replace(self._options, snip_target=target, **named)
+        share = 0.75 if target is None else float(target)
+        snip = dataclasses.replace(self._options, snip_target=share, snip_max_loss=max_loss, **named)
         if not isinstance(snip.snip_trials, int) or snip.snip_trials < 0:
             raise UserError(f"solve: trials is {snip.snip_trials!r}; give a number of forward passes, 0 or more")
         losses, propose = check_held_out(held_out), None
+        predictions = self._predictions(snip.snip_objective) if losses else None
+        if max_loss is not None:
+            _check_max_loss(snip, target, predictions is not None)
         answer: list[Any] = [None, ""]
         failed: Exception | None = None
         if self._mesh.rank == 0:
@@ -284,11 +265,17 @@ class Snip:
         if answer[1]:
             raise UserError(answer[1])
         plan = Plan.from_dict(answer[0], "plan from rank 0")
-        if losses and snip.snip_trials > 1 and self.statistics and get_objective(snip.snip_objective).needs_stats:
-            return self._best(plan, propose, losses, snip.snip_trials, Predictions.of(self.statistics))
-        return plan
+        if predictions is None or snip.snip_trials < 2:
+            return plan
+        return self._best(plan, propose, losses, snip, predictions)
 
-    def _solved(self, snip: SnipConfig) -> tuple[Plan, Proposals]:
+    def _predictions(self, objective: str) -> Predictions | None:
+        """Of the last probe; None if an objective does not use it."""
+        if self.statistics is None or not get_objective(objective).needs_stats:
+            return None
+        return Predictions.of(self.statistics)
+
+    def _solved(self, snip: SnipConfig) -> tuple[Plan, Propose]:
         """The solver's plan, and what a trial runs with it."""
         if get_objective(snip.snip_objective).needs_operands:
             raise UserError(
@@ -299,19 +286,17 @@ class Snip:
         quality, held = quality_loss(snip.snip_objective, inputs)
         current = self.plan.linears if self.plan else None
         request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
-        plan_of = partial(
-            build_plan, shapes=self.shapes, options=choices.options, iteration=self.iteration,
-            objective=snip.snip_objective, target=snip.snip_target, measure=measure_of(choices.free),
-            gemm_times="nominal",
+        pending = Pending(
+            self.iteration, self.iteration, tuple(map(str, choices.options)), snip.snip_objective, request,
+            snip.snip_max_loss,
         )  # fmt: skip
-        plan = plan_of(request.solve())
-        first = partial(first_plans, plan, request, self.shapes, choices.options, plan_of, self.plan, self._plain_seed)
-        return plan, Proposals(first, request, self.shapes, choices.options, plan_of)
+        plan = pending.plan_of(request.solve(), self.shapes, "nominal")
+        return plan, proposals(pending, plan, self.shapes, "nominal", self.plan, self._plain_seed)
 
     def _best(
-        self, plan: Plan, propose: Proposals | None, held_out: Sequence[TokenLosses], passes: int, known: Predictions
+        self, plan: Plan, propose: Propose | None, held_out: Sequence[TokenLosses], snip: SnipConfig, known: Predictions
     ) -> Plan:
-        """The plan that measures best of the solver's and others, or the one in force if the trial fails."""
+        """The best plan by measurement, of the solver's and others, or the one in force if the trial fails."""
         self._check_wrapped()
 
         def run(context: StepContext = PLAIN) -> Tensor:
@@ -319,11 +304,12 @@ class Snip:
                 return losses_of(held_out, self._mesh, self._probe.device)
 
         best, why = None, "no plan has a finite loss"
+        judge = None if snip.snip_max_loss is None else partial(judged, nats=snip.snip_max_loss)
         self._forget_forwards()
         try:
             with untouched(self.model):
                 trials = Trials(run, self.linears, self._mesh, self._probe.device)
-                _, best = try_plan(trials, propose, passes, plan, known)
+                _, best = try_plan(trials, propose, snip.snip_trials, plan, known, judge)
         except TrialFailed as error:
             why = str(error)
         finally:
@@ -387,6 +373,25 @@ class Snip:
             yield
         finally:
             self.context = before
+
+
+def _check_max_loss(snip: SnipConfig, target: float | None, tries: bool) -> None:
+    """UserError for a loss that is no number above 0, that nothing measures, or that is given beside a target."""
+    nats = snip.snip_max_loss
+    if not isinstance(nats, (int, float)) or not 0 < nats < float("inf"):
+        raise UserError(f"solve: max_loss is {nats!r}; give a number of nats above 0")
+    if target is not None:
+        raise UserError("solve: target and max_loss are alternatives, and both are given; drop one")
+    if not tries:
+        raise UserError(
+            "solve: max_loss is about what trials measure, and nothing is tried; give held_out, after a probe, and an "
+            "objective that uses it, such as snip"
+        )
+    if snip.snip_trials < LEAST_PASSES:
+        raise UserError(
+            f"solve: max_loss is about what trials measure, and trials is {snip.snip_trials}; give {LEAST_PASSES} or "
+            "more"
+        )
 
 
 def _fsdp(model: nn.Module) -> list[FSDPModule]:

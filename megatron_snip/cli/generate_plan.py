@@ -234,7 +234,7 @@ def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) ->
     """What a trial found, in a line."""
     assert best.trial is not None
     return (
-        f"of {len(tried)} plans on {tokens} tokens {best.trial.name!r} is {judgement(best, nats)}: "
+        f"of {len(tried)} plans on {tokens} tokens {best.trial.name!r} is {judgement(tried, nats)}: "
         f"{best.trial.increase:.4g} +- {best.trial.error:.2g} nats above BF16"
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.errors import UserError
+from megatron_snip.interop.any_model import plain_name
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream, run_linear
 
 PLAIN_PRECISION = LinearPrecision.uniform("bf16")
+#: Modules with this name produce logits, and stay unquantised unless requested.
+_OUTPUT = "lm_head"
 
 
 class Attached(Protocol):
@@ -76,3 +81,37 @@ class AttachedLinear:
         y = run_linear(rows, weight, call, self.snip.impl)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)
+
+
+def chosen_linears(
+    model: nn.Module, linears: Sequence[str] | Callable[[str, nn.Linear], bool] | None
+) -> dict[str, nn.Linear]:
+    """The linears of a model by name: those that ``attach`` is asked for, or by default all but the output layer.
+
+    UserError if a pattern matches none, if one has a forward of its own, or if none is left.
+    """
+    found = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if linears is None:
+        output = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        taken = {n: m for n, m in found.items() if m is not output and n.rpartition(".")[2] != _OUTPUT}
+    elif not isinstance(linears, Sequence):
+        taken = {name: module for name, module in found.items() if linears(name, module)}
+    else:
+        linears = [linears] if isinstance(linears, str) else linears
+        unmatched = [pattern for pattern in linears if not any(fnmatchcase(name, pattern) for name in found)]
+        if unmatched:
+            raise UserError(f"linears: {unmatched[0]!r} matches no nn.Linear; names are such as {_some(found)}")
+        taken = {name: m for name, m in found.items() if any(fnmatchcase(name, pattern) for pattern in linears)}
+    for name, linear in taken.items():
+        again = isinstance(linear.forward, AttachedLinear)
+        if not again and getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
+            raise UserError(
+                f"attach: {name} ({type(linear).__name__}) has a forward of its own; leave it out of linears"
+            )
+    if not taken:
+        raise UserError(f"attach: no nn.Linear was selected; the model has {_some(found)}")
+    return taken
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:3]) or "none"

@@ -287,7 +287,7 @@ class Coordinator:
             return None, metrics | self._keep(plan.iteration, "no plan has a finite loss in the trial")
         assert best.trial is not None
         if pending.max_loss is not None:
-            LOGGER.info(f"iteration {plan.iteration}: {best.trial.name!r} is {judgement(best, pending.max_loss)}")
+            LOGGER.info(f"iteration {plan.iteration}: {best.trial.name!r} is {judgement(tried, pending.max_loss)}")
             LOGGER.info(f"iteration {plan.iteration}: {where_it_breaks(points_of(tried, self.predictions))}")
         if best.trial.name == "in_force":
             return None, metrics | {"snip/solve_failed": 0, "snip/churn": 0.0}

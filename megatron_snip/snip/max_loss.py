@@ -4,7 +4,8 @@
     the plan of the most     taken if it stays below
     then by bisection        halfway between the largest target that stays below and the next one tried that does not
 
-Every plan is the solver's for its target.  A plan stays below if its increase plus ``CERTAIN`` standard errors does.
+Every plan is the solver's for its target.  A plan stays below if its increase plus ``CERTAIN`` standard errors does,
+or its prediction plus as many where it measures less.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def check_max_loss(snip: SnipConfig) -> None:
 
 
 def stays_below(one: Tried, nats: float) -> bool:
-    """Whether the increase is below so many nats beyond doubt; one that is not finite is not."""
-    return one.increase + CERTAIN * one.error < nats
+    """Whether the increase that a plan counts with is below so many nats beyond doubt; NaN is not."""
+    return one.is_finite and one.counted + CERTAIN * one.error < nats
 
 
 def halved(found: Mapping[float, Tried], nats: float) -> float | None:
@@ -60,12 +61,11 @@ def proposals(
     return Proposals(first, request, shapes, options, plan_of)
 
 
-def judgement(best: Plan, nats: float | None) -> str:
-    """What a plan that was taken is, for a line in the log."""
+def judgement(tried: Sequence[Tried], nats: float | None) -> str:
+    """What the plan that was taken is, for a line in the log."""
     if nats is None:
         return "best"
-    assert best.trial is not None
-    stays = best.trial.increase + CERTAIN * best.trial.error < nats
+    stays = any(stays_below(one, nats) for one in tried if one.taken)
     return f"the largest below {nats:g} nats" if stays else f"taken, as no plan stays below {nats:g} nats"
 
 

@@ -79,6 +79,11 @@ class Tried:
         """Whether its loss is."""
         return math.isfinite(self.increase)
 
+    @property
+    def counted(self) -> float:
+        """The increase that it counts with: the predicted one where it measures less, which is luck."""
+        return self.increase if self.predicted is None or self.predicted <= self.increase else self.predicted
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for logs and plan files."""
         values = {"increase": self.increase, "error": self.error, "predicted": self.predicted}

@@ -80,6 +80,43 @@ def test_the_best_by_measurement_is_returned(probed, monkeypatch):
     assert plan.trial.name == "lowest" and set(map(str, plan.linears.values())) == {"fp4"}
 
 
+def test_the_largest_share_below_a_loss(probed, monkeypatch):
+    """Every linear costs .01 nats by measurement, and each plan counts with its prediction if that is more."""
+    model, snip = probed
+    monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: 0.0)
+
+    def losses():
+        fp4 = [linear.precision == LinearPrecision.uniform("fp4") for linear in snip.linears.values()]
+        return held_out(model) * 0 + 0.01 * sum(fp4)
+
+    plan = snip.solve(max_loss=0.055, held_out=losses, trials=10)
+    low = [name for name, precision in plan.linears.items() if str(precision) == "fp4"]
+    assert len(low) == 5 and plan.trial.increase == pytest.approx(0.05)
+    assert [one["name"] for one in plan.trial.tried[:3]] == ["target 0%", "target 100%", "target 50%"]
+    assert set(map(str, snip.solve(max_loss=1e-3, held_out=losses).linears.values())) == {"fp8"}
+    monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: 1.0)
+    assert set(map(str, snip.solve(max_loss=0.055, held_out=losses).linears.values())) == {"fp8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_loss": -1.0}, "solve: max_loss is -1.0; give a number of nats above 0"),
+        ({"max_loss": "0.1"}, "solve: max_loss is '0.1'; give a number of nats above 0"),
+        ({"max_loss": math.nan}, "solve: max_loss is nan"),
+        ({"max_loss": 0.1, "target": 0.5}, "solve: target and max_loss are alternatives, and both are given; drop one"),
+        ({"max_loss": 0.1, "held_out": None}, "nothing is tried; give held_out"),
+        ({"max_loss": 0.1, "objective": "random"}, "nothing is tried; give held_out"),
+        ({"max_loss": 0.1, "trials": 2}, "trials is 2; give 3 or more"),
+    ],
+)
+def test_a_loss_that_cannot_be_asked_for(options, said, probed):
+    model, snip = probed
+    with pytest.raises(ValueError) as info:
+        snip.solve(**{"held_out": lambda: held_out(model), **options})
+    assert said in str(info.value)
+
+
 @pytest.mark.parametrize("held", [None, []])
 def test_without_data_or_passes_there_is_no_trial(held, probed):
     model, snip = probed
