@@ -268,11 +268,15 @@ def check_whole(save: Path, iteration: int) -> Manifest:
 def tracked_iteration(save: Path) -> int | None:
     """The iteration in the tracker; None if there is neither a tracker nor a checkpoint.
 
-    Raises UserError if the tracker is damaged, or missing although there are checkpoints.
+    Without a tracker it is that of the only checkpoint: a run that is killed after its first save has renamed the
+    folder, and before it has written the tracker, leaves exactly that.  Raises UserError if the tracker is damaged, or
+    missing although there are several checkpoints, or one that no run continues from.
     """
     tracker = save / TRACKER
     if not tracker.is_file():
         if held := iterations(save):
+            if len(held) == 1 and _is_continued(folder_of(save, held[0])):
+                return held[0]
             raise UserError(
                 f"{save} holds checkpoints up to iteration {held[0]} but no {TRACKER}; write the iteration to continue "
                 f"from into that file, or --load {folder_of(save, held[0])}"
@@ -283,6 +287,14 @@ def tracked_iteration(save: Path) -> int | None:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise UserError(f"{tracker}: {shown(text)} is not an iteration; {way_out}")
     return int(text)
+
+
+def _is_continued(folder: Path) -> bool:
+    """Whether a run continues from a checkpoint: it is whole, and its numbers are finite."""
+    try:
+        return not read_manifest(folder).not_finite
+    except Damaged:
+        return False
 
 
 def newest(save: Path, below: int | None = None) -> tuple[int | None, list[str]]:

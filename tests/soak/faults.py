@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_snip.checkpoint.manifest import TRACKER, Damaged, check, folder_of, iterations, tracked_iteration
+from megatron_snip.checkpoint.manifest import Damaged, check, folder_of, iterations, tracked_iteration
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 #: Seconds that a run may take to come to a place, or past a fault.
@@ -132,8 +132,7 @@ class Round:
 def newest_whole(saves: Path, *, leave_out: bool = False) -> int:
     """The newest checkpoint that a run may go on from, 0 if there is none; leave_out: the one before it."""
     found = []
-    # the first save has a folder a moment before there is a tracker, and then is none to go on from
-    tracked = tracked_iteration(saves) if (saves / TRACKER).is_file() else None
+    tracked = tracked_iteration(saves)
     for iteration in iterations(saves):
         with contextlib.suppress(Damaged):
             if tracked is not None and iteration <= tracked:

@@ -38,7 +38,23 @@ def test_a_damaged_tracker_is_named(content, tmp_path):
     assert str(info.value).startswith(f"{tracker}: ") and "write the number of an iter_ folder" in str(info.value)
 
 
+def test_a_kill_before_the_first_tracker_loses_nothing(save, tmp_path):
+    """The folder is renamed first; a restart continues from it, unless it is damaged or its numbers are not finite."""
+    save(tmp_path, 5, 1.0)
+    (tmp_path / TRACKER).unlink()
+    assert newest(tmp_path) == (5, []) and not (tmp_path / TRACKER).exists()
+    shutil.copytree(tmp_path, tmp_path / "bad")
+    cut_manifest(tmp_path / "bad/iter_0000005")
+    with pytest.raises(ValueError, match=f"holds checkpoints up to iteration 5 but no {TRACKER}"):
+        newest(tmp_path / "bad")
+    save(tmp_path / "nan", 5, float("nan"))
+    assert not (tmp_path / "nan" / TRACKER).exists()
+    with pytest.raises(ValueError, match=f"holds checkpoints up to iteration 5 but no {TRACKER}"):
+        newest(tmp_path / "nan")
+
+
 def test_a_lost_tracker_is_no_empty_folder(save, tmp_path):
+    save(tmp_path, 4, 1.0)
     save(tmp_path, 5, 1.0)
     (tmp_path / TRACKER).unlink()
     with pytest.raises(ValueError, match=f"holds checkpoints up to iteration 5 but no {TRACKER}; write .* or --load"):
