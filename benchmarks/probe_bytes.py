@@ -17,6 +17,7 @@ from harness import save
 
 from megatron_snip.arguments import parse
 from megatron_snip.snip.measure.footprint import Layout, footprint
+from megatron_snip.snip.measure.linear_probe import ENOUGH_ROWS
 from megatron_snip.train.setup import snip_shapes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -41,7 +42,7 @@ def cases(name: str, gpus: int) -> tuple[str, list[tuple[str, float, float]], fl
         ("all rows, scattered in every microbatch", whole / dp + rest[0], whole * microbatches * (dp > 1) + rest[1]),
         ("all rows, scattered once", whole + rest[0], whole * (dp > 1) + rest[1]),
         ("all rows in bf16, scattered once", whole / 2 + rest[0], whole / 2 * (dp > 1) + rest[1]),
-        ("1024 rows or more, summed once", now.held, now.sent_over_dp + rest[1]),
+        (f"{ENOUGH_ROWS} rows or more, summed once", now.held, now.sent_over_dp + rest[1]),
         ("none: the default, without updates", loss.held, loss.sent_over_tp),
     ]
     blocks = len({shape.block for shape in first})

@@ -31,7 +31,7 @@ from megatron_snip.snip.measure.updates import Updates, square
 #: Names of the six quantised operands in statistics: "fprop/input", ...
 OPERANDS = tuple(f"{gemm}/{role}" for gemm in GEMMS for role in REDUCTION_DIM[gemm])
 #: Number of a weight's output channels that suffices to measure wgrad's error.
-ENOUGH_ROWS = 1024
+ENOUGH_ROWS = 256
 
 
 def row_step(out_features: int) -> int:

@@ -1,6 +1,6 @@
 """What a float32 run's probe holds at most, by the allocator's count.
 
-A block's activations once more and one gradient copy a format.
+A block's activations once more, and of every weight's gradient ENOUGH_ROWS rows or more a format.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from megatron_snip.snip.measure.linear_probe import row_step
 
 #: Weights larger than activations, the other way round, and logits larger than either.
 SHAPES = {
@@ -45,7 +47,9 @@ def test_memory_of_a_probe(shape, snip_parts):
     iteration()
     probing()  # what is made once is there now
     added = live_peak(probing) - live_peak(iteration)
-    copies = len(probe.formats) * sum(4 * linear.weight.numel() for linear in parts.linears.values())
+    weights = [linear.weight for linear in parts.linears.values()]
+    rows = [len(range(0, len(weight), row_step(len(weight)))) for weight in weights]
+    copies = len(probe.formats) * sum(4 * n * weight.shape[1] for n, weight in zip(rows, weights, strict=True))
     block = [linear for name, linear in parts.linears.items() if name.startswith("layers.0.")]
     activations = 4 * batch.tokens[0].numel() * sum(linear.in_features + linear.out_features for linear in block)
     print(f"\n{shape}: {added} bytes; copies {copies}, activations {activations}")
