@@ -77,12 +77,34 @@ _BY_GEMM = (2, 19)
 Formats = tuple[str, str, str]
 
 
+@dataclass
+class _Held:
+    """What is kept for a weight: its te.Linear, and a float32 weight rounded to the compute dtype."""
+
+    formats: Formats
+    module: nn.Module
+    rounded: Tensor | None = None
+
+
+class _Rounded(torch.autograd.Function):
+    """A weight [N,K] as the copy of it in the compute dtype that is here already."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, rounded: Tensor) -> Tensor:
+        ctx.dtype = w.dtype
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
 class TransformerEngine:
     """Runs linears; who calls it asks ``unfit`` before."""
 
     def __init__(self) -> None:
         # by the object that a parallel linear keeps for its weight: the module goes when the linear goes
-        self._modules: WeakKeyDictionary[Casts, tuple[Formats, nn.Module]] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[Casts, _Held] = WeakKeyDictionary()
         self._recipes: dict[Formats, Any] = {}
 
     def unfit(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> str | None:
@@ -106,11 +128,11 @@ class TransformerEngine:
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N]."""
-        module, first = self._module(w, x.dtype, call)
+        held, first = self._module(w, x.dtype, call)
         te = importlib.import_module("transformer_engine.pytorch")
         with _autocast(te, self._recipe(_formats(call.precision))):
             y: Tensor = torch.func.functional_call(
-                module, {"weight": w.to(x.dtype)}, (x,), {"is_first_microbatch": first}
+                held.module, {"weight": _rounded(w, x.dtype, held, first)}, (x,), {"is_first_microbatch": first}
             )
         return y
 
@@ -123,7 +145,7 @@ class TransformerEngine:
             self._recipes[formats] = made
         return self._recipes[formats]
 
-    def _module(self, w: Tensor, dtype: torch.dtype, call: LinearCall) -> tuple[nn.Module, bool | None]:
+    def _module(self, w: Tensor, dtype: torch.dtype, call: LinearCall) -> tuple[_Held, bool | None]:
         """The te.Linear for a weight [N,K], and whether its copy of the weight is out of date.
 
         Without ``weight_casts`` there is nothing to keep: a module for one call, which quantises the weight.
@@ -131,16 +153,26 @@ class TransformerEngine:
         te = importlib.import_module("transformer_engine.pytorch")
         casts, formats = call.weight_casts, _formats(call.precision)
         held = self._modules.get(casts) if casts is not None else None
-        if held is not None and held[0] == formats:
+        if held is not None and held.formats == formats:
             assert casts is not None
-            return held[1], casts.renewed(w, dtype)
+            return held, casts.renewed(w, dtype)
         n, k = w.shape
-        module: nn.Module = te.Linear(k, n, bias=False, params_dtype=dtype, device="meta")
+        held = _Held(formats, te.Linear(k, n, bias=False, params_dtype=dtype, device="meta"))
         if casts is None:
-            return module, None
-        self._modules[casts] = (formats, module)
+            return held, None
+        self._modules[casts] = held
         casts.renewed(w, dtype)
-        return module, True
+        return held, True
+
+
+def _rounded(w: Tensor, dtype: torch.dtype, held: _Held, first: bool | None) -> Tensor:
+    """The weight [N,K] in the compute dtype.  A float32 weight is rounded once an optimiser step."""
+    if w.dtype == dtype or first is None:
+        return w.to(dtype)
+    if first or held.rounded is None:
+        held.rounded = w.detach().to(dtype)
+    rounded: Tensor = _Rounded.apply(w, held.rounded)
+    return rounded
 
 
 def _formats(precision: LinearPrecision) -> Formats:

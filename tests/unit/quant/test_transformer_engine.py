@@ -98,7 +98,9 @@ class Engine:
                 engine.made.append(self)
 
             def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-                engine.calls.append(SimpleNamespace(module=self, first=is_first_microbatch, recipe=engine.recipe))
+                engine.calls.append(SimpleNamespace(
+                    module=self, first=is_first_microbatch, recipe=engine.recipe, weight=self.weight
+                ))  # fmt: skip
                 assert self.weight.dtype == x.dtype
                 return x @ self.weight.T
 
@@ -185,6 +187,22 @@ def test_the_weight_is_quantised_once_a_step_and_anew_after_a_switch(engine):
     assert [c.first for c in engine.calls[5:]] == [True, False, True] and len(engine.made) == 4
     linear(x, w, call("fp8"))
     assert engine.calls[-1].first is None
+
+
+def test_a_float32_weight_is_rounded_once_a_step(engine):
+    """Every microbatch reads one copy of it, and the weight gets the gradient of each."""
+    x, w, g = tensors()
+    linear, casts = TransformerEngine(), Casts()
+    for _ in range(4):
+        linear(x, w, call("fp8", casts)).backward(g)
+    seen = [c.weight for c in engine.calls]
+    assert len({weight.data_ptr() for weight in seen}) == 1 and torch.equal(seen[0], w.bfloat16())
+    (expected,) = torch.autograd.grad(x @ w.bfloat16().T, w, g)
+    assert torch.equal(w.grad, 4 * expected)
+    with torch.no_grad():
+        w.add_(1.0)
+    linear(x, w, call("fp8", casts))
+    assert torch.equal(engine.calls[-1].weight, w.bfloat16())
 
 
 def test_a_format_has_one_recipe(engine):
