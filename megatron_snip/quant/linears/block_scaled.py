@@ -5,6 +5,9 @@ MX      E4M3 elements, with an E8M0 scale every 32 along the reduction dim.  Nar
 NVFP4   E2M1 elements, two to a byte, with an E4M3 scale every 16 under a float32 scale of the tensor.  16x16 blocks of
         weights repeat their scale.
 
+Compute capability 12 (RTX 50, RTX PRO) multiplies the same operands: cuBLASLt reads the same layouts there, and before
+13.6 takes only operands that both lie along the reduction dim (pytorch/pytorch#198126), as ours always do.
+
 Codes and scales are the specification's, bit for bit.  Casts write them as cuBLASLt reads them (cast.py's output
 "swizzled"), so this module only makes views.  Blackwell cannot apply float32 scales that are not powers of two: `fp8`
 and `fp4` are emulated there.
@@ -34,7 +37,7 @@ _MX_BLOCK, _NVFP4_BLOCK = 32, 16
 class _Blackwell(Backend):
     def unfit_device(self, device: torch.device) -> str | None:
         """Why this is no Blackwell GPU, or None."""
-        return unfit_gpu(device, "Blackwell", (10, 0), (12, 8))
+        return unfit_gpu(device, "Blackwell", [(10, 0), (12, 0)], (12, 8))
 
     def unfit_sizes(self, sizes: Sizes) -> str | None:
         """Which size is not a multiple of 32, or None.  32 E2M1 codes, two to a byte, fill the 16 bytes it needs."""

@@ -10,6 +10,8 @@ NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,7 @@ class Hopper(Backend):
 
     def unfit_device(self, device: torch.device) -> str | None:
         """Why this is no Hopper GPU, or None."""
-        return unfit_gpu(device, "Hopper", (9, 0), (12, 9))
+        return unfit_gpu(device, "Hopper", [(9, 0)], (12, 9))
 
     def unfit_sizes(self, sizes: Sizes) -> str | None:
         """Which size is not a multiple of the block, or None."""
@@ -69,17 +71,19 @@ def no_multiple(sizes: Sizes, multiple: int) -> str | None:
     )
 
 
-def unfit_gpu(device: torch.device, kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
+def unfit_gpu(
+    device: torch.device, kind: str, capabilities: Sequence[tuple[int, int]], cuda: tuple[int, int]
+) -> str | None:
     """Why a device is not a GPU of this kind, or None.
 
-    Its compute capability must have the same major number as ``capability`` and not be lower.
+    Its compute capability must have the same major number as one of ``capabilities``, and not be lower.
     """
     if device.type != "cuda":
         return f"tensor cores need a {kind} GPU, the device is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
-    if major != capability[0] or minor < capability[1]:
-        name = torch.cuda.get_device_name(device)
-        return f"tensor cores need a {kind} GPU (compute capability {capability[0]}.{capability[1]}), not {name}"
+    if not any(major == first and minor >= second for first, second in capabilities):
+        name, known = torch.cuda.get_device_name(device), " or ".join(f"{a}.{b}" for a, b in capabilities)
+        return f"tensor cores need a {kind} GPU (compute capability {known}), not {name}"
     if tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) < cuda:
         return f"block scales need CUDA {cuda[0]}.{cuda[1]}, PyTorch was built with {torch.version.cuda}"
     return None

@@ -166,8 +166,9 @@ def pretend(monkeypatch, capability: tuple[int, int], cuda: str = "13.0") -> tor
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
     [((10, 0), "12.8", None), ((10, 3), "13.0", None), ((10, 0), "12.6", "need CUDA 12.8"),
-     ((9, 0), "13.0", "need a Blackwell GPU (compute capability 10.0), not some GPU"),
-     ((12, 0), "13.0", "need a Blackwell GPU")],
+     ((12, 0), "13.0", None), ((12, 1), "13.0", None),
+     ((9, 0), "13.0", "need a Blackwell GPU (compute capability 10.0 or 12.0), not some GPU"),
+     ((8, 9), "13.0", "need a Blackwell GPU"), ((11, 0), "13.0", "need a Blackwell GPU")],
 )  # fmt: skip
 def test_devices(capability, cuda, reason, monkeypatch):
     device = pretend(monkeypatch, capability, cuda)
