@@ -4,7 +4,7 @@ Each kernel goes through triton's own launch, up to the compiled code, with the 
 have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4, all three scale rules and
 fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
 float32; whole and ragged tiles; dequantisation, the largest magnitude and the Hadamard transform.  On sm_100a: the
-pairs alone, swizzled where Blackwell reads them.
+pairs alone, swizzled where Blackwell reads them.  On sm_120a: those of mxfp8 and nvfp4.
 """
 
 from __future__ import annotations
@@ -117,6 +117,14 @@ def test_two_forms(compiled, fmt, capability):
     elif output == "swizzled":
         assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
         assert "cvt.rn.satfinite.e2m1x2.f32" in text and "min.NaN.f32" not in text, "an instruction rounds and packs"
+
+
+@pytest.mark.parametrize(("fmt", "key"), [("mxfp8", None), ("nvfp4", None), ("nvfp4", KEY)])
+def test_what_compute_capability_12_reads(compiled, fmt, key):
+    """RTX 50 reads what Blackwell's data centre GPUs read; FP4 has the same instruction."""
+    forms = [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)]
+    text = ptx(compiled, forms, "swizzled", 120)
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in text) == (fmt == "nvfp4")
 
 
 def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
