@@ -46,7 +46,6 @@ from megatron_snip.snip.trial import Proposals, Trials, first_plans, try_plan
 from megatron_snip.train.setup import Parts
 
 TARGETS = (0.75, 0.90, 0.80, 0.50)
-GRANULARITIES = ("linear", "gemm")
 RANDOM = 3
 PROBED, TRIED, SEARCHED, JUDGED = 8, 8, 4, 32  # batches of 8 x 128 tokens
 NEAREST, PAIRS, ROUNDS = 10, 12, 3  # rows that the oracle flips each way; pairs that it tries; rounds
@@ -212,6 +211,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("setting", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of all settings")
     parser.add_argument("--checkpoints", default="late,middle,early")
+    parser.add_argument("--granularities", default="linear,gemm")
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
@@ -219,7 +219,8 @@ def main(words: Sequence[str] | None = None) -> None:
     study = Study(read_setting(own.setting), folder, worker)
     for checkpoint in own.checkpoints.split(","):
         study.train_to(checkpoint)
-        paths = {(g, t): folder / checkpoint / "trials" / f"{g}-{t:g}.json" for t in TARGETS for g in GRANULARITIES}
+        keys = [(granularity, target) for target in TARGETS for granularity in own.granularities.split(",")]
+        paths = {(g, t): folder / checkpoint / "trials" / f"{g}-{t:g}.json" for g, t in keys}
         if not all(path.is_file() for path in paths.values()):
             cell = Cell(study, checkpoint)
             worker.work([Piece("trials", path, partial(cell.measure, *key)) for key, path in paths.items()])
