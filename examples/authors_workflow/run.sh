@@ -71,6 +71,10 @@ train() {
 }
 
 collect() {
+    # statistics that are newer than the last checkpoint are of it
+    if [ "$dir/stats.json" -nt "$dir/bf16/checkpoints/latest_checkpointed_iteration.txt" ]; then
+        return
+    fi
     distributed tools/collect_stats.py --load "$dir/bf16/checkpoints" --snip-options fp8,fp4 --snip-weight 1 \
         --output "$dir/stats.json"
 }

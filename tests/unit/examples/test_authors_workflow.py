@@ -61,6 +61,19 @@ def test_all_steps_at_toy_size(tmp_path: Path) -> None:
     assert again.returncode == 0 and made == {path: os.stat(path).st_mtime_ns for path in made}
 
 
+def test_statistics_newer_than_the_checkpoint_are_not_collected_again(tmp_path: Path) -> None:
+    tracker = tmp_path / "w/bf16/checkpoints/latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+    for path, when in ((tracker, 1000), (tmp_path / "w/stats.json", 2000)):
+        path.write_text("3\n")
+        os.utime(path, (when, when))
+    done = run(tmp_path, tmp_path, "collect")
+    assert done.returncode == 0 and (tmp_path / "w/stats.json").read_text() == "3\n"
+    os.utime(tracker, (3000, 3000))
+    done = run(tmp_path, tmp_path, "collect")
+    assert done.returncode != 0 and "iter_0000003" in done.stdout + done.stderr, "there is no such checkpoint"
+
+
 def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, tmp_path, "eval")
     assert done.returncode == 1 and "no such step: eval; give prepare, train" in done.stderr
