@@ -44,43 +44,22 @@ from megatron_snip.quant import (
 )
 from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.quant.linears import linear_op
-from megatron_snip.quant.linears.collectives import all_gather, reduce_scatter
+from megatron_snip.quant.linears.collectives import start_gather, start_sum
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.linear import backends_of, gemm_by_gemm, runs_alone
+from megatron_snip.quant.linears.linear import backends_of
 
 
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, group=axis.group)
-    return y
-
-
-def _all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[B, S/tp, H] of each process -> [B, S, H]."""
-    whole = x.new_empty((x.shape[0], axis.size * x.shape[1], x.shape[2]))
-    all_gather(whole.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
-    return whole
-
-
-def _reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums [B, S, H] -> this process's [B, S/tp, H] of the sum."""
-    own = x.new_empty((x.shape[0], x.shape[1] // axis.size, x.shape[2]))
-    reduce_scatter(own.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
-    return own
-
-
-class _Collective(torch.autograd.Function):
-    """A collective forward and its transpose backward."""
+class _Crossing(torch.autograd.Function):
+    """Into a region, gather, and sum the gradient; out of it, sum, and gather the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Any, backward: Any) -> Tensor:
-        ctx.axis, ctx.transpose = axis, backward
-        return x.view_as(x) if forward is None else forward(x, axis)
+    def forward(ctx: Any, x: Tensor, region: Region, into: bool) -> Tensor:
+        ctx.region, ctx.into = region, into
+        return region._gather(x) if into else region._sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0] if ctx.transpose is None else ctx.transpose(grads[0], ctx.axis)
-        return grad, None, None, None
+        return ctx.region._sum(grads[0]) if ctx.into else ctx.region._gather(grads[0]), None, None
 
 
 @dataclass
@@ -122,20 +101,23 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
-        if self.axis.size == 1:
-            return x
-        if self.sequence_parallel:
-            return _Collective.apply(x, self.axis, _all_gather_tokens, _reduce_scatter_tokens)
-        return _Collective.apply(x, self.axis, None, _all_reduce)
+        return x if self.axis.size == 1 else _Crossing.apply(x, self, True)
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums [B, S, H] -> their sum, [B, S/tp or S, H]."""
-        if self.axis.size == 1:
-            return x
-        forward, backward = (
-            (_reduce_scatter_tokens, _all_gather_tokens) if self.sequence_parallel else (_all_reduce, None)
+        return x if self.axis.size == 1 else _Crossing.apply(x, self, False)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x.view_as(x)
+        rows = x.contiguous().flatten(0, 1)
+        return start_gather(rows, self.axis, async_op=False)().unflatten(0, (len(x), -1))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        rows = (x.contiguous() if self.sequence_parallel else x.clone(memory_format=torch.contiguous_format)).flatten(
+            0, 1
         )
-        return _Collective.apply(x, self.axis, forward, backward)
+        return start_sum(rows, self.axis, scatter=self.sequence_parallel, async_op=False)().unflatten(0, (len(x), -1))
 
 
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
@@ -186,30 +168,29 @@ class _ParallelLinear(nn.Module):
     """
 
     weight: nn.Parameter  # [N, K], this process's part
-    split_dim: int
-    sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
-    enters: bool  # whether its input is what all of tp have, or a part of its tokens: the gradient is summed over tp
+    split_dim: int  # of the weight, over tp: the input's columns are split if it is 1, the output's if it is 0
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
-        self.name, self.region = name, region
+        self.name, self.region, axis, dim = name, region, region.axis, self.split_dim
         self.out_features, self.in_features = weight.shape
-        parameter = make_parameter(weight, self.split_dim, region.axis, device_mesh)
-        add_parameter(self, "weight", parameter, Tags("linear", self.split_dim))
-        self.keeps_input = True
+        add_parameter(self, "weight", make_parameter(weight, dim, axis, device_mesh), Tags("linear", dim))
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.weight_casts: Casts | None = Casts()
-        cut = self.sharded_roles if region.axis.size > 1 else frozenset()
+        shards = {"weight", "input" if dim else "grad_output"} if axis.size > 1 else set()
         if region.cuts_tokens:
-            cut |= {"input", "grad_output"}
-        self._reduce_amax = dict.fromkeys(sorted(cut), self.whole_amax)
+            shards |= {"input", "grad_output"}
+        self._reduce_amax = dict.fromkeys(sorted(shards), self.whole_amax)
         self._stream = name_stream(name)
-        shard, offsets = list(weight.shape), [0, 0]
-        shard[self.split_dim] //= region.axis.size
-        offsets[self.split_dim] = region.axis.rank * shard[self.split_dim]
-        self._outputs, self._inputs = shard  # of this process
+        shape, offsets = list(weight.shape), [0, 0]
+        shape[dim] //= axis.size
+        offsets[dim] = axis.rank * shape[dim]
+        self._outputs, self._inputs = shape  # of this process
         self._output_col0, self._input_col0 = offsets
+        #: The group's axis, and how many processes have a part each of the input's rows.
+        self._axis = axis if dim == 0 and axis.size > 1 else None
+        self.parts = axis.size if dim == 0 and region.gathers else 1
         self.handle = linear_op.handle_of(self)
 
     @property
@@ -232,7 +213,7 @@ class _ParallelLinear(nn.Module):
         return amax
 
     def linear_call(self, context: StepContext) -> LinearCall:
-        """Everything about a call."""
+        """Everything about a call, but for its backends."""
         key = context.key
         assert key is not None, "a stage gives each microbatch its key"
         own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.rows)
@@ -244,24 +225,15 @@ class _ParallelLinear(nn.Module):
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
         """What linears of one input are now, this one the first; rows: of the input, that this process has."""
-        parts, calls, backends = self.parts, [], []
+        calls = []
         for linear in linears:
-            call = linear.linear_call(context)
-            calls.append(call)
-            sizes = rows * parts, linear._inputs, linear._outputs
-            backends.append(backends_of(linear.impl, call.precision, device, *sizes))
-        axis = self.region.axis if self.enters else None
-        return Group(calls, backends, axis, parts > 1, self.whole_amax)
+            call, sizes = linear.linear_call(context), Sizes(rows * self.parts, linear._inputs, linear._outputs)
+            calls.append(call._replace(backends=backends_of(linear.impl, call, device, sizes)))
+        return Group(calls, self._axis, self.parts > 1, self.whole_amax)
 
-    def runs_alone(self, context: StepContext, x: Tensor) -> bool:
-        """Whether the linear's implementation runs all of it; x [B, S/tp or S, K]."""
-        sizes = Sizes(x.shape[0] * x.shape[1] * self.parts, self._inputs, self._outputs)
-        return runs_alone(self.impl, self.linear_call(context), x.device, sizes)
-
-    @property
-    def parts(self) -> int:
-        """How many processes have a part each of the input's rows."""
-        return self.region.axis.size if self.enters and self.region.gathers else 1
+    def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
+        """x [B, S/tp or S, K] -> y [B, S, N], of which tp splits K or N; with ``up``, the same of silu(x) * up."""
+        return linears_of_one_input([self], x, context, up)[0]
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
@@ -269,25 +241,19 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Output channels split over tp; enters the region."""
+    """Output channels split over tp; enters the region.  Linears of one x run together: `linears_of_one_input`."""
 
-    split_dim, enters = 0, True
-    sharded_roles = frozenset({"weight", "grad_output"})
-
-    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
-        """x [B, S/tp or S, K] -> [B, S, N/tp].  Linears of one x run together: `linears_of_one_input`."""
-        return linears_of_one_input([self], x, context)[0]
+    split_dim = 0
 
 
 class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
-    split_dim, enters = 1, False
-    sharded_roles = frozenset({"input", "weight"})
+    split_dim = 1
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
         """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
-        return self.region.leave(linears_of_one_input([self], x, context, up)[0])
+        return self.region.leave(super().forward(x, context, up))
 
 
 def linears_of_one_input(
@@ -296,21 +262,22 @@ def linears_of_one_input(
     """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, as one step; they enter the region, or x is within it.
 
     up: of x's shape; the linears read silu(x) * up.  A context that is a tensor (`pack`) is a compiled block's: its
-    linears are one operator.  An implementation that runs a linear by itself runs one after another.
+    linears are one operator.  If an implementation runs one of them whole, they run one after another.
     """
-    first, ws = linears[0], [local(linear.weight) for linear in linears]
+    first, ws, inputs = linears[0], [local(linear.weight) for linear in linears], [x] if up is None else [x, up]
     if isinstance(context, Tensor):
         ys = linear_op.linears(
-            [one.flatten(0, 1) for one in (x, up) if one is not None], ws, context, [one.handle for one in linears],
+            [one.flatten(0, 1) for one in inputs], ws, context, [one.handle for one in linears],
             parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
         )  # fmt: skip
         return [y.unflatten(0, (len(x), -1)) for y in ys]
-    alone = [] if gemm_by_gemm(first.impl, x.device) else [one.runs_alone(context, x) for one in linears]
-    if not any(alone):
-        return run_group(x, ws, first.group(linears, context, x.device, x.shape[0] * x.shape[1]), up)
+    group = first.group(linears, context, x.device, x.shape[0] * x.shape[1])
+    if None not in [call.backends for call in group.calls]:
+        return run_group(inputs, ws, group)
     x = x if up is None else swiglu_product(x, up)
-    x = first.region.enter(x) if first.enters else x
-    return [run_linear(x, w, one.linear_call(context), one.impl) for one, w in zip(linears, ws, strict=True)]
+    x = first.region.enter(x) if first.split_dim == 0 else x
+    calls = zip(linears, ws, group.calls, strict=True)
+    return [run_linear(x, w, call, one.impl) for one, w, call in calls]
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

@@ -1,15 +1,12 @@
 """The quantised linear, and the table of its implementations.
 
-An implementation is a callable ``(x [..., K], w [N,K], call) -> y [..., N]``, differentiable, with ``refusal(precision,
-device)``, which says why it cannot run a precision on a device.  Tensors are plain: the amax of a DTensor would hide an
-all-reduce.
+Tensors are plain: the amax of a DTensor would hide an all-reduce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,31 +21,14 @@ from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
-from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.scaled_mm import Hopper
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS
 
-
-class LinearImplementation(Protocol):
-    """One way to run a linear.
-
-    A probe runs linears in bf16 and observes what they multiply, so an implementation must show its bf16 operands to
-    ``call.observer``.  The simplest way is to run bf16 by ``ByGemm()``, as engine_first.py does.
-    """
-
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Why it cannot run a precision on a device, or None if it can."""
-        ...
-
-    def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
-        ...
+_IMPLEMENTATIONS: dict[str, ByGemm] = {}
 
 
-_IMPLEMENTATIONS: dict[str, LinearImplementation] = {}
-
-
-def register_linear(name: str, implementation: LinearImplementation) -> None:
+def register_linear(name: str, implementation: ByGemm) -> None:
     """Add a linear implementation to the table.  Raises UserError if the name is taken."""
     if name in _IMPLEMENTATIONS:
         raise UserError(f"linear implementation {name!r} is taken; choose another name")
@@ -138,43 +118,26 @@ def compiled_impl(impl: str) -> str:
     """
     if impl == "auto":
         return "built_in"
-    if not isinstance(_IMPLEMENTATIONS[impl], ByGemm):
-        able = ["auto", *(name for name, other in _IMPLEMENTATIONS.items() if isinstance(other, ByGemm))]
+    if not _IMPLEMENTATIONS[impl].compiles:
+        able = ["auto", *(name for name, other in _IMPLEMENTATIONS.items() if other.compiles)]
         raise UserError(f"--compile does not go with --linear-impl {impl}; use --linear-impl {' or '.join(able[:2])}")
     return impl
 
 
-def gemm_by_gemm(impl: str, device: torch.device) -> bool:
-    """Whether each GEMM of any linear goes to a backend of its own on a device, which ``backends_of`` tells."""
-    found = _IMPLEMENTATIONS[impl]
-    return isinstance(found, ByGemm) or (isinstance(found, EngineFirst) and not found.usable(device))
-
-
-def runs_alone(impl: str, call: LinearCall, device: torch.device, sizes: Sizes) -> bool:
-    """Whether an implementation runs all of a linear itself; to be asked before calls that pass ``run_linear`` by."""
-    found = _IMPLEMENTATIONS[impl]
-    return found.takes(call, device, sizes) if isinstance(found, EngineFirst) else not isinstance(found, ByGemm)
-
-
-def backends_of(
-    impl: str, precision: LinearPrecision, device: torch.device, tokens: int, inputs: int, outputs: int
-) -> Backends:
-    """The backend of each GEMM of a linear of these ``Sizes`` that does not run alone."""
-    return _IMPLEMENTATIONS[impl].backends(precision, device, tokens, inputs, outputs)  # type: ignore[attr-defined]
+def backends_of(impl: str, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends | None:
+    """The backend of each GEMM of a linear; None if the implementation runs it whole."""
+    return _IMPLEMENTATIONS[impl].backends(call, device, sizes)
 
 
 def linear_runs(impl: str, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
     """Format -> the name of what multiplies its GEMMs in a linear; ``check_linear`` has passed."""
-    implementation = _IMPLEMENTATIONS[impl]
-    if isinstance(implementation, ByGemm | EngineFirst):
-        return implementation.runs(precision, device, sizes)
-    return {getattr(precision, gemm): impl for gemm in GEMMS}
+    return _IMPLEMENTATIONS[impl].runs(precision, device, sizes)
 
 
 # every GEMM goes to the first backend that can run it
-_BUILT_IN = ByGemm(Hopper(), MX(), NVFP4(), Emulated())
-register_linear("auto", EngineFirst(EXACT, _BUILT_IN))
+_BUILT_IN = Hopper(), MX(), NVFP4(), Emulated()
+register_linear("auto", EngineFirst(EXACT, *_BUILT_IN))
 register_linear("emulated", ByGemm(Emulated()))
-register_linear("built_in", _BUILT_IN)
+register_linear("built_in", ByGemm(*_BUILT_IN))
 register_linear("scaled_mm", ByGemm(Hopper(), MX(), NVFP4()))
-register_linear("transformer_engine", EngineFirst(FORMATS, _BUILT_IN, asked=True))
+register_linear("transformer_engine", EngineFirst(FORMATS, *_BUILT_IN, asked=True))

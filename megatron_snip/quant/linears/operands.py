@@ -23,6 +23,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Output, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
+from megatron_snip.quant.linears.backend import Backend, Backends
 from megatron_snip.quant.linears.precision import LinearPrecision
 
 #: GEMM -> role -> reduction dim, as in the table above.
@@ -50,6 +51,7 @@ class LinearCall(NamedTuple):
     of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
     reduce_amax: by role, for operands that are shards.
     forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
+    backends: of its GEMMs; None until they are chosen, or if the linear's implementation runs it whole.
     """
 
     precision: LinearPrecision
@@ -60,6 +62,12 @@ class LinearCall(NamedTuple):
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
+    backends: Backends | None = None
+
+    def wanted(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
+        """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
+        backend: Backend = getattr(self.backends, gemm)
+        return self.form(gemm, role, output=backend.output(role, kept=kept))
 
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
         """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
@@ -106,8 +114,8 @@ class Operands:
 
         A format that does not quantise gives the operand itself.
         """
-        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt)
-        return cast(tensor, [form], self.call.reduce_amax.get(role))[0].data
+        form = self.call.form(gemm, role, fmt)
+        return cast(self.tensor(role), [form], self.call.reduce_amax.get(role))[0].data
 
     def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """``quantized`` [R, C], and the number of elements beyond the format's largest value: int64 scalar.
@@ -117,10 +125,9 @@ class Operands:
         form = self.call.form(gemm, role, fmt, "codes")
         if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
             return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=self.x.device)
-        tensor = self.tensor(role)
-        made = cast(tensor, [form], self.call.reduce_amax.get(role), count=True)[0]
+        made = cast(self.tensor(role), [form], self.call.reduce_amax.get(role), count=True)[0]
         assert made.saturated is not None
-        return values(made, tensor.dtype), made.saturated
+        return values(made, self.x.dtype), made.saturated
 
 
 def unset(form: Form, x: Tensor) -> Operand:
@@ -185,9 +192,8 @@ class Casts:
         """
         self.renewed(x, dtype)
         wanted = [None if form is None else _shared(form) for form in wanted]
-        if not (missing := [form for form in wanted if form not in self._made]):
+        if not (missing := [form for form in dict.fromkeys(wanted) if form not in self._made]):
             return [self._made[form] for form in wanted]
-        missing = list(dict.fromkeys(missing))
         assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
         codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
         made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)

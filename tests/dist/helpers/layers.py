@@ -326,19 +326,19 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
     for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"):
         outputs = ["codes", "operand"] * (precision != "nvfp4") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
-        group = groups.Group([call], [], mesh.tp, True)
+        group = groups.Group([call], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
             x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input", output=output)
             largest = x.abs().amax().float()  # of the whole, for nvfp4
             (whole,) = cast(x, [form])
             (mine,) = cast(part(x, 0, mesh), [form], lambda _, whole=largest: whole)
-            (gathered,) = groups._gather([mine], group)()
+            (gathered,) = groups._gather([mine], group)().values()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))
         if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
             wanted = [call.form("fprop", "input", output="swizzled")]
-            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[None], wanted]))
+            found.append(((precision, "tiles"), [group.cast_as(wanted, n) for n in (160, 256)] == [[None], wanted]))
     return found
 
 

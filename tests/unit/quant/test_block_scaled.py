@@ -148,7 +148,7 @@ def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(f
     x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim, output="swizzled")
     (made,) = cast(x, [form])
     nothing = unset(form, x)
-    back = linear_op._unflat(form, linear_op._flat(made, x, False), (160, 96), x.dtype, None)
+    back = linear_op._unflat(form, linear_op._flat(made[1:4], x), (160, 96), x.dtype)
     for part, same, empty in zip(made[1:], back[1:], nothing[1:], strict=True):
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
         assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)

@@ -82,12 +82,12 @@ def step(
     x = torch.empty(256, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)
     w = torch.empty(384, 640, dtype=master, device="meta", requires_grad=True)
     g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
-    call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=Casts() if kept else None)
     up = torch.empty_like(x, requires_grad=True)
     formats = precision.split("/") * (3 // len(precision.split("/")))
-    backends = Backends(*(BACKENDS.get(fmt, Hopper)() for fmt in formats))
+    backends, casts = Backends(*(BACKENDS.get(fmt, Hopper)() for fmt in formats)), Casts() if kept else None
+    call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=casts, backends=backends)
     with launches:
-        (y,) = run_group(x, [w], Group([call], [backends]), up if product else None)
+        (y,) = run_group([x, up] if product else [x], [w], Group([call]))
         torch.autograd.grad(y, (x, up, w) if product else (x, w), g)
     return launches.names
 

@@ -20,6 +20,7 @@ from megatron_snip.quant import (
     LinearPrecision,
     Operands,
     RoundingKey,
+    Sizes,
     fake_quantize,
     linear_implementations,
     name_stream,
@@ -188,9 +189,11 @@ def test_linears_of_one_input_cast_it_once_where_their_formats_agree():
     x, w, g = tensors()
     precisions = [LinearPrecision.parse(text) for text in ("fp8", "fp8/fp4/fp4", "fp4/fp4/fp8")]
     alone = [torch.autograd.grad(quantized_linear(x, w, p, key=KEY), (x, w), g) for p in precisions]
-    backends = [backends_of("emulated", p, x.device, len(x), *w.shape[::-1]) for p in precisions]
+    calls = [LinearCall(p, KEY) for p in precisions]
+    sizes = Sizes(len(x), *w.shape[::-1])
+    calls = [one._replace(backends=backends_of("emulated", one, x.device, sizes)) for one in calls]
     with counted_casts() as seen:
-        ys = run_group(x, [w] * 3, Group([LinearCall(p, KEY) for p in precisions], backends))
+        ys = run_group([x], [w] * 3, Group(calls))
     inputs = sorted((dim, fmt) for role, dim, fmt in seen if role == "input")
     assert inputs == [(0, "fp4"), (0, "fp8"), (1, "fp4"), (1, "fp8")]
     for y, (grad_x, grad_w) in zip(ys, alone, strict=True):
