@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream, run_linear
+from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
 
 PLAIN_PRECISION = LinearPrecision.uniform("bf16")
 
@@ -73,6 +73,6 @@ class AttachedLinear:
         call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
         if torch.is_grad_enabled():
             self.rows_seen += len(rows)
-        y = run_linear(rows, weight, call, self.snip.impl)
+        y = LINEAR_IMPLS[self.snip.impl](rows, weight, call)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)

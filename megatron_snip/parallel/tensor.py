@@ -33,6 +33,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import (
+    LINEAR_IMPLS,
     Casts,
     LinearCall,
     LinearPrecision,
@@ -40,13 +41,11 @@ from megatron_snip.quant import (
     Sizes,
     StepContext,
     name_stream,
-    run_linear,
 )
 from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.quant.linears import linear_op
 from megatron_snip.quant.linears.collectives import start_gather, start_sum
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.linear import backends_of
 
 
 class _Crossing(torch.autograd.Function):
@@ -79,16 +78,6 @@ class Region:
     def whole(self) -> Axis:
         """The processes which together have a microbatch's activations."""
         return self.tp_cp or self.axis
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a process has a part of the tokens of what enters."""
-        return self.sequence_parallel and self.axis.size > 1
-
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether other processes have other tokens of the same sequences, inside the region too."""
-        return self.whole.size > self.axis.size
 
     @contextmanager
     def run_again_later(self) -> Iterator[None]:
@@ -179,7 +168,7 @@ class _ParallelLinear(nn.Module):
         self.impl = "emulated"
         self.weight_casts: Casts | None = Casts()
         shards = {"weight", "input" if dim else "grad_output"} if axis.size > 1 else set()
-        if region.cuts_tokens:
+        if region.whole.size > axis.size:  # others have other tokens of the same sequences
             shards |= {"input", "grad_output"}
         self._reduce_amax = dict.fromkeys(sorted(shards), self.whole_amax)
         self._stream = name_stream(name)
@@ -190,7 +179,7 @@ class _ParallelLinear(nn.Module):
         self._output_col0, self._input_col0 = offsets
         #: The group's axis, and how many processes have a part each of the input's rows.
         self._axis = axis if dim == 0 and axis.size > 1 else None
-        self.parts = axis.size if dim == 0 and region.gathers else 1
+        self.parts = axis.size if dim == 0 and region.sequence_parallel else 1
         self.handle = linear_op.handle_of(self)
 
     @property
@@ -228,7 +217,8 @@ class _ParallelLinear(nn.Module):
         calls = []
         for linear in linears:
             call, sizes = linear.linear_call(context), Sizes(rows * self.parts, linear._inputs, linear._outputs)
-            calls.append(call._replace(backends=backends_of(linear.impl, call, device, sizes)))
+            backends = LINEAR_IMPLS[linear.impl].backends(call, device, sizes)
+            calls.append(LinearCall(*call[:-1], backends))  # quicker than _replace
         return Group(calls, self._axis, self.parts > 1, self.whole_amax)
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
@@ -266,18 +256,15 @@ def linears_of_one_input(
     """
     first, ws, inputs = linears[0], [local(linear.weight) for linear in linears], [x] if up is None else [x, up]
     if isinstance(context, Tensor):
-        ys = linear_op.linears(
-            [one.flatten(0, 1) for one in inputs], ws, context, [one.handle for one in linears],
-            parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
-        )  # fmt: skip
+        ys = linear_op.linears([one.flatten(0, 1) for one in inputs], ws, linears, context)
         return [y.unflatten(0, (len(x), -1)) for y in ys]
     group = first.group(linears, context, x.device, x.shape[0] * x.shape[1])
-    if None not in [call.backends for call in group.calls]:
+    if all(call.backends for call in group.calls):
         return run_group(inputs, ws, group)
     x = x if up is None else swiglu_product(x, up)
     x = first.region.enter(x) if first.split_dim == 0 else x
     calls = zip(linears, ws, group.calls, strict=True)
-    return [run_linear(x, w, call, one.impl) for one, w, call in calls]
+    return [LINEAR_IMPLS[one.impl](x, w, call) for one, w, call in calls]
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

@@ -51,13 +51,10 @@ from megatron_snip.quant.casts.rounding import RoundingKey, name_stream
 from megatron_snip.quant.kernels.dispatch import dequantize, fake_quantize, quantize
 from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.linear import (
+    LINEAR_IMPLS,
     check_linear,
     compiled_impl,
-    linear_implementations,
-    linear_runs,
     quantized_linear,
-    register_linear,
-    run_linear,
 )
 from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
@@ -67,6 +64,7 @@ from megatron_snip.quant.linears.step_context import PLAIN, StepContext
 __all__ = [
     "GEMMS",
     "KINDS",
+    "LINEAR_IMPLS",
     "PLAIN",
     "Casts",
     "LinearCall",
@@ -82,11 +80,7 @@ __all__ = [
     "compiled_impl",
     "dequantize",
     "fake_quantize",
-    "linear_implementations",
-    "linear_runs",
     "name_stream",
     "quantize",
     "quantized_linear",
-    "register_linear",
-    "run_linear",
 ]

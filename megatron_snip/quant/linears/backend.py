@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,5 @@ class Backend(ABC):
         """
 
 
-class Backends(NamedTuple):
-    """The backend of each GEMM of a linear."""
-
-    fprop: Backend
-    dgrad: Backend
-    wgrad: Backend
+#: The backend of each GEMM of a linear, by the GEMM's name.
+Backends = Mapping[str, Backend]

@@ -21,7 +21,7 @@ _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 class ByGemm:
     """Linears by a list of backends, the best first.
 
-    A subclass may run some linears whole: `backends` then returns None, and `run_whole` runs them.  It must leave
+    A subclass may run some linears whole: `backends` then returns none, and `run_whole` runs them.  It must leave
     linears with an observer to the backends, which show it what they multiply.
     """
 
@@ -36,8 +36,8 @@ class ByGemm:
         found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)
         return next((why for backend, why in found if backend is None), None)
 
-    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends | None:
-        """The backend of each GEMM of a linear, or None if `run_whole` runs it.
+    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends:
+        """The backend of each GEMM of a linear, or none if `run_whole` runs it.
 
         Raises UserError if no backend of the list can run a GEMM.
         """
@@ -47,12 +47,12 @@ class ByGemm:
         """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         outputs, inputs = w.shape
         backends = self.backends(call, x.device, Sizes(x.numel() // inputs, inputs, outputs))
-        if backends is None:
+        if not backends:
             return self.run_whole(x, w, call)
         return run_group([x], [w], Group([call._replace(backends=backends)]))[0]
 
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] -> y [..., N], for linears of which `backends` returns None."""
+        """x [..., K], w [N,K] -> y [..., N], for linears of which `backends` returns none."""
         raise NotImplementedError
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
@@ -66,13 +66,13 @@ class ByGemm:
         return told
 
     def _choose(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
-        chosen = []
+        chosen = {}
         for gemm in GEMMS:
             backend, why = self._first(getattr(precision, gemm), device, sizes)
             if backend is None:
                 raise UserError(f"this --linear-impl has no backend: {why}; use --linear-impl auto or emulated")
-            chosen.append(backend)
-        return Backends(*chosen)
+            chosen[gemm] = backend
+        return chosen
 
     def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
         """The first backend that runs a format here, and why earlier ones do not.

@@ -34,13 +34,13 @@ class EngineFirst(ByGemm):
         #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None: asked at every call.
         self._unfit = cache(self._why)
 
-    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends | None:
-        """The backend of each GEMM, or None if Transformer Engine runs this call of a linear.
+    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends:
+        """The backend of each GEMM, or none if Transformer Engine runs this call of a linear.
 
         If it does not, its copy of the weight is dropped, because the weight may change before it runs again.
         """
         if call.observer is None and self._unfit(call.precision, device, sizes) is None:
-            return None
+            return {}
         self._engine.forget(call.weight_casts)
         return super().backends(call, device, sizes)
 

@@ -50,7 +50,7 @@ class Group(NamedTuple):
     @property
     def observed(self) -> bool:
         """Whether an observer looks at one of the linears."""
-        return bool([call for call in self.calls if call.observer is not None])
+        return [call for call in self.calls if call.observer is not None] != []
 
     @property
     def reduce_whole(self) -> ReduceAmax | None:
@@ -94,17 +94,18 @@ def forward(
     x, rows = inputs[0], len(inputs[0])
     wanted, kept_as = group.wanted("fprop", kept=False), group.kept_as(rows, needs_wgrad=needs_wgrad)
     now = group.cast_as(wanted, rows)
-    # the forward that runs again will cast for backward
-    later = [form for form in kept_as if form is not None] if group.calls[0].forward_only else []
-    forms = [*now, *(form for form in kept_as if form not in later)]
+    later = group.calls[0].forward_only  # the forward that runs again will cast for backward
+    forms = [*now, *([form for form in kept_as if form is None] if later else kept_as)]
     made = _cast(inputs, forms, group.reduce_part if group.gathers else group.reduce_whole)
-    wholes = _gather([made[form] for form in now], group)() if group.gathers else made
+    parts, kept = made[: len(now)], made[len(now) :]
+    if later:
+        kept = [kept.pop(0) if form is None else unset(form, x) for form in kept_as]
     ys = []  # linears that read the same form of the input could share one GEMM here
-    for operand, w, call in zip(_of_wholes(wholes, wanted, group, x.dtype), ws, group.calls, strict=True):
-        assert call.backends is not None
+    wholes = _of_wholes(_gather(parts, group)() if group.gathers else parts, wanted, group, x.dtype)
+    for operand, w, call in zip(wholes, ws, group.calls, strict=True):
         weight = _weight(w, "fprop", call, x.dtype, needs_wgrad)
-        ys.append(call.backends.fprop.multiply("fprop", operand, weight, x.dtype, x.dtype))
-    return ys, [unset(form, x) if form in later else made[form] for form in kept_as]
+        ys.append(call.backends["fprop"].multiply("fprop", operand, weight, x.dtype, x.dtype))
+    return ys, kept
 
 
 def backward(
@@ -122,7 +123,7 @@ def backward(
     inputs: gate and up if the linears read their product, else not needed.
     """
     dtype, axis, needs_dgrad, observed = gs[0].dtype, group.axis, any(needs_inputs), group.observed
-    wait = _gather(kept if needs_wgrad or observed else (), group)
+    wait = _gather(kept if needs_wgrad or observed else (), group) if group.gathers else None
     gemms = [gemm for gemm, needed in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if needed]
     wanted = [[call.wanted(gemm, "grad_output") for gemm in gemms] for call in group.calls]
     amaxes = _amaxes(gs, wanted, group)
@@ -133,9 +134,8 @@ def backward(
     for i, call in reversed([*enumerate(group.calls)]):
         made[i] = cast(gs[i], wanted[i], call.reduce_amax.get("grad_output"), amax=amaxes[i])
         if needs_dgrad:
-            assert call.backends is not None
             weight = _weight(ws[i], "dgrad", call, dtype)
-            grad = call.backends.dgrad.multiply("dgrad", made[i].pop(0), weight, dtype, dtype)
+            grad = call.backends["dgrad"].multiply("dgrad", made[i].pop(0), weight, dtype, dtype)
             total = grad if total is None else total + grad
             if call.observer is not None:
                 seen[i] = grad
@@ -145,10 +145,12 @@ def backward(
         # the collective overwrites what an observer sees later
         finish = start_sum(total.clone() if len(gs) == len(seen) == 1 else total, axis, scatter=group.gathers)
         total = None
-    wholes = wait()
-    x = wholes[None].data if observed else None
+    wholes = kept if wait is None else wait()
+    x = next(one.data for one in wholes if one.form is None) if observed else None
     reads: Sequence[Operand | None] = [None] * len(gs)
-    if needs_wgrad:
+    if needs_wgrad and len(gs) == len(wholes) == 1 and wholes[0].form is not None:
+        reads = wholes  # a lone linear keeps exactly what its wgrad reads
+    elif needs_wgrad:
         reads = _of_wholes(wholes, group.wanted("wgrad", kept=True), group, dtype)
     grads_w = [_wgrad(gs[i], ws[i], group.calls[i], operands, reads[i], x, seen.get(i)) for i, operands in made.items()]
     total = total if finish is None else finish()
@@ -168,8 +170,7 @@ def _wgrad(
     """
     product: Callable[[], Tensor] | None = None
     if read is not None:
-        assert call.backends is not None
-        product = partial(call.backends.wgrad.multiply, "wgrad", made.pop(), read, g.dtype, w.dtype)
+        product = partial(call.backends["wgrad"].multiply, "wgrad", made.pop(), read, g.dtype, w.dtype)
     if call.observer is not None:
         assert x is not None
         product = None if product is None else cache(product)
@@ -177,42 +178,44 @@ def _wgrad(
     return None if product is None else product()
 
 
-Made = dict[Form | None, Operand]
-
-
-def _cast(inputs: Sequence[Tensor], wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None) -> Made:
+def _cast(inputs: Sequence[Tensor], wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None) -> list[Operand]:
     """The input, x [R, C] or the product of gate and up, in each form: a kernel reads it once for all."""
-    forms = wanted if len(wanted) == 1 else list(dict.fromkeys(wanted))
+    up = inputs[1] if len(inputs) > 1 else None
+    if len(wanted) == 1 or (len(wanted) == 2 and wanted[0] != wanted[1]):
+        return cast(inputs[0], wanted, reduce_amax, up=up)
+    forms = list(dict.fromkeys(wanted))
     if len(forms) > 2:  # a kernel writes two consecutive forms per launch: put those of one format together
-        forms = sorted(forms, key=lambda form: "" if form is None else form.fmt.name)
-    made = cast(inputs[0], forms, reduce_amax, up=inputs[1] if len(inputs) > 1 else None)
-    return dict(zip(forms, made, strict=True))
+        forms.sort(key=lambda form: "" if form is None else form.fmt.name)
+    made = dict(zip(forms, cast(inputs[0], forms, reduce_amax, up=up), strict=True))
+    return [made[form] for form in wanted]
 
 
-def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Made]:
+def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
     """Begin to gather operands' rows [t,K]; the returned function waits for the whole operands [T,K]."""
-    if not group.gathers:
-        return lambda: {part.form: part for part in parts}
     assert group.axis is not None
     waits = []
     for part in parts:
         data = start_gather(part.data, group.axis)
         waits.append((part, data, None if part.scales is None else start_gather(part.scales, group.axis)))
-    return lambda: {
-        part.form: part._replace(data=data(), scales=scales if scales is None else scales())
-        for part, data, scales in waits
-    }
+    return lambda: [
+        part._replace(data=data(), scales=scales if scales is None else scales()) for part, data, scales in waits
+    ]
 
 
-def _of_wholes(wholes: Made, wanted: Sequence[Form | None], group: Group, dtype: torch.dtype) -> list[Operand]:
+def _of_wholes(
+    wholes: Sequence[Operand], wanted: Sequence[Form | None], group: Group, dtype: torch.dtype
+) -> Sequence[Operand]:
     """The whole input in each wanted form; ``wholes`` holds these forms or what they are made of."""
-    if missing := [form for form in wanted if form not in wholes]:
-        if None in wholes:
-            wholes = wholes | _cast([wholes[None].data], missing, group.reduce_whole)
+    forms = [one.form for one in wholes]
+    if forms == wanted:
+        return wholes
+    made = dict(zip(forms, wholes, strict=True))
+    if missing := [form for form in wanted if form not in made]:
+        if None in made:
+            made.update(zip(missing, _cast([made[None].data], missing, group.reduce_whole), strict=True))
         else:  # values, of the codes that were sent
-            (whole,) = wholes.values()
-            wholes = wholes | {form: Operand(form, values(whole, dtype)) for form in set(missing)}
-    return [wholes[form] for form in wanted]
+            made.update({form: Operand(form, values(wholes[0], dtype)) for form in set(missing)})
+    return [made[form] for form in wanted]
 
 
 def _amaxes(gs: Sequence[Tensor], wanted: Sequence[Sequence[Form | None]], group: Group) -> list[Tensor | None]:
@@ -246,8 +249,8 @@ def _weight(w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, training
     if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
         again = call.wanted("dgrad", "weight", kept=kept)
         wanted += [again] if again is not None and again.output == wanted[0].output else []
-    takes_values = getattr(call.backends, gemm).takes_values
-    made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=takes_values)[0]
+    for_now = call.backends[gemm].takes_values
+    made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=for_now)[0]
     if casts.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
         casts.free_tensor(w, [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")], dtype)
     return made

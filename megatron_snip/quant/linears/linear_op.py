@@ -9,7 +9,6 @@ numbers would be compiled into the graph.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,15 +16,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.casts.cast import Form, Operand, layout
+from megatron_snip.quant.casts.cast import Form, Operand, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey, Rows
 from megatron_snip.quant.linears.group import Group, backward, forward
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.step_context import StepContext
 
-#: Modules of linears; the first of a group has ``group(linears, context, device, rows)``.
+#: Parallel linears by their handles.  The first of a group knows all: ``group``, and how many processes have a part
+#: each of the input's rows, ``parts``.
 _OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_NUMBERS = itertools.count()
 #: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.
 _PRECISIONS: dict[LinearPrecision, int] = {}
 #: What an operand is kept as: its bytes as they lie in memory, its scales and its tensor scale, each 1-D.
@@ -34,9 +33,8 @@ _KEPT = (torch.uint8, torch.float32, torch.float32)
 
 def handle_of(owner: Any) -> Tensor:
     """A number for a linear, int64 [1] on the CPU.  With a plain number, each linear would compile its own graph."""
-    number = next(_NUMBERS)
-    _OWNERS[number] = owner
-    return torch.tensor([number])
+    _OWNERS[id(owner)] = owner
+    return torch.tensor([id(owner)])
 
 
 def pack(context: StepContext) -> Tensor:
@@ -47,19 +45,13 @@ def pack(context: StepContext) -> Tensor:
     return torch.tensor([key.seed, key.iteration, key.row0, number, *(key.rows or ())])
 
 
-def linears(
-    inputs: Sequence[Tensor], ws: Sequence[Tensor], context: Tensor, handles: Sequence[Tensor], *, parts: int,
-    keeps_input: bool,
-) -> list[Tensor]:  # fmt: skip
-    """inputs: x [t,K], or gate and up.  ws [N,K] -> y [T,N] of each linear, differentiable once.
-
-    parts: T / t, the number of processes that have rows of x.  keeps_input: whether backward needs x itself, for a
-    wgrad in bf16.
-    """
+def linears(inputs: Sequence[Tensor], ws: Sequence[Tensor], owners: Sequence[Any], context: Tensor) -> list[Tensor]:
+    """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each owner's linear, differentiable once."""
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
-    keeps = (needs_wgrad and keeps_input) or len(inputs) > 1
-    now = torch.cat([*handles, context])
-    made: list[Tensor] = torch.ops.megatron_snip.linears(list(inputs), list(ws), now, parts, needs_wgrad, keeps)
+    # backward needs x itself for a wgrad in bf16, gate and up always
+    keeps = len(inputs) > 1 or (needs_wgrad and any(one.keeps_input for one in owners))
+    now = torch.cat([*(one.handle for one in owners), context])
+    made: list[Tensor] = torch.ops.megatron_snip.linears(inputs, ws, now, owners[0].parts, needs_wgrad, keeps)
     return made[: len(ws)]
 
 
@@ -150,15 +142,11 @@ def _flat(parts: Sequence[Tensor | None], x: Tensor) -> list[Tensor]:
 
 def _unflat(form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Operand:
     """The operand of a tensor [t,K] of this shape and dtype, of which ``_flat`` made three tensors."""
-    data, scales, whole = flat[:3]
     if form is None:
-        return Operand(None, data.view(dtype).view(shape))
-    codes_size, codes_along, scales_size, scales_along = layout(shape, form)
-    scales = scales.view(torch.uint8) if form.output == "swizzled" else scales
-    codes, scales = _along(codes_along, data, codes_size), _along(scales_along, scales, scales_size)
-    return Operand(form, codes, scales, whole[0] if form.scaled else None)
-
-
-def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """A 1-D tensor as [R, C], contiguous along a dim."""
-    return flat.view(*shape) if dim == 1 else flat.view(*shape[::-1]).T
+        return Operand(None, flat[0].view(dtype).view(shape))
+    lie = allocate(torch.empty(shape, dtype=dtype, device="meta"), form, count=False)[1:4]
+    made: list[Any] = [
+        like if like is None else part.view(like.dtype).as_strided(like.shape, like.stride())
+        for part, like in zip(flat, lie, strict=False)
+    ]
+    return Operand(form, *made)

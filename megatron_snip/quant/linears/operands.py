@@ -23,7 +23,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Output, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
-from megatron_snip.quant.linears.backend import Backend, Backends
+from megatron_snip.quant.linears.backend import Backends
 from megatron_snip.quant.linears.precision import LinearPrecision
 
 #: GEMM -> role -> reduction dim, as in the table above.
@@ -51,7 +51,7 @@ class LinearCall(NamedTuple):
     of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
     reduce_amax: by role, for operands that are shards.
     forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
-    backends: of its GEMMs; None until they are chosen, or if the linear's implementation runs it whole.
+    backends: of its GEMMs; none until they are chosen, or if the linear's implementation runs it whole.
     """
 
     precision: LinearPrecision
@@ -62,12 +62,11 @@ class LinearCall(NamedTuple):
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
-    backends: Backends | None = None
+    backends: Backends = MappingProxyType({})
 
     def wanted(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
         """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
-        backend: Backend = getattr(self.backends, gemm)
-        return self.form(gemm, role, output=backend.output(role, kept=kept))
+        return self.form(gemm, role, output=self.backends[gemm].output(role, kept=kept))
 
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
         """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
@@ -109,25 +108,20 @@ class Operands:
         """The unquantised operand of a role: [T,K], [N,K] or [T,N]."""
         return {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
 
-    def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
+    def quantized(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
 
-        A format that does not quantise gives the operand itself.
+        Also the number of elements beyond the format's largest value: int64 scalar.  Float32 scales, and scales that
+        are rounded up, leave no finite element beyond it.  A format that does not quantise gives the operand itself.
         """
-        form = self.call.form(gemm, role, fmt)
-        return cast(self.tensor(role), [form], self.call.reduce_amax.get(role))[0].data
-
-    def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """``quantized`` [R, C], and the number of elements beyond the format's largest value: int64 scalar.
-
-        Float32 scales, and scales that are rounded up, leave no finite element beyond it.
-        """
-        form = self.call.form(gemm, role, fmt, "codes")
-        if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
-            return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=self.x.device)
-        made = cast(self.tensor(role), [form], self.call.reduce_amax.get(role), count=True)[0]
-        assert made.saturated is not None
-        return values(made, self.x.dtype), made.saturated
+        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
+        exact = form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil")
+        if exact:
+            form = self.call.form(gemm, role, fmt)
+        made = cast(tensor, [form], self.call.reduce_amax.get(role), count=not exact)[0]
+        if made.saturated is None:
+            return made.data, torch.zeros((), dtype=torch.int64, device=tensor.device)
+        return values(made, tensor.dtype), made.saturated
 
 
 def unset(form: Form, x: Tensor) -> Operand:
@@ -192,8 +186,9 @@ class Casts:
         """
         self.renewed(x, dtype)
         wanted = [None if form is None else _shared(form) for form in wanted]
-        if not (missing := [form for form in dict.fromkeys(wanted) if form not in self._made]):
+        if not (missing := [form for form in wanted if form not in self._made]):
             return [self._made[form] for form in wanted]
+        missing = list(dict.fromkeys(missing))
         assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
         codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
         made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)

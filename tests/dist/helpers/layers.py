@@ -28,9 +28,8 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext
+from megatron_snip.quant import LINEAR_IMPLS, LinearCall, LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.linears import collectives
-from megatron_snip.quant import run_linear as run_apart
 from megatron_snip.quant.linears import group as groups
 from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
@@ -86,7 +85,7 @@ class Recorder:
 
 def apart(layer: ColumnParallelLinear, x: Tensor, context: StepContext = CONTEXT) -> Tensor:
     """What a linear makes of the whole x [B, S, K] within the region, without collectives of its own."""
-    return run_apart(x, local(layer.weight), layer.linear_call(context), layer.impl)
+    return LINEAR_IMPLS[layer.impl](x, local(layer.weight), layer.linear_call(context))
 
 
 def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, Any]:
@@ -332,7 +331,7 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
             largest = x.abs().amax().float()  # of the whole, for nvfp4
             (whole,) = cast(x, [form])
             (mine,) = cast(part(x, 0, mesh), [form], lambda _, whole=largest: whole)
-            (gathered,) = groups._gather([mine], group)().values()
+            (gathered,) = groups._gather([mine], group)()
             pairs = [(gathered.data, whole.data), (gathered.scales, whole.scales)]
             same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
             found.append(((precision, gemm, output), same))

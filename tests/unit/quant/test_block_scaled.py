@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, linear_runs, name_stream, quantized_linear
+from megatron_snip.quant import LINEAR_IMPLS, LinearCall, LinearPrecision, RoundingKey, name_stream, quantized_linear
 from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.casts.swizzled import swizzle
 from megatron_snip.quant.kernels.dispatch import cast
@@ -192,13 +192,13 @@ def test_devices(capability, cuda, reason, monkeypatch):
 def test_what_runs_where_is_told_by_format(fmt, hopper, blackwell, monkeypatch):
     precision, sizes = LinearPrecision.parse(f"bf16/{fmt}/{fmt}"), Sizes(256, 512, 128)
     for capability, expected in (((9, 0), hopper), ((10, 0), blackwell)):
-        told = linear_runs("auto", precision, pretend(monkeypatch, capability), sizes)
+        told = LINEAR_IMPLS["auto"].runs(precision, pretend(monkeypatch, capability), sizes)
         assert told["bf16"] == "torch" and told[fmt].startswith(expected)
-    assert linear_runs("auto", precision, pretend(monkeypatch, (9, 0)), Sizes(256, 500, 128))[fmt][:4] in (
+    assert LINEAR_IMPLS["auto"].runs(precision, pretend(monkeypatch, (9, 0)), Sizes(256, 500, 128))[fmt][:4] in (
         "emul",
         "torc",
     )
-    told = linear_runs("transformer_engine", precision, pretend(monkeypatch, (9, 0)), sizes)[fmt]
+    told = LINEAR_IMPLS["transformer_engine"].runs(precision, pretend(monkeypatch, (9, 0)), sizes)[fmt]
     if fmt != "bf16":
         assert told.startswith(hopper) and "; not Transformer Engine: it " in told
 
