@@ -32,16 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.tags import Tags, add_parameter
-from megatron_snip.quant import (
-    LINEAR_IMPLS,
-    Casts,
-    LinearCall,
-    LinearPrecision,
-    RoundingKey,
-    Sizes,
-    StepContext,
-    name_stream,
-)
+from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
 from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.quant.linears import linear_op
 from megatron_snip.quant.linears.collectives import start_gather, start_sum
@@ -103,9 +94,8 @@ class Region:
         return start_gather(rows, self.axis, async_op=False)().unflatten(0, (len(x), -1))
 
     def _sum(self, x: Tensor) -> Tensor:
-        rows = (x.contiguous() if self.sequence_parallel else x.clone(memory_format=torch.contiguous_format)).flatten(
-            0, 1
-        )
+        rows = x.contiguous() if self.sequence_parallel else x.clone(memory_format=torch.contiguous_format)
+        rows = rows.flatten(0, 1)
         return start_sum(rows, self.axis, scatter=self.sequence_parallel, async_op=False)().unflatten(0, (len(x), -1))
 
 
@@ -216,14 +206,18 @@ class _ParallelLinear(nn.Module):
         """What linears of one input are now, this one the first; rows: of the input, that this process has."""
         calls = []
         for linear in linears:
-            call, sizes = linear.linear_call(context), Sizes(rows * self.parts, linear._inputs, linear._outputs)
-            backends = LINEAR_IMPLS[linear.impl].backends(call, device, sizes)
+            call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]
+            backends = implementation.backends(call, device, rows * self.parts, linear._inputs, linear._outputs)
             calls.append(LinearCall(*call[:-1], backends))  # quicker than _replace
         return Group(calls, self._axis, self.parts > 1, self.whole_amax)
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
-        """x [B, S/tp or S, K] -> y [B, S, N], of which tp splits K or N; with ``up``, the same of silu(x) * up."""
-        return linears_of_one_input([self], x, context, up)[0]
+        """x [B, S/tp or S, K] -> [B, S, N/tp] if columns are split; x [B, S, K/tp] -> [B, S/tp or S, N] if rows are.
+
+        up: of x's shape; the linear reads silu(x) * up.
+        """
+        (y,) = linears_of_one_input([self], x, context, up)
+        return self.region.leave(y) if self.split_dim == 1 else y
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
@@ -240,10 +234,6 @@ class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
     split_dim = 1
-
-    def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
-        """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
-        return self.region.leave(super().forward(x, context, up))
 
 
 def linears_of_one_input(

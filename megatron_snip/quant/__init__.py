@@ -49,14 +49,13 @@ from __future__ import annotations
 from megatron_snip.quant.casts.cast import Quantized
 from megatron_snip.quant.casts.rounding import RoundingKey, name_stream
 from megatron_snip.quant.kernels.dispatch import dequantize, fake_quantize, quantize
-from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.linear import (
     LINEAR_IMPLS,
     check_linear,
     compiled_impl,
     quantized_linear,
 )
-from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands
+from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.shape import KINDS, LinearShape
 from megatron_snip.quant.linears.step_context import PLAIN, StepContext

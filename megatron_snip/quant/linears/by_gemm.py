@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
-from megatron_snip.quant.linears.backend import Backend, Backends, Sizes
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.operands import LinearCall
+from megatron_snip.quant.linears.operands import Backend, Backends, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 
 _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
@@ -36,17 +35,17 @@ class ByGemm:
         found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)
         return next((why for backend, why in found if backend is None), None)
 
-    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends:
-        """The backend of each GEMM of a linear, or none if `run_whole` runs it.
+    def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
+        """The backend of each GEMM of a linear of these ``Sizes``, or none if `run_whole` runs it.
 
         Raises UserError if no backend of the list can run a GEMM.
         """
-        return self._chosen(call.precision, device, sizes)
+        return self._chosen(call.precision, device, *sizes)
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         outputs, inputs = w.shape
-        backends = self.backends(call, x.device, Sizes(x.numel() // inputs, inputs, outputs))
+        backends = self.backends(call, x.device, x.numel() // inputs, inputs, outputs)
         if not backends:
             return self.run_whole(x, w, call)
         return run_group([x], [w], Group([call._replace(backends=backends)]))[0]
@@ -65,10 +64,10 @@ class ByGemm:
             told[name] = "torch" if backend is _PLAIN else f"{backend.name}{reason}"
         return told
 
-    def _choose(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> Backends:
+    def _choose(self, precision: LinearPrecision, device: torch.device, *sizes: int) -> Backends:
         chosen = {}
         for gemm in GEMMS:
-            backend, why = self._first(getattr(precision, gemm), device, sizes)
+            backend, why = self._first(getattr(precision, gemm), device, Sizes(*sizes))
             if backend is None:
                 raise UserError(f"this --linear-impl has no backend: {why}; use --linear-impl auto or emulated")
             chosen[gemm] = backend

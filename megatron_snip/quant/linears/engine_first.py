@@ -12,9 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.linears.backend import Backend, Backends, Sizes
 from megatron_snip.quant.linears.by_gemm import ByGemm
-from megatron_snip.quant.linears.operands import LinearCall
+from megatron_snip.quant.linears.operands import Backend, Backends, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import TransformerEngine, missing
 
@@ -34,15 +33,15 @@ class EngineFirst(ByGemm):
         #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None: asked at every call.
         self._unfit = cache(self._why)
 
-    def backends(self, call: LinearCall, device: torch.device, sizes: Sizes) -> Backends:
+    def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
         """The backend of each GEMM, or none if Transformer Engine runs this call of a linear.
 
         If it does not, its copy of the weight is dropped, because the weight may change before it runs again.
         """
-        if call.observer is None and self._unfit(call.precision, device, sizes) is None:
+        if call.observer is None and self._unfit(call.precision, device, Sizes(*sizes)) is None:
             return {}
         self._engine.forget(call.weight_casts)
-        return super().backends(call, device, sizes)
+        return super().backends(call, device, *sizes)
 
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N] by Transformer Engine."""

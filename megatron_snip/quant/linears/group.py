@@ -19,7 +19,7 @@ Shapes: T tokens, t of them of this process, K input and N output channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_snip.mesh import Axis
-from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand
+from megatron_snip.quant.casts.cast import Form, Operand
 from megatron_snip.quant.casts.swizzled import TILE_ROWS
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
@@ -103,7 +103,7 @@ def forward(
     ys = []  # linears that read the same form of the input could share one GEMM here
     wholes = _of_wholes(_gather(parts, group)() if group.gathers else parts, wanted, group, x.dtype)
     for operand, w, call in zip(wholes, ws, group.calls, strict=True):
-        weight = _weight(w, "fprop", call, x.dtype, needs_wgrad)
+        weight = (call.weight_casts or Casts()).operand(w, "fprop", call, x.dtype, training=needs_wgrad)
         ys.append(call.backends["fprop"].multiply("fprop", operand, weight, x.dtype, x.dtype))
     return ys, kept
 
@@ -134,7 +134,7 @@ def backward(
     for i, call in reversed([*enumerate(group.calls)]):
         made[i] = cast(gs[i], wanted[i], call.reduce_amax.get("grad_output"), amax=amaxes[i])
         if needs_dgrad:
-            weight = _weight(ws[i], "dgrad", call, dtype)
+            weight = (call.weight_casts or Casts()).operand(ws[i], "dgrad", call, dtype)
             grad = call.backends["dgrad"].multiply("dgrad", made[i].pop(0), weight, dtype, dtype)
             total = grad if total is None else total + grad
             if call.observer is not None:
@@ -237,36 +237,6 @@ def _amaxes(gs: Sequence[Tensor], wanted: Sequence[Sequence[Form | None]], group
     return [made.get(i) for i in range(len(gs))]
 
 
-def _weight(w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, training: bool = False) -> Operand:
-    """The weight [N,K] for a GEMM, from the kept casts if there are any.
-
-    If tensor-core bytes are kept, fprop makes those for dgrad, too: one read serves both.  This frees a gathered copy
-    that no later microbatch will read.
-    """
-    kept = call.weight_casts is not None
-    casts = call.weight_casts if call.weight_casts is not None else Casts()
-    wanted = [call.wanted(gemm, "weight", kept=kept)]
-    if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
-        again = call.wanted("dgrad", "weight", kept=kept)
-        wanted += [again] if again is not None and again.output == wanted[0].output else []
-    for_now = call.backends[gemm].takes_values
-    made = casts.get(w, wanted, dtype, call.reduce_amax.get("weight"), for_now=for_now)[0]
-    if casts.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
-        casts.free_tensor(w, [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")], dtype)
-    return made
-
-
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, which costs nothing while gradients are off: always but for ``create_graph``."""
-    refusing = once_differentiable(backward)
-
-    @wraps(backward)
-    def chosen(ctx: Any, *grads: Tensor) -> Any:
-        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
-
-    return chosen
-
-
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, needs_wgrad: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -280,23 +250,25 @@ class _Linears(torch.autograd.Function):
         return tuple(ys) if flat else tuple([y.view(*shape[:-2], -1, y.shape[1]) for y in ys])
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, n, forms = (
-            ctx.saved_tensors,
-            len(grads),
-            ctx.kept_as,
-        )  # once: a recomputation gives them no second time
-        needs_inputs, first = ctx.needs_input_grad[2:-n], len(tensors) - 3 * len(forms)
-        kept = [
-            Operand(form, *tensors[i : i + 3]) for form, i in zip(forms, range(first, len(tensors), 3), strict=True)
-        ]
-        gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
-        needs_wgrad = ctx.needs_wgrad and any(ctx.needs_input_grad[-n:])
-        made, grads_w = backward(
-            gs, tensors[:n], tensors[n:first], kept, ctx.group, needs_inputs=needs_inputs, needs_wgrad=needs_wgrad
-        )
-        return None, None, *[None if one is None else one.view(ctx.shape) for one in made], *grads_w
+        # torch's wrapper takes the host a while, and matters only where ``create_graph`` makes a graph of gradients
+        return (once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients)(ctx, *grads)
+
+
+def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    tensors, n, forms = (
+        ctx.saved_tensors,
+        len(grads),
+        ctx.kept_as,
+    )  # once: a recomputation gives them no second time
+    needs_inputs, first = ctx.needs_input_grad[2:-n], len(tensors) - 3 * len(forms)
+    kept = [Operand(form, *tensors[i : i + 3]) for form, i in zip(forms, range(first, len(tensors), 3), strict=True)]
+    gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
+    needs_wgrad = ctx.needs_wgrad and any(ctx.needs_input_grad[-n:])
+    made, grads_w = backward(
+        gs, tensors[:n], tensors[n:first], kept, ctx.group, needs_inputs=needs_inputs, needs_wgrad=needs_wgrad
+    )
+    return None, None, *[None if one is None else one.view(ctx.shape) for one in made], *grads_w
 
 
 def run_group(inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group) -> Sequence[Tensor]:

@@ -10,7 +10,8 @@ T tokens, K input channels, N output channels, G = dL/dY.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -19,11 +20,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format, get_format
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Output, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
-from megatron_snip.quant.linears.backend import Backends
 from megatron_snip.quant.linears.precision import LinearPrecision
 
 #: GEMM -> role -> reduction dim, as in the table above.
@@ -35,6 +35,48 @@ REDUCTION_DIM = {
 
 
 _NAN_BYTE = 0xFF  # of E8M0 and of E4M3
+
+
+class Sizes(NamedTuple):
+    """Sizes of what this process multiplies in a linear: x [tokens, inputs], w [outputs, inputs]."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+
+class Backend(ABC):
+    """One way to hold and multiply quantised operands.  If it cannot, it says why."""
+
+    name: str  # printed at the start of a run
+    takes_values = False  # whether it also takes values where it wants codes: a cast can make both from one read
+
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
+        return None
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device, or None if it can."""
+        return None
+
+    def unfit_sizes(self, sizes: Sizes) -> str | None:
+        """Why it cannot run the GEMMs of a linear of these sizes, or None if it can."""
+        return None
+
+    @abstractmethod
+    def output(self, role: str, *, kept: bool) -> Output:
+        """How an operand of a role is held.  kept: until backward or longer, so that memory matters."""
+
+    @abstractmethod
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """The product of a GEMM in dtype ``out``; operands that must be dequantised become ``dtype`` first.
+
+        a and b: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
+        """
+
+
+#: The backend of each GEMM of a linear, by the GEMM's name.
+Backends = Mapping[str, Backend]
 
 
 class LinearObserver(Protocol):
@@ -165,36 +207,37 @@ class Casts:
         self._of, self._tensor = of, x.detach()
         return True
 
-    def free_tensor(self, x: Tensor, needed: Sequence[Form | None], dtype: torch.dtype) -> None:
-        """Free the memory of ``x`` [R, C], as FSDP2 does, if all casts that are needed before ``clear`` are here."""
-        if all(form is not None and _shared(form) in self._made for form in needed):
-            x.untyped_storage().resize_(0)
-            self._of = _identity(x, dtype)
+    def operand(self, w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, *, training: bool = False) -> Operand:
+        """The weight w [N,K] for a GEMM of a call, rounded to ``dtype`` first.
 
-    def get(
-        self,
-        x: Tensor,
-        wanted: Sequence[Form | None],
-        dtype: torch.dtype,
-        reduce_amax: ReduceAmax | None = None,
-        *,
-        for_now: bool = False,
-    ) -> list[Operand]:
-        """``x`` [R, C], rounded to ``dtype`` first, in each wanted form.
-
-        for_now: for codes that are not here yet, return values, which the same read makes; the codes are kept.
+        One read makes what is not here yet.  Codes that are kept come with the values that the GEMM takes now, and in
+        training, fprop's tensor-core bytes with dgrad's.
+        A gathered copy is freed, as FSDP2 does, when no later GEMM before ``clear`` will read it.
         """
-        self.renewed(x, dtype)
-        wanted = [None if form is None else _shared(form) for form in wanted]
-        if not (missing := [form for form in wanted if form not in self._made]):
-            return [self._made[form] for form in wanted]
-        missing = list(dict.fromkeys(missing))
-        assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
-        codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
-        made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)
-        self._made.update(zip(missing, made, strict=False))
-        used = dict(zip(codes, made[len(missing) :], strict=True))
-        return [used[form] if form in used else self._made[form] for form in wanted]
+        self.renewed(w, dtype)
+        kept = call.weight_casts is self
+        wanted = [call.wanted(gemm, "weight", kept=kept)]
+        if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
+            again = call.wanted("dgrad", "weight", kept=kept)
+            wanted += [again] if again is not None and again.output == wanted[0].output else []
+        forms = [None if form is None else _shared(form) for form in wanted]
+        now = forms[0]
+        if missing := [form for form in forms if form not in self._made]:
+            assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
+            missing = list(dict.fromkeys(missing))
+            codes = now is not None and now in missing and now.output == "codes" and call.backends[gemm].takes_values
+            held = [now.held("values")] if now is not None and codes else []
+            made = cast(w, [*missing, *held], call.reduce_amax.get("weight"), dtype=dtype)
+            self._made.update(zip(missing, made, strict=False))
+            operand = made[-1] if held else self._made[now]
+        else:
+            operand = self._made[now]
+        if self.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
+            needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")]
+            if all(form is not None and _shared(form) in self._made for form in needed):
+                w.untyped_storage().resize_(0)
+                self._of = _identity(w, dtype)
+        return operand
 
 
 def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torch.dtype]:

@@ -18,12 +18,11 @@ from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.casts.swizzled import swizzle
 from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.linears import linear_op
-from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.linear import check_linear
-from megatron_snip.quant.linears.operands import unset
+from megatron_snip.quant.linears.operands import Sizes, unset
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
