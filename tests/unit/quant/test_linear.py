@@ -21,7 +21,6 @@ from megatron_snip.quant import (
     LinearPrecision,
     Operands,
     RoundingKey,
-    Sizes,
     fake_quantize,
     name_stream,
     quantized_linear,
@@ -189,8 +188,8 @@ def test_linears_of_one_input_cast_it_once_where_their_formats_agree():
     precisions = [LinearPrecision.parse(text) for text in ("fp8", "fp8/fp4/fp4", "fp4/fp4/fp8")]
     alone = [torch.autograd.grad(quantized_linear(x, w, p, key=KEY), (x, w), g) for p in precisions]
     calls = [LinearCall(p, KEY) for p in precisions]
-    sizes = Sizes(len(x), *w.shape[::-1])
-    calls = [one._replace(backends=LINEAR_IMPLS["emulated"].backends(one, x.device, sizes)) for one in calls]
+    sizes = len(x), *w.shape[::-1]
+    calls = [one._replace(backends=LINEAR_IMPLS["emulated"].backends(one, x.device, *sizes)) for one in calls]
     with counted_casts() as seen:
         ys = run_group([x], [w] * 3, Group(calls))
     inputs = sorted((dim, fmt) for role, dim, fmt in seen if role == "input")
