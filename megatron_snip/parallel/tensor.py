@@ -4,12 +4,9 @@
     row-parallel     Y = X W^T, W [N,K] split along K: each process has a part of X; the Ys are summed
     sequence parallel: outside these layers activations [B, S, H] are split along the tokens
 
-A process has every tp-th part of a microbatch's B S tokens, one after another, which it holds as [B, S/tp, H]: for one
-sequence that is Megatron's part of it.  For several the parts lie in memory as the whole does, and no collective needs
-a copy; what is outside these layers looks at each token alone.
-
-`Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
-dtype, as Megatron's do.
+Each process has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  For one sequence, these
+are Megatron's tokens.  For several, no collective needs a copy, and the layers outside look at each token alone.
+`Region.enter` and `Region.leave` are Megatron's f and g.  As in Megatron, activations are reduced in the compute dtype.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
 """
@@ -54,10 +51,10 @@ class _Crossing(torch.autograd.Function):
 
 @dataclass
 class Region:
-    """The stretch of a block whose activations are split over tensor parallel processes.
+    """The part of a block whose activations are split over tp.
 
-    tp_cp: tp and context parallel processes, which together have a microbatch's activations; None: tp alone.
-    `forward_only` holds while a forward runs that will be run again before its backward.
+    tp_cp: the processes that together have a microbatch's activations; None: tp alone.
+    forward_only: whether the forward under way will run again before its backward.
     """
 
     axis: Axis
@@ -65,14 +62,9 @@ class Region:
     tp_cp: Axis | None = None
     forward_only: bool = False
 
-    @property
-    def whole(self) -> Axis:
-        """The processes which together have a microbatch's activations."""
-        return self.tp_cp or self.axis
-
     @contextmanager
     def run_again_later(self) -> Iterator[None]:
-        """Inside, a forward runs whose activations are dropped: nothing is cast for wgrad alone."""
+        """A context in which forward casts nothing for wgrad, because its activations are dropped."""
         self.forward_only = True
         try:
             yield
@@ -102,13 +94,13 @@ class Region:
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
 
-    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard goes to
-    the mesh's device and is kept; a view would keep the whole.  From meta it stays on meta, for FSDP2 to cut further
-    before there is memory for it.
+    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard moves to the mesh's
+    device.  A parameter on meta stays there until FSDP2 has cut it further.
     """
     device = "meta" if full.is_meta else device_mesh.device_type
     if axis.size == 1:
         return nn.Parameter(full.to(device))
+    # a clone, because a view would keep the whole
     local = (full if dim is None else full.chunk(axis.size, dim)[axis.rank].clone()).contiguous().to(device)
     placement = Replicate() if dim is None else Shard(dim)
     device_mesh = device_mesh["tp"]
@@ -116,8 +108,9 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
 
 
 class _Local(torch.autograd.Function):
-    """What `DTensor.to_local` does, without working out the gradient's strides and placements in each backward: they
-    are the parameter's.  That takes the host longer than a linear's GEMMs do.
+    """`DTensor.to_local`, but the gradient gets the parameter's strides and placements.
+
+    Working them out in each backward takes the host longer than a linear's GEMMs.
     """
 
     @staticmethod
@@ -142,8 +135,8 @@ def local(parameter: Tensor) -> Tensor:
 class _ParallelLinear(nn.Module):
     """A quantisable linear without bias; `precision` and `impl` may change between steps.
 
-    `weight_casts` holds the weight's casts from its first use to `drop_weight_casts`, with which a pipeline ends its
-    pass; None casts at every use, where FSDP frees the weight in between.
+    `weight_casts` keeps the weight's casts until the pipeline ends its pass (`drop_weight_casts`).  It is None if FSDP
+    frees the weight between its uses: then every use casts it.
     """
 
     weight: nn.Parameter  # [N, K], this process's part
@@ -152,13 +145,14 @@ class _ParallelLinear(nn.Module):
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
         self.name, self.region, axis, dim = name, region, region.axis, self.split_dim
+        self._whole = region.tp_cp or axis
         self.out_features, self.in_features = weight.shape
         add_parameter(self, "weight", make_parameter(weight, dim, axis, device_mesh), Tags("linear", dim))
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.weight_casts: Casts | None = Casts()
         shards = {"weight", "input" if dim else "grad_output"} if axis.size > 1 else set()
-        if region.whole.size > axis.size:  # others have other tokens of the same sequences
+        if self._whole.size > axis.size:  # cp cuts sequences
             shards |= {"input", "grad_output"}
         self._reduce_amax = dict.fromkeys(sorted(shards), self.whole_amax)
         self._stream = name_stream(name)
@@ -183,12 +177,12 @@ class _ParallelLinear(nn.Module):
         self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
     def whole_amax(self, amax: Tensor) -> Tensor:
-        """Largest magnitudes of shards [...] -> those of the whole tensors, float32; a collective over tp and cp.
+        """Largest magnitudes of shards [...], which may be overwritten -> those of the whole tensors, float32.
 
-        What only one of them cuts is the same along the other.  It may write over what it is given.
+        A collective over tp and cp, also for a tensor that only one of them cuts: it is the same along the other.
         """
         amax = amax.contiguous()
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._whole.group)
         return amax
 
     def linear_call(self, context: StepContext) -> LinearCall:
@@ -208,7 +202,7 @@ class _ParallelLinear(nn.Module):
         for linear in linears:
             call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]
             backends = implementation.backends(call, device, rows * self.parts, linear._inputs, linear._outputs)
-            calls.append(LinearCall(*call[:-1], backends))  # quicker than _replace
+            calls.append(call.on(backends))
         return Group(calls, self._axis, self.parts > 1, self.whole_amax)
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
@@ -239,10 +233,10 @@ class RowParallelLinear(_ParallelLinear):
 def linears_of_one_input(
     linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor, up: Tensor | None = None
 ) -> Sequence[Tensor]:
-    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, as one step; they enter the region, or x is within it.
+    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear; they enter the region, or x is within it.
 
-    up: of x's shape; the linears read silu(x) * up.  A context that is a tensor (`pack`) is a compiled block's: its
-    linears are one operator.  If an implementation runs one of them whole, they run one after another.
+    up: of x's shape; the linears read silu(x) * up.  A compiled block's context is a tensor (`pack`).
+    If an implementation runs one of the linears whole, they run one after another.
     """
     first, ws, inputs = linears[0], [local(linear.weight) for linear in linears], [x] if up is None else [x, up]
     if isinstance(context, Tensor):

@@ -28,10 +28,12 @@ class ByGemm:
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        self._chosen = cache(self._choose)  # every call of a linear asks
+        # every call of a linear asks
+        self._chosen = cache(self._choose)
+        #: Precision, device -> why it cannot run there, or None.
+        self.refusal = cache(self._refuse)
 
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Why a precision cannot run on a device, or None."""
+    def _refuse(self, precision: LinearPrecision, device: torch.device) -> str | None:
         found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)
         return next((why for backend, why in found if backend is None), None)
 
@@ -48,7 +50,7 @@ class ByGemm:
         backends = self.backends(call, x.device, x.numel() // inputs, inputs, outputs)
         if not backends:
             return self.run_whole(x, w, call)
-        return run_group([x], [w], Group([call._replace(backends=backends)]))[0]
+        return run_group([x], [w], Group([call.on(backends)]))[0]
 
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N], for linears of which `backends` returns none."""

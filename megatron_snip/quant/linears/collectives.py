@@ -22,7 +22,7 @@ def start_gather(part: Tensor, axis: Axis, *, async_op: bool = True) -> Callable
     """Begin to gather the rows [t, C] of each process; the returned function waits for the whole [T, C].
 
     The whole has the layout of the parts.  Parts that are contiguous by columns cost a copy.
-    async_op: False where torch.compile, which does not know such collectives, may trace the call.
+    async_op: False if torch.compile may trace the call; it knows only synchronous collectives.
     """
     columns_first = not part.is_contiguous()
     flat = part.T if columns_first else part

@@ -4,14 +4,14 @@
     backward   gather what wgrad reads   while  each linear runs dgrad
                sum the input's gradient  while  each linear runs wgrad
 
-A lone linear is a group of one.  Everything that runs linears runs ``forward`` and ``backward``: autograd by this
-module, compiled blocks by linear_op.py, recomputation and probes by either.
+A lone linear is a group of one.  All linears run ``forward`` and ``backward``: `_Linears` calls them in eager mode, and
+the operator of linear_op.py calls them in compiled blocks.
 
-The input is x, or SwiGLU's product silu(x) * up (arXiv 2002.05202), which is not stored if the cast can compute it.
-Forward casts it once, into its forms for fprop and wgrad.  Only the form for wgrad is kept for backward; the input
-itself is kept if wgrad is in bf16 or an observer looks.  Under sequence parallelism a process keeps its own rows.  It
-casts them before they are gathered if all linears want one form and the bits are those of casting the whole: nothing
-rounds stochastically, and blocks and tiles of swizzled scales end where a process's rows end.
+The input is x, or SwiGLU's product silu(gate) * up (arXiv 2002.05202), which is not stored if the cast can compute it.
+Forward casts the input once for fprop and wgrad, and keeps only what wgrad reads: codes, or the input itself if wgrad
+is in bf16 or an observer looks.  Under sequence parallelism, each process keeps its own rows.  It casts them before the
+all-gather if all linears want one form and the bits stay those of casting the whole: nothing rounds stochastically, and
+blocks and tiles of swizzled scales end where the process's rows end.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
 Shapes: T tokens, t of them of this process, K input and N output channels.
 """
@@ -38,8 +38,9 @@ from megatron_snip.quant.linears.operands import Casts, LinearCall, Operands, un
 class Group(NamedTuple):
     """Linears that read the same input, in their present precision.
 
-    axis: tp, over which the input's gradient is summed; None if no other process reads the input.  gathers: whether
-    each process has a part of the input's rows.  reduce_part: the amax of such a part -> the amax of the whole.
+    axis: tp, over which the input's gradient is summed; None if no other process reads the input.
+    gathers: whether each process has a part of the input's rows.  reduce_part: the amax of this part -> the amax of the
+    whole input; the calls' own ``reduce_amax`` is that of the gathered rows.
     """
 
     calls: Sequence[LinearCall]
@@ -52,20 +53,14 @@ class Group(NamedTuple):
         """Whether an observer looks at one of the linears."""
         return [call for call in self.calls if call.observer is not None] != []
 
-    @property
-    def reduce_whole(self) -> ReduceAmax | None:
-        """The amax of the input that tp has, or a process of a row-parallel linear -> the amax of the whole input."""
-        return self.calls[0].reduce_amax.get("input")
-
     def wanted(self, gemm: str, *, kept: bool) -> list[Form | None]:
         """The form of the input for a GEMM of each linear."""
         return [call.wanted(gemm, "input", kept=kept) for call in self.calls]
 
     def cast_as(self, wanted: Sequence[Form | None], rows: int) -> Sequence[Form | None]:
-        """The forms, each once, in which a process casts its ``rows`` of the input to give all linears what they want.
+        """The forms, each once, in which this process casts its ``rows`` of the input for linears that want these.
 
-        Rows that are gathered are cast first only if all linears want one form: codes of two formats would be more
-        bytes than the rows.
+        Before an all-gather there is one form: codes of two formats would be more bytes than the rows (None).
         """
         forms = wanted if len(wanted) == 1 else list(dict.fromkeys(wanted))
         if not (self.gathers and forms):
@@ -79,10 +74,7 @@ class Group(NamedTuple):
         return [form.held("codes") if form.output == "values" else form]
 
     def kept_as(self, rows: int, *, needs_wgrad: bool) -> Sequence[Form | None]:
-        """The forms in which ``rows`` of the input are kept for backward: those for wgrad, or one that gives them all.
-
-        An observer looks at the rows themselves, with or without a wgrad.
-        """
+        """The forms in which ``rows`` of the input are kept for backward: wgrad's, and the rows for an observer."""
         kept = self.cast_as(self.wanted("wgrad", kept=True), rows) if needs_wgrad else []
         return [*kept, None] if self.observed and None not in kept else kept
 
@@ -96,7 +88,8 @@ def forward(
     now = group.cast_as(wanted, rows)
     later = group.calls[0].forward_only  # the forward that runs again will cast for backward
     forms = [*now, *([form for form in kept_as if form is None] if later else kept_as)]
-    made = _cast(inputs, forms, group.reduce_part if group.gathers else group.reduce_whole)
+    reduce_amax = group.reduce_part if group.gathers else group.calls[0].reduce_amax.get("input")
+    made = _cast(inputs, forms, reduce_amax)
     parts, kept = made[: len(now)], made[len(now) :]
     if later:
         kept = [kept.pop(0) if form is None else unset(form, x) for form in kept_as]
@@ -212,7 +205,8 @@ def _of_wholes(
     made = dict(zip(forms, wholes, strict=True))
     if missing := [form for form in wanted if form not in made]:
         if None in made:
-            made.update(zip(missing, _cast([made[None].data], missing, group.reduce_whole), strict=True))
+            reduce_amax = group.calls[0].reduce_amax.get("input")
+            made.update(zip(missing, _cast([made[None].data], missing, reduce_amax), strict=True))
         else:  # values, of the codes that were sent
             made.update({form: Operand(form, values(wholes[0], dtype)) for form in set(missing)})
     return [made[form] for form in wanted]
@@ -251,7 +245,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # torch's wrapper takes the host a while, and matters only where ``create_graph`` makes a graph of gradients
+        # torch's wrapper costs host time, and matters only under ``create_graph``
         return (once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients)(ctx, *grads)
 
 

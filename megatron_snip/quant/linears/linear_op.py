@@ -1,9 +1,9 @@
 """A group of linears as a custom operator, torch.ops.megatron_snip.linears, for compiled blocks.
 
-The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.
-What changes from step to step (precision, backends, kept casts of the weight) is looked up when the operator runs, by a
-number for each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share
-it.  What backward needs of the input is returned as outputs of unknown sizes.  The context is a tensor, because plain
+The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.  It
+looks up what changes from step to step (precision, backends, kept casts of the weight) when it runs, by a number for
+each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share it.  The
+operator returns what backward needs of the input as outputs of unknown sizes.  The context is a tensor, because plain
 numbers would be compiled into the graph.
 """
 

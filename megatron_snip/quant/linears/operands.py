@@ -1,4 +1,4 @@
-"""The operands of a linear's three GEMMs: the form of each, and the casts of weights that are kept.
+"""The operands of a linear's three GEMMs: their forms, the backends that multiply them, and kept casts of weights.
 
 fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   sums over K: tiles along dim 1 of X and of W
 dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     sums over N: tiles along dim 1 of G, dim 0 of W
@@ -9,11 +9,10 @@ T tokens, K input channels, N output channels, G = dL/dY.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -106,6 +105,10 @@ class LinearCall(NamedTuple):
     forward_only: bool = False
     backends: Backends = MappingProxyType({})
 
+    def on(self, backends: Backends) -> LinearCall:
+        """This call on these backends."""
+        return LinearCall(*self[:-1], backends)  # quicker than _replace
+
     def wanted(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
         """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
         return self.form(gemm, role, output=self.backends[gemm].output(role, kept=kept))
@@ -126,8 +129,13 @@ class LinearCall(NamedTuple):
 @cache
 def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
     """The form of an operand without its key; None for a format that does not quantise."""
-    fmt = get_format(name)
-    return Form(fmt, role, REDUCTION_DIM[gemm][role], output=output) if fmt.quantised else None
+    fmt, dim = get_format(name), REDUCTION_DIM[gemm][role]
+    if not fmt.quantised:
+        return None
+    rows, cols = fmt.block_shape(role, dim)
+    if rows == cols and output not in OPERANDS and role not in fmt.stochastic_roles:
+        dim = 1  # square blocks are the same along both dims, so one cast serves both
+    return Form(fmt, role, dim, output=output)
 
 
 @dataclass(frozen=True)
@@ -220,21 +228,18 @@ class Casts:
         if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
             again = call.wanted("dgrad", "weight", kept=kept)
             wanted += [again] if again is not None and again.output == wanted[0].output else []
-        forms = [None if form is None else _shared(form) for form in wanted]
-        now = forms[0]
-        if missing := [form for form in forms if form not in self._made]:
+        now, made, values_too = wanted[0], [], []
+        if missing := [form for form in wanted if form not in self._made]:
             assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
             missing = list(dict.fromkeys(missing))
-            codes = now is not None and now in missing and now.output == "codes" and call.backends[gemm].takes_values
-            held = [now.held("values")] if now is not None and codes else []
-            made = cast(w, [*missing, *held], call.reduce_amax.get("weight"), dtype=dtype)
+            if now is not None and now in missing and now.output == "codes" and call.backends[gemm].takes_values:
+                values_too = [now.held("values")]
+            made = cast(w, [*missing, *values_too], call.reduce_amax.get("weight"), dtype=dtype)
             self._made.update(zip(missing, made, strict=False))
-            operand = made[-1] if held else self._made[now]
-        else:
-            operand = self._made[now]
+        operand = made[-1] if values_too else self._made[now]
         if self.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
             needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")]
-            if all(form is not None and _shared(form) in self._made for form in needed):
+            if all(form is not None and form in self._made for form in needed):
                 w.untyped_storage().resize_(0)
                 self._of = _identity(w, dtype)
         return operand
@@ -243,12 +248,3 @@ class Casts:
 def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torch.dtype]:
     version = -1 if x.is_inference() else x._version  # inference tensors have none
     return x.data_ptr(), version, x.shape, dtype
-
-
-@lru_cache(maxsize=256)
-def _shared(form: Form) -> Form:
-    """Square blocks that are rounded to nearest are the same along both dims, so one cast serves both."""
-    square = form.block[0] == form.block[1]
-    if square and form.output not in OPERANDS and form.key is None and not form.transformed:
-        return dataclasses.replace(form, dim=1)
-    return form
