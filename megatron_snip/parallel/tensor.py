@@ -1,10 +1,10 @@
 """Tensor parallelism: Megatron's column- and row-parallel linears and the vocabulary-parallel embedding.
 
-    column-parallel  Y = X W^T, W [N,K] split along N: each process has all of X and a part of Y
-    row-parallel     Y = X W^T, W [N,K] split along K: each process has a part of X; the Ys are summed
+    column-parallel  Y = X W^T, W [N,K] split along N: each rank has all of X and a part of Y
+    row-parallel     Y = X W^T, W [N,K] split along K: each rank has a part of X; the Ys are summed
     sequence parallel: outside these layers activations [B, S, H] are split along the tokens
 
-Each process has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  For one sequence, these
+Each rank has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  For one sequence, these
 are Megatron's tokens.  For several, no collective needs a copy, and the layers outside look at each token alone.
 `Region.enter` and `Region.leave` are Megatron's f and g.  As in Megatron, activations are reduced in the compute dtype.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
@@ -53,7 +53,7 @@ class _Crossing(torch.autograd.Function):
 class Region:
     """The part of a block whose activations are split over tp.
 
-    tp_cp: the processes that together have a microbatch's activations; None: tp alone.
+    tp_cp: the ranks that together have a microbatch's activations; None: tp alone.
     forward_only: whether the forward under way will run again before its backward.
     """
 
@@ -72,7 +72,7 @@ class Region:
             self.forward_only = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
+        """[B, S/tp or S, H] -> the whole [B, S, H] on every rank; the gradient is summed over them."""
         return x if self.axis.size == 1 else _Crossing.apply(x, self, True)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Region:
 
 
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
+    """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each rank).
 
     With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard moves to the mesh's
     device.  A parameter on meta stays there until FSDP2 has cut it further.
@@ -124,7 +124,7 @@ class _Local(torch.autograd.Function):
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this process computes with, a plain tensor of the shard's shape [...]."""
+    """The part of a parameter that this rank computes with, a plain tensor of the shard's shape [...]."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -139,7 +139,7 @@ class _ParallelLinear(nn.Module):
     frees the weight between its uses: then every use casts it.
     """
 
-    weight: nn.Parameter  # [N, K], this process's part
+    weight: nn.Parameter  # [N, K], this rank's part
     split_dim: int  # of the weight, over tp: the input's columns are split if it is 1, the output's if it is 0
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
@@ -159,9 +159,9 @@ class _ParallelLinear(nn.Module):
         shape, offsets = list(weight.shape), [0, 0]
         shape[dim] //= axis.size
         offsets[dim] = axis.rank * shape[dim]
-        self._outputs, self._inputs = shape  # of this process
+        self._outputs, self._inputs = shape  # of this rank
         self._output_col0, self._input_col0 = offsets
-        #: The group's axis, and how many processes have a part each of the input's rows.
+        #: The group's axis, and how many ranks have a part each of the input's rows.
         self._axis = axis if dim == 0 and axis.size > 1 else None
         self.parts = axis.size if dim == 0 and region.sequence_parallel else 1
         self.handle = linear_op.handle_of(self)
@@ -197,7 +197,7 @@ class _ParallelLinear(nn.Module):
         )  # fmt: skip
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
-        """What linears of one input are now, this one the first; rows: of the input, that this process has."""
+        """What linears of one input are now, this one the first; rows: of the input, that this rank has."""
         calls = []
         for linear in linears:
             call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]

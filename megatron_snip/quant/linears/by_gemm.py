@@ -20,8 +20,8 @@ _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 class ByGemm:
     """Linears by a list of backends, the best first.
 
-    A subclass may run some linears whole: `backends` then returns none, and `run_whole` runs them.  It must leave
-    linears with an observer to the backends, which show it what they multiply.
+    A subclass may run some linears whole: `backends` returns none for them, and `run_whole` runs them.  Linears with an
+    observer must have backends, because the observer sees the operands of their GEMMs.
     """
 
     compiles = True  # whether a compiled block may have its linears
@@ -78,7 +78,7 @@ class ByGemm:
     def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
         """The first backend that runs a format here, and why earlier ones do not.
 
-        If some backends take the format, only their reasons count.
+        Reasons of backends that take the format on no device count only if there are no others.
         """
         fmt = get_format(name)
         if not fmt.quantised:

@@ -1,6 +1,6 @@
 """Forward and backward of a group: linears that read one input, with tp's collectives beside their GEMMs.
 
-    forward    cast this process's rows; gather codes and scales, or the rows themselves for bf16; multiply
+    forward    cast this rank's rows; gather codes and scales, or the rows themselves for bf16; multiply
     backward   gather what wgrad reads   while  each linear runs dgrad
                sum the input's gradient  while  each linear runs wgrad
 
@@ -9,11 +9,11 @@ the operator of linear_op.py calls them in compiled blocks.
 
 The input is x, or SwiGLU's product silu(gate) * up (arXiv 2002.05202), which is not stored if the cast can compute it.
 Forward casts the input once for fprop and wgrad, and keeps only what wgrad reads: codes, or the input itself if wgrad
-is in bf16 or an observer looks.  Under sequence parallelism, each process keeps its own rows.  It casts them before the
+is in bf16 or an observer looks.  Under sequence parallelism, each rank keeps its own rows.  It casts them before the
 all-gather if all linears want one form and the bits stay those of casting the whole: nothing rounds stochastically, and
-blocks and tiles of swizzled scales end where the process's rows end.
+blocks and tiles of swizzled scales end where the rank's rows end.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
-Shapes: T tokens, t of them of this process, K input and N output channels.
+Shapes: T tokens, t of them of this rank, K input and N output channels.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megatron_snip.quant.linears.operands import Casts, LinearCall, Operands, un
 class Group(NamedTuple):
     """Linears that read the same input, in their present precision.
 
-    axis: tp, over which the input's gradient is summed; None if no other process reads the input.
-    gathers: whether each process has a part of the input's rows.  reduce_part: the amax of this part -> the amax of the
+    axis: tp, over which the input's gradient is summed; None if no other rank reads the input.
+    gathers: whether each rank has a part of the input's rows.  reduce_part: the amax of this part -> the amax of the
     whole input; the calls' own ``reduce_amax`` is that of the gathered rows.
     """
 
@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return [call.wanted(gemm, "input", kept=kept) for call in self.calls]
 
     def cast_as(self, wanted: Sequence[Form | None], rows: int) -> Sequence[Form | None]:
-        """The forms, each once, in which this process casts its ``rows`` of the input for linears that want these.
+        """The forms, each once, in which this rank casts its ``rows`` of the input for linears that want these.
 
         Before an all-gather there is one form: codes of two formats would be more bytes than the rows (None).
         """
@@ -113,7 +113,7 @@ def backward(
 ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
     """Gradients of each input [t,K] and each w [N,K] from those of the outputs, gs [T,N], and what forward kept.
 
-    inputs: gate and up if the linears read their product, else not needed.
+    inputs: gate and up if the linears read their product; not needed for x.
     """
     dtype, axis, needs_dgrad, observed = gs[0].dtype, group.axis, any(needs_inputs), group.observed
     wait = _gather(kept if needs_wgrad or observed else (), group) if group.gathers else None
@@ -122,7 +122,7 @@ def backward(
     amaxes = _amaxes(gs, wanted, group)
     total: Tensor | None = None
     made: dict[int, list[Operand]] = {}
-    seen: dict[int, Tensor] = {}  # by observers: each linear's own part of the input's gradient
+    seen: dict[int, Tensor] = {}  # for observers: each linear's own part of the input's gradient
     # the last linear first, as autograd would, so that gradients are added in the same order
     for i, call in reversed([*enumerate(group.calls)]):
         made[i] = cast(gs[i], wanted[i], call.reduce_amax.get("grad_output"), amax=amaxes[i])
@@ -270,7 +270,7 @@ def run_group(inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group) -> S
 
     ws [N,K] each, of x.dtype or float32 -> y [..., N] of T tokens for each linear, of x.dtype, differentiable once.
     """
-    # asked here, because gradients are off inside the Function, and its needs_input_grad ignores an outer no_grad
+    # here, because gradients are off inside the Function, and its needs_input_grad ignores an outer no_grad
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
     ys: Sequence[Tensor] = _Linears.apply(group, needs_wgrad, *inputs, *ws)
     return ys

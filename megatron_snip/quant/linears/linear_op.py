@@ -22,7 +22,7 @@ from megatron_snip.quant.linears.group import Group, backward, forward
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.step_context import StepContext
 
-#: Parallel linears by their handles.  The first of a group knows all: ``group``, and how many processes have a part
+#: Parallel linears by their handles.  The first of a group knows all: ``group``, and how many ranks have a part
 #: each of the input's rows, ``parts``.
 _OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.

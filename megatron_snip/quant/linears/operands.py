@@ -37,7 +37,7 @@ _NAN_BYTE = 0xFF  # of E8M0 and of E4M3
 
 
 class Sizes(NamedTuple):
-    """Sizes of what this process multiplies in a linear: x [tokens, inputs], w [outputs, inputs]."""
+    """Sizes of a linear on this rank: x [tokens, inputs], w [outputs, inputs]."""
 
     tokens: int
     inputs: int
@@ -45,10 +45,10 @@ class Sizes(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to hold and multiply quantised operands.  If it cannot, it says why."""
+    """One way to hold and multiply quantised operands."""
 
     name: str  # printed at the start of a run
-    takes_values = False  # whether it also takes values where it wants codes: a cast can make both from one read
+    takes_values = False  # whether it also takes values in place of codes: a cast makes both from one read
 
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
@@ -64,7 +64,7 @@ class Backend(ABC):
 
     @abstractmethod
     def output(self, role: str, *, kept: bool) -> Output:
-        """How an operand of a role is held.  kept: until backward or longer, so that memory matters."""
+        """How to hold an operand of a role.  kept: until backward or longer, so memory matters."""
 
     @abstractmethod
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -82,17 +82,17 @@ class LinearObserver(Protocol):
     """Sees a linear's unquantised operands."""
 
     def backward(self, operands: Operands) -> None:
-        """Called once per backward, after dgrad's GEMM and before wgrad's, recomputed or not."""
+        """Called once per backward, after dgrad's GEMM and before wgrad's."""
 
 
 class LinearCall(NamedTuple):
     """Everything about one call of a linear except its tensors.
 
-    key: the linear's own; its row0 is the global row of x's first token.  input_col0, output_col0: the global channels
-    of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
-    reduce_amax: by role, for operands that are shards.
-    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
-    backends: of its GEMMs; none until they are chosen, or if the linear's implementation runs it whole.
+    key: the linear's own; its row0 is the global row of x's first token.
+    input_col0, output_col0: the global channels of the first columns of x and y.
+    weight_casts: keeps the weight's casts from call to call.  reduce_amax: by role, for operands that are shards.
+    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad.
+    backends: empty until they are chosen, and if the linear's implementation runs it whole.
     """
 
     precision: LinearPrecision
@@ -143,8 +143,7 @@ class Operands:
     """What a linear multiplies, before quantisation: x [T,K], w [N,K] and grad_output [T,N].
 
     grad_input [T,K] and grad_weight() [N,K] are the results of dgrad and wgrad in the linear's own precision, or None
-    if autograd does not need them.  The first call of grad_weight computes it.  Autograd uses both: do not write to
-    them.
+    if autograd does not need them.  Autograd uses both, so do not write to them.
     """
 
     x: Tensor
@@ -161,8 +160,8 @@ class Operands:
     def quantized(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
 
-        Also the number of elements beyond the format's largest value: int64 scalar.  Float32 scales, and scales that
-        are rounded up, leave no finite element beyond it.  A format that does not quantise gives the operand itself.
+        The second value is the number of elements beyond the format's largest value, an int64 scalar.  Float32 scales,
+        and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
         """
         tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
         exact = form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil")
@@ -175,7 +174,7 @@ class Operands:
 
 
 def unset(form: Form, x: Tensor) -> Operand:
-    """A stand-in for a cast of x [R, C] that nobody will read: the same sizes, undefined codes, NaN for scales."""
+    """A placeholder for a cast of x [R, C] that is never read: the same sizes, undefined codes, NaN as scales."""
     made = allocate(x, form, count=False)
     assert made.scales is not None
     made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
@@ -185,10 +184,9 @@ def unset(form: Form, x: Tensor) -> Operand:
 
 
 class Casts:
-    """Casts of one weight, each made once between two optimiser steps.
+    """Casts of one weight, each made once until the weight is replaced or changed in place.
 
-    If the tensor is replaced or changed in place, it is cast again.
-    frees: the tensor is a gathered copy.  Its owner allocates its memory again when it gathers it again.
+    frees: the weight is a gathered copy, whose memory its owner allocates again for the next gather.
     """
 
     def __init__(self, *, frees: bool = False) -> None:
@@ -207,7 +205,7 @@ class Casts:
         return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; if so, forget its casts."""
+        """Forget the casts if ``x`` [...] was replaced or changed since the last call; return whether it was."""
         of = _identity(x, dtype)
         if of == self._of:
             return False
@@ -218,9 +216,8 @@ class Casts:
     def operand(self, w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, *, training: bool = False) -> Operand:
         """The weight w [N,K] for a GEMM of a call, rounded to ``dtype`` first.
 
-        One read makes what is not here yet.  Codes that are kept come with the values that the GEMM takes now, and in
-        training, fprop's tensor-core bytes with dgrad's.
-        A gathered copy is freed, as FSDP2 does, when no later GEMM before ``clear`` will read it.
+        One read makes all missing casts: codes to keep and values for this GEMM, or in training the tensor-core
+        operands of fprop and dgrad.  A gathered copy that no other GEMM will read is then freed, as FSDP2 does.
         """
         self.renewed(w, dtype)
         kept = call.weight_casts is self
