@@ -10,6 +10,7 @@ numbers would be compiled into the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -144,9 +145,14 @@ def _unflat(form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], d
     """The operand of a tensor [t,K] of this shape and dtype, of which ``_flat`` made three tensors."""
     if form is None:
         return Operand(None, flat[0].view(dtype).view(shape))
-    lie = allocate(torch.empty(shape, dtype=dtype, device="meta"), form, count=False)[1:4]
     made: list[Any] = [
         like if like is None else part.view(like.dtype).as_strided(like.shape, like.stride())
-        for part, like in zip(flat, lie, strict=False)
+        for part, like in zip(flat, _lie(shape, dtype, form), strict=False)
     ]
     return Operand(form, *made)
+
+
+@lru_cache(maxsize=256)
+def _lie(shape: tuple[int, int], dtype: torch.dtype, form: Form) -> tuple[Tensor | None, ...]:
+    """The tensors of an operand [t,K] of this form, without memory; dtype: of values."""
+    return allocate(torch.empty(shape, dtype=dtype, device="meta"), form, count=False)[1:4]
