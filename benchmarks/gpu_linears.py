@@ -62,7 +62,7 @@ def _errors(contact: Contact, impl: str, name: str, k: int, kind: str) -> list[f
     seen = Operands(x.detach(), w.detach(), g, LinearCall(precision, KEY))
 
     def exact(gemm: str, role: str) -> Tensor:
-        return seen.quantized(gemm, role, name).double()
+        return seen.quantized(gemm, role, name)[0].double()
 
     expected = [
         exact("fprop", "input") @ exact("fprop", "weight").T,

@@ -19,13 +19,12 @@ from harness import Case, interleaved, machine, report, save
 from torch import Tensor
 
 from megatron_snip.quant import (
+    LINEAR_IMPLS,
     Casts,
     LinearPrecision,
     RoundingKey,
     Sizes,
     check_linear,
-    linear_implementations,
-    linear_runs,
     quantized_linear,
 )
 from megatron_snip.runtime import keep_freed_memory
@@ -101,7 +100,7 @@ def cases_of(x: Tensor, w: Tensor, g: Tensor, args: argparse.Namespace) -> dict[
                 print(f"left out: {error}", file=sys.stderr)
                 continue
             sizes = Sizes(len(x), w.shape[1], w.shape[0])
-            runs = linear_runs(impl, LinearPrecision.parse(fmt), x.device, sizes)[fmt]
+            runs = LINEAR_IMPLS[impl].runs(LinearPrecision.parse(fmt), x.device, sizes)[fmt]
             if impl == "transformer_engine" and runs != "Transformer Engine":
                 print(f"left out: {impl} {fmt}: {runs}", file=sys.stderr)
                 continue
@@ -134,7 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json")
     args = parser.parse_args()
-    known = linear_implementations()
+    known = list(LINEAR_IMPLS)
     if unknown := [impl for impl in args.impls.split(",") if impl not in known]:
         parser.error(f"--impls {','.join(unknown)} unknown; known: {', '.join(known)}")
     return args

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.interop.any_model import plain_name
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream, run_linear
+from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
 
 PLAIN_PRECISION = LinearPrecision.uniform("bf16")
 #: Modules with this name produce logits, and stay unquantised unless requested.
@@ -78,7 +78,7 @@ class AttachedLinear:
         call = LinearCall(precision, key, observer=observer, weight_casts=self.casts)
         if torch.is_grad_enabled():
             self.rows_seen += len(rows)
-        y = run_linear(rows, weight, call, self.snip.impl)
+        y = LINEAR_IMPLS[self.snip.impl](rows, weight, call)
         y = y if module.bias is None else y + module.bias.to(dtype)
         return y.reshape(*x.shape[:-1], module.out_features)
 

@@ -1,15 +1,12 @@
 """Tensor parallelism: Megatron's column- and row-parallel linears and the vocabulary-parallel embedding.
 
-    column-parallel  Y = X W^T, W [N,K] split along N: each process has all of X and a part of Y
-    row-parallel     Y = X W^T, W [N,K] split along K: each process has a part of X; the Ys are summed
+    column-parallel  Y = X W^T, W [N,K] split along N: each rank has all of X and a part of Y
+    row-parallel     Y = X W^T, W [N,K] split along K: each rank has a part of X; the Ys are summed
     sequence parallel: outside these layers activations [B, S, H] are split along the tokens
 
-A process has every tp-th part of a microbatch's B S tokens, one after another, which it holds as [B, S/tp, H]: for one
-sequence that is Megatron's part of it.  For several the parts lie in memory as the whole does, and no collective needs
-a copy; what is outside these layers looks at each token alone.
-
-`Region.enter` and `Region.leave` are Megatron's f and g.  Collectives of activations run in the compute
-dtype, as Megatron's do.
+Each rank has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  For one sequence, these
+are Megatron's tokens.  For several, no collective needs a copy, and the layers outside look at each token alone.
+`Region.enter` and `Region.leave` are Megatron's f and g.  As in Megatron, activations are reduced in the compute dtype.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
 """
@@ -32,63 +29,32 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.tags import Tags, add_parameter
-from megatron_snip.quant import (
-    Casts,
-    LinearCall,
-    LinearPrecision,
-    RoundingKey,
-    Sizes,
-    StepContext,
-    name_stream,
-    run_linear,
-)
+from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
 from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.quant.linears import linear_op
-from megatron_snip.quant.linears.collectives import all_gather, reduce_scatter
+from megatron_snip.quant.linears.collectives import start_gather, start_sum
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.linear import backends_of, gemm_by_gemm, runs_alone
 
 
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, group=axis.group)
-    return y
-
-
-def _all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[B, S/tp, H] of each process -> [B, S, H]."""
-    whole = x.new_empty((x.shape[0], axis.size * x.shape[1], x.shape[2]))
-    all_gather(whole.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
-    return whole
-
-
-def _reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums [B, S, H] -> this process's [B, S/tp, H] of the sum."""
-    own = x.new_empty((x.shape[0], x.shape[1] // axis.size, x.shape[2]))
-    reduce_scatter(own.flatten(0, 1), x.contiguous().flatten(0, 1), group=axis.group)
-    return own
-
-
-class _Collective(torch.autograd.Function):
-    """A collective forward and its transpose backward."""
+class _Crossing(torch.autograd.Function):
+    """Into a region, gather, and sum the gradient; out of it, sum, and gather the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Any, backward: Any) -> Tensor:
-        ctx.axis, ctx.transpose = axis, backward
-        return x.view_as(x) if forward is None else forward(x, axis)
+    def forward(ctx: Any, x: Tensor, region: Region, into: bool) -> Tensor:
+        ctx.region, ctx.into = region, into
+        return region._gather(x) if into else region._sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0] if ctx.transpose is None else ctx.transpose(grads[0], ctx.axis)
-        return grad, None, None, None
+        return ctx.region._sum(grads[0]) if ctx.into else ctx.region._gather(grads[0]), None, None
 
 
 @dataclass
 class Region:
-    """The stretch of a block whose activations are split over tensor parallel processes.
+    """The part of a block whose activations are split over tp.
 
-    tp_cp: tp and context parallel processes, which together have a microbatch's activations; None: tp alone.
-    `forward_only` holds while a forward runs that will be run again before its backward.
+    tp_cp: the ranks that together have a microbatch's activations; None: tp alone.
+    forward_only: whether the forward under way will run again before its backward.
     """
 
     axis: Axis
@@ -96,24 +62,9 @@ class Region:
     tp_cp: Axis | None = None
     forward_only: bool = False
 
-    @property
-    def whole(self) -> Axis:
-        """The processes which together have a microbatch's activations."""
-        return self.tp_cp or self.axis
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a process has a part of the tokens of what enters."""
-        return self.sequence_parallel and self.axis.size > 1
-
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether other processes have other tokens of the same sequences, inside the region too."""
-        return self.whole.size > self.axis.size
-
     @contextmanager
     def run_again_later(self) -> Iterator[None]:
-        """Inside, a forward runs whose activations are dropped: nothing is cast for wgrad alone."""
+        """A context in which forward casts nothing for wgrad, because its activations are dropped."""
         self.forward_only = True
         try:
             yield
@@ -121,33 +72,35 @@ class Region:
             self.forward_only = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """[B, S/tp or S, H] -> the whole [B, S, H] on every process; the gradient is summed over them."""
-        if self.axis.size == 1:
-            return x
-        if self.sequence_parallel:
-            return _Collective.apply(x, self.axis, _all_gather_tokens, _reduce_scatter_tokens)
-        return _Collective.apply(x, self.axis, None, _all_reduce)
+        """[B, S/tp or S, H] -> the whole [B, S, H] on every rank; the gradient is summed over them."""
+        return x if self.axis.size == 1 else _Crossing.apply(x, self, True)
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums [B, S, H] -> their sum, [B, S/tp or S, H]."""
-        if self.axis.size == 1:
-            return x
-        forward, backward = (
-            (_reduce_scatter_tokens, _all_gather_tokens) if self.sequence_parallel else (_all_reduce, None)
-        )
-        return _Collective.apply(x, self.axis, forward, backward)
+        return x if self.axis.size == 1 else _Crossing.apply(x, self, False)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x.view_as(x)
+        rows = x.contiguous().flatten(0, 1)
+        return start_gather(rows, self.axis, async_op=False)().unflatten(0, (len(x), -1))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        rows = x.contiguous() if self.sequence_parallel else x.clone(memory_format=torch.contiguous_format)
+        rows = rows.flatten(0, 1)
+        return start_sum(rows, self.axis, scatter=self.sequence_parallel, async_op=False)().unflatten(0, (len(x), -1))
 
 
 def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each process).
+    """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each rank).
 
-    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard goes to
-    the mesh's device and is kept; a view would keep the whole.  From meta it stays on meta, for FSDP2 to cut further
-    before there is memory for it.
+    With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard moves to the mesh's
+    device.  A parameter on meta stays there until FSDP2 has cut it further.
     """
     device = "meta" if full.is_meta else device_mesh.device_type
     if axis.size == 1:
         return nn.Parameter(full.to(device))
+    # a clone, because a view would keep the whole
     local = (full if dim is None else full.chunk(axis.size, dim)[axis.rank].clone()).contiguous().to(device)
     placement = Replicate() if dim is None else Shard(dim)
     device_mesh = device_mesh["tp"]
@@ -155,8 +108,9 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
 
 
 class _Local(torch.autograd.Function):
-    """What `DTensor.to_local` does, without working out the gradient's strides and placements in each backward: they
-    are the parameter's.  That takes the host longer than a linear's GEMMs do.
+    """`DTensor.to_local`, but the gradient gets the parameter's strides and placements.
+
+    Working them out in each backward takes the host longer than a linear's GEMMs.
     """
 
     @staticmethod
@@ -170,7 +124,7 @@ class _Local(torch.autograd.Function):
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this process computes with, a plain tensor of the shard's shape [...]."""
+    """The part of a parameter that this rank computes with, a plain tensor of the shard's shape [...]."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -181,35 +135,35 @@ def local(parameter: Tensor) -> Tensor:
 class _ParallelLinear(nn.Module):
     """A quantisable linear without bias; `precision` and `impl` may change between steps.
 
-    `weight_casts` holds the weight's casts from its first use to `drop_weight_casts`, with which a pipeline ends its
-    pass; None casts at every use, where FSDP frees the weight in between.
+    `weight_casts` keeps the weight's casts until the pipeline ends its pass (`drop_weight_casts`).  It is None if FSDP
+    frees the weight between its uses: then every use casts it.
     """
 
-    weight: nn.Parameter  # [N, K], this process's part
-    split_dim: int
-    sharded_roles: frozenset[str]  # operands of which a process holds a part of the columns or rows
-    enters: bool  # whether its input is what all of tp have, or a part of its tokens: the gradient is summed over tp
+    weight: nn.Parameter  # [N, K], this rank's part
+    split_dim: int  # of the weight, over tp: the input's columns are split if it is 1, the output's if it is 0
 
     def __init__(self, name: str, weight: Tensor, region: Region, device_mesh: DeviceMesh) -> None:
         super().__init__()
-        self.name, self.region = name, region
+        self.name, self.region, axis, dim = name, region, region.axis, self.split_dim
+        self._whole = region.tp_cp or axis
         self.out_features, self.in_features = weight.shape
-        parameter = make_parameter(weight, self.split_dim, region.axis, device_mesh)
-        add_parameter(self, "weight", parameter, Tags("linear", self.split_dim))
-        self.keeps_input = True
+        add_parameter(self, "weight", make_parameter(weight, dim, axis, device_mesh), Tags("linear", dim))
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.weight_casts: Casts | None = Casts()
-        cut = self.sharded_roles if region.axis.size > 1 else frozenset()
-        if region.cuts_tokens:
-            cut |= {"input", "grad_output"}
-        self._reduce_amax = dict.fromkeys(sorted(cut), self.whole_amax)
+        shards = {"weight", "input" if dim else "grad_output"} if axis.size > 1 else set()
+        if self._whole.size > axis.size:  # cp cuts sequences
+            shards |= {"input", "grad_output"}
+        self._reduce_amax = dict.fromkeys(sorted(shards), self.whole_amax)
         self._stream = name_stream(name)
-        shard, offsets = list(weight.shape), [0, 0]
-        shard[self.split_dim] //= region.axis.size
-        offsets[self.split_dim] = region.axis.rank * shard[self.split_dim]
-        self._outputs, self._inputs = shard  # of this process
+        shape, offsets = list(weight.shape), [0, 0]
+        shape[dim] //= axis.size
+        offsets[dim] = axis.rank * shape[dim]
+        self._outputs, self._inputs = shape  # of this rank
         self._output_col0, self._input_col0 = offsets
+        #: The group's axis, and how many ranks have a part each of the input's rows.
+        self._axis = axis if dim == 0 and axis.size > 1 else None
+        self.parts = axis.size if dim == 0 and region.sequence_parallel else 1
         self.handle = linear_op.handle_of(self)
 
     @property
@@ -223,16 +177,16 @@ class _ParallelLinear(nn.Module):
         self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
 
     def whole_amax(self, amax: Tensor) -> Tensor:
-        """Largest magnitudes of shards [...] -> those of the whole tensors, float32; a collective over tp and cp.
+        """Largest magnitudes of shards [...], which may be overwritten -> those of the whole tensors, float32.
 
-        What only one of them cuts is the same along the other.  It may write over what it is given.
+        A collective over tp and cp, also for a tensor that only one of them cuts: it is the same along the other.
         """
         amax = amax.contiguous()
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.region.whole.group)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._whole.group)
         return amax
 
     def linear_call(self, context: StepContext) -> LinearCall:
-        """Everything about a call."""
+        """Everything about a call, but for its backends."""
         key = context.key
         assert key is not None, "a stage gives each microbatch its key"
         own = RoundingKey(key.seed, key.iteration, self._stream, key.row0, key.col0, key.rows)
@@ -243,25 +197,21 @@ class _ParallelLinear(nn.Module):
         )  # fmt: skip
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
-        """What linears of one input are now, this one the first; rows: of the input, that this process has."""
-        parts, calls, backends = self.parts, [], []
+        """What linears of one input are now, this one the first; rows: of the input, that this rank has."""
+        calls = []
         for linear in linears:
-            call = linear.linear_call(context)
-            calls.append(call)
-            sizes = rows * parts, linear._inputs, linear._outputs
-            backends.append(backends_of(linear.impl, call.precision, device, *sizes))
-        axis = self.region.axis if self.enters else None
-        return Group(calls, backends, axis, parts > 1, self.whole_amax)
+            call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]
+            backends = implementation.backends(call, device, rows * self.parts, linear._inputs, linear._outputs)
+            calls.append(call.on(backends))
+        return Group(calls, self._axis, self.parts > 1, self.whole_amax)
 
-    def runs_alone(self, context: StepContext, x: Tensor) -> bool:
-        """Whether the linear's implementation runs all of it; x [B, S/tp or S, K]."""
-        sizes = Sizes(x.shape[0] * x.shape[1] * self.parts, self._inputs, self._outputs)
-        return runs_alone(self.impl, self.linear_call(context), x.device, sizes)
+    def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
+        """x [B, S/tp or S, K] -> [B, S, N/tp] if columns are split; x [B, S, K/tp] -> [B, S/tp or S, N] if rows are.
 
-    @property
-    def parts(self) -> int:
-        """How many processes have a part each of the input's rows."""
-        return self.region.axis.size if self.enters and self.region.gathers else 1
+        up: of x's shape; the linear reads silu(x) * up.
+        """
+        (y,) = linears_of_one_input([self], x, context, up)
+        return self.region.leave(y) if self.split_dim == 1 else y
 
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
@@ -269,48 +219,36 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Output channels split over tp; enters the region."""
+    """Output channels split over tp; enters the region.  Linears of one x run together: `linears_of_one_input`."""
 
-    split_dim, enters = 0, True
-    sharded_roles = frozenset({"weight", "grad_output"})
-
-    def forward(self, x: Tensor, context: StepContext | Tensor) -> Tensor:
-        """x [B, S/tp or S, K] -> [B, S, N/tp].  Linears of one x run together: `linears_of_one_input`."""
-        return linears_of_one_input([self], x, context)[0]
+    split_dim = 0
 
 
 class RowParallelLinear(_ParallelLinear):
     """Input channels split over tp; leaves the region."""
 
-    split_dim, enters = 1, False
-    sharded_roles = frozenset({"input", "weight"})
-
-    def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
-        """x [B, S, K/tp] -> [B, S/tp or S, N]; with ``up``, of x's shape, the same of silu(x) * up."""
-        return self.region.leave(linears_of_one_input([self], x, context, up)[0])
+    split_dim = 1
 
 
 def linears_of_one_input(
     linears: Sequence[_ParallelLinear], x: Tensor, context: StepContext | Tensor, up: Tensor | None = None
 ) -> Sequence[Tensor]:
-    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear, as one step; they enter the region, or x is within it.
+    """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear; they enter the region, or x is within it.
 
-    up: of x's shape; the linears read silu(x) * up.  A context that is a tensor (`pack`) is a compiled block's: its
-    linears are one operator.  An implementation that runs a linear by itself runs one after another.
+    up: of x's shape; the linears read silu(x) * up.  A compiled block's context is a tensor (`pack`).
+    If an implementation runs one of the linears whole, they run one after another.
     """
-    first, ws = linears[0], [local(linear.weight) for linear in linears]
+    first, ws, inputs = linears[0], [local(linear.weight) for linear in linears], [x] if up is None else [x, up]
     if isinstance(context, Tensor):
-        ys = linear_op.linears(
-            [one.flatten(0, 1) for one in (x, up) if one is not None], ws, context, [one.handle for one in linears],
-            parts=first.parts, keeps_input=any(one.keeps_input for one in linears),
-        )  # fmt: skip
+        ys = linear_op.linears([one.flatten(0, 1) for one in inputs], ws, linears, context)
         return [y.unflatten(0, (len(x), -1)) for y in ys]
-    alone = [] if gemm_by_gemm(first.impl, x.device) else [one.runs_alone(context, x) for one in linears]
-    if not any(alone):
-        return run_group(x, ws, first.group(linears, context, x.device, x.shape[0] * x.shape[1]), up)
+    group = first.group(linears, context, x.device, x.shape[0] * x.shape[1])
+    if all(call.backends for call in group.calls):
+        return run_group(inputs, ws, group)
     x = x if up is None else swiglu_product(x, up)
-    x = first.region.enter(x) if first.enters else x
-    return [run_linear(x, w, one.linear_call(context), one.impl) for one, w in zip(linears, ws, strict=True)]
+    x = first.region.enter(x) if first.split_dim == 0 else x
+    calls = zip(linears, ws, group.calls, strict=True)
+    return [LINEAR_IMPLS[one.impl](x, w, call) for one, w, call in calls]
 
 
 def drop_weight_casts(modules: Iterable[nn.Module]) -> None:

@@ -49,17 +49,13 @@ from __future__ import annotations
 from megatron_snip.quant.casts.cast import Quantized
 from megatron_snip.quant.casts.rounding import RoundingKey, name_stream
 from megatron_snip.quant.kernels.dispatch import dequantize, fake_quantize, quantize
-from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.linear import (
+    LINEAR_IMPLS,
     check_linear,
     compiled_impl,
-    linear_implementations,
-    linear_runs,
     quantized_linear,
-    register_linear,
-    run_linear,
 )
-from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands
+from megatron_snip.quant.linears.operands import Casts, LinearCall, LinearObserver, Operands, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.shape import KINDS, LinearShape
 from megatron_snip.quant.linears.step_context import PLAIN, StepContext
@@ -67,6 +63,7 @@ from megatron_snip.quant.linears.step_context import PLAIN, StepContext
 __all__ = [
     "GEMMS",
     "KINDS",
+    "LINEAR_IMPLS",
     "PLAIN",
     "Casts",
     "LinearCall",
@@ -82,11 +79,7 @@ __all__ = [
     "compiled_impl",
     "dequantize",
     "fake_quantize",
-    "linear_implementations",
-    "linear_runs",
     "name_stream",
     "quantize",
     "quantized_linear",
-    "register_linear",
-    "run_linear",
 ]

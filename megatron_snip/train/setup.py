@@ -28,13 +28,12 @@ from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import (
     GEMMS,
+    LINEAR_IMPLS,
     LinearPrecision,
     LinearShape,
     Sizes,
     check_linear,
     compiled_impl,
-    linear_implementations,
-    linear_runs,
 )
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
@@ -80,8 +79,8 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             )
         vocabulary = config.model.padded_vocab_size
         raise UserError(f"the padded vocabulary {vocabulary} is not a multiple of tensor parallel {tp}; {way_out}")
-    if p.linear_impl not in linear_implementations():
-        raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(linear_implementations())}")
+    if p.linear_impl not in LINEAR_IMPLS:
+        raise UserError(f"--linear-impl {p.linear_impl} is unknown; known: {', '.join(LINEAR_IMPLS)}")
     check_optimizer_impl(config.training)
     paths = (config.data.data_path, config.data.train_data_path, config.data.valid_data_path)
     check_data(*paths, whole=runtime.environment_local_rank() == 0)
@@ -301,7 +300,7 @@ def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
         for precision in used if plan is None else [plan.linears[name]]:
-            runs = linear_runs(linear.impl, precision, device, Sizes(tokens, sides[1], sides[0]))
+            runs = LINEAR_IMPLS[linear.impl].runs(precision, device, Sizes(tokens, sides[1], sides[0]))
             for fmt, who in runs.items():
                 by_format.setdefault(fmt, {}).setdefault(who, set()).add((name.rsplit(".", 1)[1], str(precision)))
     if config.precision.precision == "snip":

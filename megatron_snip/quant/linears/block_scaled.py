@@ -27,8 +27,7 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.casts.cast import Operand, Output
-from megatron_snip.quant.linears.backend import Backend, Sizes
-from megatron_snip.quant.linears.operands import REDUCTION_DIM
+from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
 from megatron_snip.quant.linears.scaled_mm import no_multiple, unfit_element, unfit_gpu
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16

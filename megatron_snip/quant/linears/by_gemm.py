@@ -1,4 +1,4 @@
-"""Linears of which each GEMM runs on the first backend of a list that can run it."""
+"""A linear implementation: each GEMM of a linear runs on the first backend of a list that can run it."""
 
 from __future__ import annotations
 
@@ -9,63 +9,76 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
-from megatron_snip.quant.linears.backend import Backend, Backends, Sizes
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.operands import LinearCall
+from megatron_snip.quant.linears.operands import Backend, Backends, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 
 _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 
 
 class ByGemm:
-    """A linear implementation from a list of backends, the best first."""
+    """Linears by a list of backends, the best first.
+
+    A subclass may run some linears whole: `backends` returns none for them, and `run_whole` runs them.  Linears with an
+    observer must have backends, because the observer sees the operands of their GEMMs.
+    """
+
+    compiles = True  # whether a compiled block may have its linears
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        #: Precision, device, ``Sizes`` -> the backend of each GEMM.  Cached, because every call asks.  Raises UserError
-        #: as a call does.
-        self.backends = cache(self._choose)
+        # every call of a linear asks
+        self._chosen = cache(self._choose)
+        #: Precision, device -> why it cannot run there, or None.
+        self.refusal = cache(self._refuse)
 
-    def refusal(self, precision: LinearPrecision, device: torch.device) -> str | None:
-        """Why a precision cannot run on a device, or None."""
-        for gemm in GEMMS:
-            backend, why = self._first(getattr(precision, gemm), device)
-            if backend is None:
-                return why
-        return None
+    def _refuse(self, precision: LinearPrecision, device: torch.device) -> str | None:
+        found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)
+        return next((why for backend, why in found if backend is None), None)
+
+    def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
+        """The backend of each GEMM of a linear of these ``Sizes``, or none if `run_whole` runs it.
+
+        Raises UserError if no backend of the list can run a GEMM.
+        """
+        return self._chosen(call.precision, device, *sizes)
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] -> y [..., N].  Raises UserError if no backend of the list can run a GEMM."""
+        """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         outputs, inputs = w.shape
-        backends = self.backends(call.precision, x.device, x.numel() // inputs, inputs, outputs)
-        return run_group(x, [w], Group([call], [backends]))[0]
+        backends = self.backends(call, x.device, x.numel() // inputs, inputs, outputs)
+        if not backends:
+            return self.run_whole(x, w, call)
+        return run_group([x], [w], Group([call.on(backends)]))[0]
+
+    def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
+        """x [..., K], w [N,K] -> y [..., N], for linears of which `backends` returns none."""
+        raise NotImplementedError
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-        """Format -> the name of the backend of its GEMMs; if they are emulated, also why."""
+        """Format -> the name of what multiplies its GEMMs; if they are emulated, also why."""
         told = {}
         for name in dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS):
             backend, why = self._first(name, device, sizes)
             assert backend is not None, "check_linear refuses this"
-            if backend is _PLAIN:
-                told[name] = "torch"
-                continue
-            told[name] = f"{backend.name} ({why})" if why and isinstance(backend, Emulated) else backend.name
+            reason = f" ({why})" if why and isinstance(backend, Emulated) else ""
+            told[name] = "torch" if backend is _PLAIN else f"{backend.name}{reason}"
         return told
 
     def _choose(self, precision: LinearPrecision, device: torch.device, *sizes: int) -> Backends:
-        chosen = []
+        chosen = {}
         for gemm in GEMMS:
             backend, why = self._first(getattr(precision, gemm), device, Sizes(*sizes))
             if backend is None:
                 raise UserError(f"this --linear-impl has no backend: {why}; use --linear-impl auto or emulated")
-            chosen.append(backend)
-        return Backends(*chosen)
+            chosen[gemm] = backend
+        return chosen
 
     def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
         """The first backend that runs a format here, and why earlier ones do not.
 
-        If some backends take the format, only their reasons count.
+        Reasons of backends that take the format on no device count only if there are no others.
         """
         fmt = get_format(name)
         if not fmt.quantised:

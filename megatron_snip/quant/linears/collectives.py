@@ -1,6 +1,6 @@
 """tp's collectives of tokens, which begin before a GEMM and are waited for after it.
 
-Shapes: T tokens, t of them of this process, C channels.
+Shapes: T tokens, t of them of this rank, C channels.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin to gather the rows [t, C] of each process; the returned function waits for the whole [T, C].
+def start_gather(part: Tensor, axis: Axis, *, async_op: bool = True) -> Callable[[], Tensor]:
+    """Begin to gather the rows [t, C] of each rank; the returned function waits for the whole [T, C].
 
     The whole has the layout of the parts.  Parts that are contiguous by columns cost a copy.
+    async_op: False if torch.compile may trace the call; it knows only synchronous collectives.
     """
     columns_first = not part.is_contiguous()
     flat = part.T if columns_first else part
     assert flat.is_contiguous(), "rows or columns lie one after another"
     whole = flat.new_empty((axis.size * flat.shape[0], flat.shape[1]))
-    work = all_gather(whole, flat, group=axis.group, async_op=True)
+    work = all_gather(whole, flat, group=axis.group, async_op=async_op)
 
     def wait() -> Tensor:
-        work.wait()
+        if work is not None:
+            work.wait()
         if columns_first:
             return whole.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1).T
         return whole
@@ -38,21 +40,20 @@ def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return wait
 
 
-def start_sum(x: Tensor, axis: Axis, *, scatter: bool) -> Callable[[], Tensor]:
+def start_sum(x: Tensor, axis: Axis, *, scatter: bool, async_op: bool = True) -> Callable[[], Tensor]:
     """Begin to add up partial sums x [T, C] over tp; x may be overwritten.
 
-    The returned function waits for the sum [T, C], or with ``scatter`` for this process's rows [t, C] of it.
+    The returned function waits for the sum [T, C], or with ``scatter`` for this rank's rows [t, C] of it.
     """
-    if axis.size == 1:
-        return lambda: x
-    if not scatter:
-        work, out = dist.all_reduce(x, group=axis.group, async_op=True), x
-    else:
+    if scatter:
         out = x.new_empty((len(x) // axis.size, x.shape[1]))
-        work = reduce_scatter(out, x, group=axis.group, async_op=True)
+        work = reduce_scatter(out, x, group=axis.group, async_op=async_op)
+    else:
+        work, out = dist.all_reduce(x, group=axis.group, async_op=async_op), x
 
     def wait() -> Tensor:
-        work.wait()
+        if work is not None:
+            work.wait()
         return out
 
     return wait

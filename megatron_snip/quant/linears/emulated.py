@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_snip.quant.casts.cast import Operand, Output
 from megatron_snip.quant.kernels.dispatch import values
-from megatron_snip.quant.linears.backend import Backend
 from megatron_snip.quant.linears.matmul import product
+from megatron_snip.quant.linears.operands import Backend
 
 
 class Emulated(Backend):

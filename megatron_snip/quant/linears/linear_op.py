@@ -1,51 +1,41 @@
 """A group of linears as a custom operator, torch.ops.megatron_snip.linears, for compiled blocks.
 
-The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.
-What changes from step to step (precision, backends, kept casts of the weight) is looked up when the operator runs, by a
-number for each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share
-it.  What backward needs of the input is returned as outputs of unknown sizes.  The context is a tensor, because plain
+The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.  It
+looks up what changes from step to step (precision, backends, kept casts of the weight) when it runs, by a number for
+each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share it.  The
+operator returns what backward needs of the input as outputs of unknown sizes.  The context is a tensor, because plain
 numbers would be compiled into the graph.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.casts.cast import Form, Operand, layout
+from megatron_snip.quant.casts.cast import Form, Operand, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey, Rows
-from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears.group import Group, backward, forward
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.step_context import StepContext
 
-
-class Owner(Protocol):
-    """The module of a linear, which knows what the linear does now."""
-
-    def group(self, linears: Sequence[Any], context: StepContext, device: torch.device, rows: int) -> Group:
-        """The group of ``linears``, of which this is the first; this process has so many rows of their input."""
-        ...
-
-
-_OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+#: Parallel linears by their handles.  The first of a group knows all: ``group``, and how many ranks have a part
+#: each of the input's rows, ``parts``.
+_OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.
 _PRECISIONS: dict[LinearPrecision, int] = {}
 #: What an operand is kept as: its bytes as they lie in memory, its scales and its tensor scale, each 1-D.
 _KEPT = (torch.uint8, torch.float32, torch.float32)
 
 
-def handle_of(owner: Owner) -> Tensor:
+def handle_of(owner: Any) -> Tensor:
     """A number for a linear, int64 [1] on the CPU.  With a plain number, each linear would compile its own graph."""
-    number = next(_NUMBERS)
-    _OWNERS[number] = owner
-    return torch.tensor([number])
+    _OWNERS[id(owner)] = owner
+    return torch.tensor([id(owner)])
 
 
 def pack(context: StepContext) -> Tensor:
@@ -56,24 +46,13 @@ def pack(context: StepContext) -> Tensor:
     return torch.tensor([key.seed, key.iteration, key.row0, number, *(key.rows or ())])
 
 
-def linears(
-    inputs: Sequence[Tensor],
-    ws: Sequence[Tensor],
-    context: Tensor,
-    handles: Sequence[Tensor],
-    *,
-    parts: int,
-    keeps_input: bool,
-) -> list[Tensor]:
-    """inputs x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, differentiable once.
-
-    parts: T / t, the number of processes that have rows of x.  keeps_input: whether backward needs x itself, for a
-    wgrad in bf16.
-    """
+def linears(inputs: Sequence[Tensor], ws: Sequence[Tensor], owners: Sequence[Any], context: Tensor) -> list[Tensor]:
+    """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each owner's linear, differentiable once."""
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
-    keeps = (needs_wgrad and keeps_input) or len(inputs) > 1
-    now = torch.cat([*handles, context])
-    made: list[Tensor] = torch.ops.megatron_snip.linears(list(inputs), list(ws), now, parts, needs_wgrad, keeps)
+    # backward needs x itself for a wgrad in bf16, gate and up always
+    keeps = len(inputs) > 1 or (needs_wgrad and any(one.keeps_input for one in owners))
+    now = torch.cat([*(one.handle for one in owners), context])
+    made: list[Tensor] = torch.ops.megatron_snip.linears(inputs, ws, now, owners[0].parts, needs_wgrad, keeps)
     return made[: len(ws)]
 
 
@@ -83,19 +62,22 @@ def _group(now: Tensor, count: int, x: Tensor, rows: int) -> Group:
     owners, (seed, iteration, row0, precision, *pieces) = [_OWNERS[one] for one in numbers[:count]], numbers[count:]
     key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*pieces) if pieces else None)
     context = StepContext(iteration, precision=None if precision < 0 else list(_PRECISIONS)[precision], key=key)
-    return owners[0].group(owners, context, x.device, rows)
+    group: Group = owners[0].group(owners, context, x.device, rows)
+    return group
 
 
 @torch.library.custom_op("megatron_snip::linears", mutates_args=())
 def _linears(
     inputs: Sequence[Tensor], ws: Sequence[Tensor], now: Tensor, parts: int, needs_wgrad: bool, keeps_inputs: bool
 ) -> list[Tensor]:
-    x, up = inputs[0], inputs[1] if len(inputs) > 1 else None
-    ys, kept = forward(x, up, ws, _group(now, len(ws), x, len(x)), needs_wgrad=needs_wgrad)
-    saved: list[Tensor] = []
+    x = inputs[0]
+    made, kept = forward(inputs, ws, _group(now, len(ws), x, len(x)), needs_wgrad=needs_wgrad)
     for i in range(len(ws) if needs_wgrad else 0):
-        saved += _flat(kept[i] if i < len(kept) else None, x, keeps_inputs if up is None else None)
-    return [*ys, *saved]
+        saved: Sequence[Any] = kept[i][1:4] if i < len(kept) else (None, None, None)
+        if saved[0] is x:  # an operator may not return its input: autograd keeps it
+            saved = (None if keeps_inputs else x.clone(memory_format=torch.contiguous_format), None, None)
+        made += _flat(saved, x)
+    return made
 
 
 @_linears.register_fake
@@ -112,15 +94,14 @@ def _linears_backward(
     gs: Sequence[Tensor], ws: Sequence[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor], now: Tensor,
     parts: int, needs_dgrad: bool,
 ) -> list[Tensor]:  # fmt: skip
-    rows, needs_wgrad, x = len(gs[0]) // parts, len(saved) > 0, inputs[0] if len(inputs) == 1 else None
-    group, shape = _group(now, len(ws), gs[0], rows), (rows, ws[0].shape[1])
-    forms = group.kept_as(rows, needs_wgrad=needs_wgrad)
-    kept = [_unflat(form, saved[3 * i : 3 * i + 3], shape, gs[0].dtype, x) for i, form in enumerate(forms)]
-    grad, grads_w = backward(gs, ws, kept, group, needs_dgrad=needs_dgrad, needs_wgrad=needs_wgrad)
-    grads: Sequence[Tensor | None] = [grad]
-    if grad is not None and len(inputs) > 1:
-        gate, up = inputs
-        grads = op.swiglu_gradients(grad, gate, up, True, True)
+    needs_wgrad, dtype, shape = len(saved) > 0, gs[0].dtype, (len(gs[0]) // parts, ws[0].shape[1])
+    group = _group(now, len(ws), gs[0], shape[0])
+    kept = [
+        Operand(None, inputs[0]) if form is None and len(inputs) == 1 else _unflat(form, saved[3 * i :], shape, dtype)
+        for i, form in enumerate(group.kept_as(shape[0], needs_wgrad=needs_wgrad))
+    ]
+    needs_inputs = [needs_dgrad] * max(len(inputs), 1)
+    grads, grads_w = backward(gs, ws, inputs, kept, group, needs_inputs=needs_inputs, needs_wgrad=needs_wgrad)
     return [one for one in (*grads, *grads_w) if one is not None]
 
 
@@ -152,34 +133,26 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 _linears.register_autograd(_backward, setup_context=_setup)
 
 
-def _flat(kept: Operand | None, x: Tensor, keeps_input: bool | None) -> list[Tensor]:
-    """An operand [t,K] as three tensors (``_KEPT``), empty for what it does not have.
-
-    keeps_input: whether autograd keeps x, because an operator may not return its input.  None: SwiGLU's product was
-    cast.
-    """
-    parts: list[Tensor | None] = [None] * 3 if kept is None else [*kept[1:4]]
-    if kept is not None and kept.form is None and keeps_input is not None:
-        parts[0] = None if keeps_input else x.clone(memory_format=torch.contiguous_format)
+def _flat(parts: Sequence[Tensor | None], x: Tensor) -> list[Tensor]:
+    """The tensors of an operand of x [t,K], as they lie in memory, 1-D; empty for those that it does not have."""
     return [
         x.new_empty(0, dtype=dtype) if part is None else part.as_strided((part.numel(),), (1,)).view(dtype)
         for part, dtype in zip(parts, _KEPT, strict=True)
     ]
 
 
-def _unflat(
-    form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype, x: Tensor | None
-) -> Operand:
-    """The operand [t,K] of which ``_flat`` made three tensors.  x: the input itself, if autograd kept it."""
-    data, scales, whole = flat
+def _unflat(form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Operand:
+    """The operand of a tensor [t,K] of this shape and dtype, of which ``_flat`` made three tensors."""
     if form is None:
-        return Operand(None, data.view(dtype).view(shape) if x is None else x)
-    codes_size, codes_along, scales_size, scales_along = layout(shape, form)
-    codes = _along(codes_along, data, codes_size)
-    scales = _along(scales_along, scales.view(torch.uint8) if form.output == "swizzled" else scales, scales_size)
-    return Operand(form, codes, scales, whole[0] if form.scaled else None)
+        return Operand(None, flat[0].view(dtype).view(shape))
+    made: list[Any] = [
+        like if like is None else part.view(like.dtype).as_strided(like.shape, like.stride())
+        for part, like in zip(flat, _lie(shape, dtype, form), strict=False)
+    ]
+    return Operand(form, *made)
 
 
-def _along(dim: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """A 1-D tensor as [R, C], contiguous along a dim."""
-    return flat.view(*shape) if dim == 1 else flat.view(*shape[::-1]).T
+@lru_cache(maxsize=256)
+def _lie(shape: tuple[int, int], dtype: torch.dtype, form: Form) -> tuple[Tensor | None, ...]:
+    """The tensors of an operand [t,K] of this form, without memory; dtype: of values."""
+    return allocate(torch.empty(shape, dtype=dtype, device="meta"), form, count=False)[1:4]

@@ -1,4 +1,4 @@
-"""The operands of a linear's three GEMMs: the form of each, and the casts of weights that are kept.
+"""The operands of a linear's three GEMMs: their forms, the backends that multiply them, and kept casts of weights.
 
 fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   sums over K: tiles along dim 1 of X and of W
 dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     sums over N: tiles along dim 1 of G, dim 0 of W
@@ -9,17 +9,17 @@ T tokens, K input channels, N output channels, G = dL/dY.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format, get_format
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Output, allocate
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
@@ -36,20 +36,63 @@ REDUCTION_DIM = {
 _NAN_BYTE = 0xFF  # of E8M0 and of E4M3
 
 
+class Sizes(NamedTuple):
+    """Sizes of a linear on this rank: x [tokens, inputs], w [outputs, inputs]."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+
+class Backend(ABC):
+    """One way to hold and multiply quantised operands."""
+
+    name: str  # printed at the start of a run
+    takes_values = False  # whether it also takes values in place of codes: a cast makes both from one read
+
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
+        return None
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device, or None if it can."""
+        return None
+
+    def unfit_sizes(self, sizes: Sizes) -> str | None:
+        """Why it cannot run the GEMMs of a linear of these sizes, or None if it can."""
+        return None
+
+    @abstractmethod
+    def output(self, role: str, *, kept: bool) -> Output:
+        """How to hold an operand of a role.  kept: until backward or longer, so memory matters."""
+
+    @abstractmethod
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """The product of a GEMM in dtype ``out``; operands that must be dequantised become ``dtype`` first.
+
+        a and b: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
+        """
+
+
+#: The backend of each GEMM of a linear, by the GEMM's name.
+Backends = Mapping[str, Backend]
+
+
 class LinearObserver(Protocol):
     """Sees a linear's unquantised operands."""
 
     def backward(self, operands: Operands) -> None:
-        """Called once per backward, after dgrad's GEMM and before wgrad's, recomputed or not."""
+        """Called once per backward, after dgrad's GEMM and before wgrad's."""
 
 
 class LinearCall(NamedTuple):
     """Everything about one call of a linear except its tensors.
 
-    key: the linear's own; its row0 is the global row of x's first token.  input_col0, output_col0: the global channels
-    of the first columns of x and y.  weight_casts: casts of the weight, kept from call to call until it changes.
-    reduce_amax: by role, for operands that are shards.
-    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad yet.
+    key: the linear's own; its row0 is the global row of x's first token.
+    input_col0, output_col0: the global channels of the first columns of x and y.
+    weight_casts: keeps the weight's casts from call to call.  reduce_amax: by role, for operands that are shards.
+    forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad.
+    backends: empty until they are chosen, and if the linear's implementation runs it whole.
     """
 
     precision: LinearPrecision
@@ -60,6 +103,15 @@ class LinearCall(NamedTuple):
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
+    backends: Backends = MappingProxyType({})
+
+    def on(self, backends: Backends) -> LinearCall:
+        """This call on these backends."""
+        return LinearCall(*self[:-1], backends)  # quicker than _replace
+
+    def wanted(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
+        """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
+        return self.form(gemm, role, output=self.backends[gemm].output(role, kept=kept))
 
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
         """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
@@ -77,8 +129,13 @@ class LinearCall(NamedTuple):
 @cache
 def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
     """The form of an operand without its key; None for a format that does not quantise."""
-    fmt = get_format(name)
-    return Form(fmt, role, REDUCTION_DIM[gemm][role], output=output) if fmt.quantised else None
+    fmt, dim = get_format(name), REDUCTION_DIM[gemm][role]
+    if not fmt.quantised:
+        return None
+    rows, cols = fmt.block_shape(role, dim)
+    if rows == cols and output not in OPERANDS and role not in fmt.stochastic_roles:
+        dim = 1  # square blocks are the same along both dims, so one cast serves both
+    return Form(fmt, role, dim, output=output)
 
 
 @dataclass(frozen=True)
@@ -86,8 +143,7 @@ class Operands:
     """What a linear multiplies, before quantisation: x [T,K], w [N,K] and grad_output [T,N].
 
     grad_input [T,K] and grad_weight() [N,K] are the results of dgrad and wgrad in the linear's own precision, or None
-    if autograd does not need them.  The first call of grad_weight computes it.  Autograd uses both: do not write to
-    them.
+    if autograd does not need them.  Autograd uses both, so do not write to them.
     """
 
     x: Tensor
@@ -101,30 +157,24 @@ class Operands:
         """The unquantised operand of a role: [T,K], [N,K] or [T,N]."""
         return {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
 
-    def quantized(self, gemm: str, role: str, fmt: str) -> Tensor:
+    def quantized(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
 
-        A format that does not quantise gives the operand itself.
+        The second value is the number of elements beyond the format's largest value, an int64 scalar.  Float32 scales,
+        and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
         """
-        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt)
-        return cast(tensor, [form], self.call.reduce_amax.get(role))[0].data
-
-    def quantized_with_count(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """``quantized`` [R, C], and the number of elements beyond the format's largest value: int64 scalar.
-
-        Float32 scales, and scales that are rounded up, leave no finite element beyond it.
-        """
-        form = self.call.form(gemm, role, fmt, "codes")
-        if form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil"):
-            return self.quantized(gemm, role, fmt), torch.zeros((), dtype=torch.int64, device=self.x.device)
-        tensor = self.tensor(role)
-        made = cast(tensor, [form], self.call.reduce_amax.get(role), count=True)[0]
-        assert made.saturated is not None
+        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
+        exact = form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil")
+        if exact:
+            form = self.call.form(gemm, role, fmt)
+        made = cast(tensor, [form], self.call.reduce_amax.get(role), count=not exact)[0]
+        if made.saturated is None:
+            return made.data, torch.zeros((), dtype=torch.int64, device=tensor.device)
         return values(made, tensor.dtype), made.saturated
 
 
 def unset(form: Form, x: Tensor) -> Operand:
-    """A stand-in for a cast of x [R, C] that nobody will read: the same sizes, undefined codes, NaN for scales."""
+    """A placeholder for a cast of x [R, C] that is never read: the same sizes, undefined codes, NaN as scales."""
     made = allocate(x, form, count=False)
     assert made.scales is not None
     made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
@@ -134,10 +184,9 @@ def unset(form: Form, x: Tensor) -> Operand:
 
 
 class Casts:
-    """Casts of one weight, each made once between two optimiser steps.
+    """Casts of one weight, each made once until the weight is replaced or changed in place.
 
-    If the tensor is replaced or changed in place, it is cast again.
-    frees: the tensor is a gathered copy.  Its owner allocates its memory again when it gathers it again.
+    frees: the weight is a gathered copy, whose memory its owner allocates again for the next gather.
     """
 
     def __init__(self, *, frees: bool = False) -> None:
@@ -156,7 +205,7 @@ class Casts:
         return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``x`` [...] was replaced or changed since the last call or ``clear``; if so, forget its casts."""
+        """Forget the casts if ``x`` [...] was replaced or changed since the last call; return whether it was."""
         of = _identity(x, dtype)
         if of == self._of:
             return False
@@ -164,47 +213,35 @@ class Casts:
         self._of, self._tensor = of, x.detach()
         return True
 
-    def free_tensor(self, x: Tensor, needed: Sequence[Form | None], dtype: torch.dtype) -> None:
-        """Free the memory of ``x`` [R, C], as FSDP2 does, if all casts that are needed before ``clear`` are here."""
-        if all(form is not None and _shared(form) in self._made for form in needed):
-            x.untyped_storage().resize_(0)
-            self._of = _identity(x, dtype)
+    def operand(self, w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, *, training: bool = False) -> Operand:
+        """The weight w [N,K] for a GEMM of a call, rounded to ``dtype`` first.
 
-    def get(
-        self,
-        x: Tensor,
-        wanted: Sequence[Form | None],
-        dtype: torch.dtype,
-        reduce_amax: ReduceAmax | None = None,
-        *,
-        for_now: bool = False,
-    ) -> list[Operand]:
-        """``x`` [R, C], rounded to ``dtype`` first, in each wanted form.
-
-        for_now: for codes that are not here yet, return values, which the same read makes; the codes are kept.
+        One read makes all missing casts: codes to keep and values for this GEMM, or in training the tensor-core
+        operands of fprop and dgrad.  A gathered copy that no other GEMM will read is then freed, as FSDP2 does.
         """
-        self.renewed(x, dtype)
-        wanted = [None if form is None else _shared(form) for form in wanted]
-        if not (missing := [form for form in wanted if form not in self._made]):
-            return [self._made[form] for form in wanted]
-        missing = list(dict.fromkeys(missing))
-        assert x.untyped_storage().size(), "free_tensor is called when nothing else will be cast"
-        codes = [form for form in missing if for_now and form is not None and form.output == "codes"]
-        made = cast(x, [*missing, *(form.held("values") for form in codes)], reduce_amax, dtype=dtype)
-        self._made.update(zip(missing, made, strict=False))
-        used = dict(zip(codes, made[len(missing) :], strict=True))
-        return [used[form] if form in used else self._made[form] for form in wanted]
+        self.renewed(w, dtype)
+        kept = call.weight_casts is self
+        wanted = [call.wanted(gemm, "weight", kept=kept)]
+        if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
+            again = call.wanted("dgrad", "weight", kept=kept)
+            wanted += [again] if again is not None and again.output == wanted[0].output else []
+        now, made, values_too = wanted[0], [], []
+        if missing := [form for form in wanted if form not in self._made]:
+            assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
+            missing = list(dict.fromkeys(missing))
+            if now is not None and now in missing and now.output == "codes" and call.backends[gemm].takes_values:
+                values_too = [now.held("values")]
+            made = cast(w, [*missing, *values_too], call.reduce_amax.get("weight"), dtype=dtype)
+            self._made.update(zip(missing, made, strict=False))
+        operand = made[-1] if values_too else self._made[now]
+        if self.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
+            needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")]
+            if all(form is not None and form in self._made for form in needed):
+                w.untyped_storage().resize_(0)
+                self._of = _identity(w, dtype)
+        return operand
 
 
 def _identity(x: Tensor, dtype: torch.dtype) -> tuple[int, int, torch.Size, torch.dtype]:
     version = -1 if x.is_inference() else x._version  # inference tensors have none
     return x.data_ptr(), version, x.shape, dtype
-
-
-@lru_cache(maxsize=256)
-def _shared(form: Form) -> Form:
-    """Square blocks that are rounded to nearest are the same along both dims, so one cast serves both."""
-    square = form.block[0] == form.block[1]
-    if square and form.output not in OPERANDS and form.key is None and not form.transformed:
-        return dataclasses.replace(form, dim=1)
-    return form

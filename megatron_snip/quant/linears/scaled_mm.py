@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_snip.formats import Format
 from megatron_snip.formats.element import E4M3
 from megatron_snip.quant.casts.cast import Operand, Output
-from megatron_snip.quant.linears.backend import Backend, Sizes
+from megatron_snip.quant.linears.operands import Backend, Sizes
 
 _BLOCK = 128
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant.linears.backend import Sizes
-from megatron_snip.quant.linears.operands import Casts, LinearCall
+from megatron_snip.quant.linears.operands import Casts, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.te_quantizers import quantizer_for
 

@@ -246,9 +246,9 @@ class LinearProbe:
 
     def _cast(self, operands: Operands, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
         """The cast operand and the exact one.  Counts elements that underflow or saturate."""
-        q, saturated = operands.quantized_with_count(gemm, role, fmt)
+        q, saturated = operands.quantized(gemm, role, fmt)
         form = operands.call.form(gemm, role, fmt)
-        exact = {"input": operands.x, "weight": operands.w, "grad_output": operands.grad_output}[role]
+        exact = operands.tensor(role)
         nonzero = self._nonzero.get(role)
         if form is not None and form.transformed:
             exact = hadamard(exact)

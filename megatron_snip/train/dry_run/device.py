@@ -20,7 +20,7 @@ from megatron_snip.model import rotary
 from megatron_snip.parallel import context_parallel, loss
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears import block_scaled, matmul, scaled_mm
-from megatron_snip.quant.linears.backend import Backend
+from megatron_snip.quant.linears.operands import Backend
 from megatron_snip.quant.linears.precision import GEMMS
 from megatron_snip.snip.measure import updates
 from megatron_snip.snip.plan import Plan

@@ -28,9 +28,8 @@ from megatron_snip.parallel.tensor import (
     local,
     make_parameter,
 )
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, StepContext
+from megatron_snip.quant import LINEAR_IMPLS, LinearCall, LinearPrecision, RoundingKey, StepContext
 from megatron_snip.quant.linears import collectives
-from megatron_snip.quant import run_linear as run_apart
 from megatron_snip.quant.linears import group as groups
 from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
@@ -86,7 +85,7 @@ class Recorder:
 
 def apart(layer: ColumnParallelLinear, x: Tensor, context: StepContext = CONTEXT) -> Tensor:
     """What a linear makes of the whole x [B, S, K] within the region, without collectives of its own."""
-    return run_apart(x, local(layer.weight), layer.linear_call(context), layer.impl)
+    return LINEAR_IMPLS[layer.impl](x, local(layer.weight), layer.linear_call(context))
 
 
 def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, Any]:
@@ -326,7 +325,7 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
     for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"):
         outputs = ["codes", "operand"] * (precision != "nvfp4") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
-        group = groups.Group([call], [], mesh.tp, True)
+        group = groups.Group([call], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
             x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input", output=output)
             largest = x.abs().amax().float()  # of the whole, for nvfp4
@@ -338,7 +337,7 @@ def run_gathered_operands() -> list[tuple[Any, bool]]:
             found.append(((precision, gemm, output), same))
         if "swizzled" in outputs:  # 160 rows are whole blocks, but no whole tile of scales
             wanted = [call.form("fprop", "input", output="swizzled")]
-            found.append(((precision, "tiles"), [group.sent(wanted, n) for n in (160, 256)] == [[None], wanted]))
+            found.append(((precision, "tiles"), [group.cast_as(wanted, n) for n in (160, 256)] == [[None], wanted]))
     return found
 
 

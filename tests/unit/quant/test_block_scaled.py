@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, linear_runs, name_stream, quantized_linear
+from megatron_snip.quant import LINEAR_IMPLS, LinearCall, LinearPrecision, RoundingKey, name_stream, quantized_linear
 from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.casts.swizzled import swizzle
 from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.linears import linear_op
-from megatron_snip.quant.linears.backend import Sizes
 from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.linear import check_linear
-from megatron_snip.quant.linears.operands import unset
+from megatron_snip.quant.linears.operands import Sizes, unset
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 REAL = F.scaled_mm
@@ -148,7 +147,7 @@ def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(f
     x, form = torch.randn(160, 96), Form(get_format(fmt), "input", dim, output="swizzled")
     (made,) = cast(x, [form])
     nothing = unset(form, x)
-    back = linear_op._unflat(form, linear_op._flat(made, x, False), (160, 96), x.dtype, None)
+    back = linear_op._unflat(form, linear_op._flat(made[1:4], x), (160, 96), x.dtype)
     for part, same, empty in zip(made[1:], back[1:], nothing[1:], strict=True):
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
         assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)
@@ -193,13 +192,13 @@ def test_devices(capability, cuda, reason, monkeypatch):
 def test_what_runs_where_is_told_by_format(fmt, hopper, blackwell, monkeypatch):
     precision, sizes = LinearPrecision.parse(f"bf16/{fmt}/{fmt}"), Sizes(256, 512, 128)
     for capability, expected in (((9, 0), hopper), ((10, 0), blackwell)):
-        told = linear_runs("auto", precision, pretend(monkeypatch, capability), sizes)
+        told = LINEAR_IMPLS["auto"].runs(precision, pretend(monkeypatch, capability), sizes)
         assert told["bf16"] == "torch" and told[fmt].startswith(expected)
-    assert linear_runs("auto", precision, pretend(monkeypatch, (9, 0)), Sizes(256, 500, 128))[fmt][:4] in (
+    assert LINEAR_IMPLS["auto"].runs(precision, pretend(monkeypatch, (9, 0)), Sizes(256, 500, 128))[fmt][:4] in (
         "emul",
         "torc",
     )
-    told = linear_runs("transformer_engine", precision, pretend(monkeypatch, (9, 0)), sizes)[fmt]
+    told = LINEAR_IMPLS["transformer_engine"].runs(precision, pretend(monkeypatch, (9, 0)), sizes)[fmt]
     if fmt != "bf16":
         assert told.startswith(hopper) and "; not Transformer Engine: it " in told
 

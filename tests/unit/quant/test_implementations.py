@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_snip.quant import LinearPrecision, check_linear, linear_implementations
-from megatron_snip.quant.linears.linear import run_linear
+from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, check_linear
 from megatron_snip.quant.linears.operands import LinearCall, Operands
 
 
@@ -20,7 +19,7 @@ class Observer:
         self.shown.append(operands)
 
 
-@pytest.mark.parametrize("impl", linear_implementations())
+@pytest.mark.parametrize("impl", list(LINEAR_IMPLS))
 def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
     """Of a master weight in float32, as training runs them, and of sequences; a probe that sees nothing fails."""
     random = torch.Generator().manual_seed(0)
@@ -29,7 +28,7 @@ def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
     cotangent = torch.randn(2, 128, 96, generator=random).bfloat16()
     precision, observer = LinearPrecision.uniform("bf16"), Observer()
     check_linear(impl, precision, x.device)
-    y = run_linear(x, w, LinearCall(precision, None, observer=observer), impl)
+    y = LINEAR_IMPLS[impl](x, w, LinearCall(precision, None, observer=observer))
     y.backward(cotangent)
     got = y.detach(), x.grad, w.grad
     x.grad = w.grad = None

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 
-from megatron_snip.quant import Casts, LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant import GEMMS, Casts, LinearCall, LinearPrecision, RoundingKey
 from megatron_snip.quant.kernels import op, triton_cast, triton_kernels
 from megatron_snip.quant.kernels.triton_launches import FP8
-from megatron_snip.quant.linears.backend import Backends
 from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
@@ -82,12 +81,13 @@ def step(
     x = torch.empty(256, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)
     w = torch.empty(384, 640, dtype=master, device="meta", requires_grad=True)
     g = torch.empty(256, 384, dtype=torch.bfloat16, device="meta")
-    call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=Casts() if kept else None)
     up = torch.empty_like(x, requires_grad=True)
     formats = precision.split("/") * (3 // len(precision.split("/")))
-    backends = Backends(*(BACKENDS.get(fmt, Hopper)() for fmt in formats))
+    backends = {gemm: BACKENDS.get(fmt, Hopper)() for gemm, fmt in zip(GEMMS, formats, strict=True)}
+    casts = Casts() if kept else None
+    call = LinearCall(LinearPrecision.parse(precision), key, weight_casts=casts, backends=backends)
     with launches:
-        (y,) = run_group(x, [w], Group([call], [backends]), up if product else None)
+        (y,) = run_group([x, up] if product else [x], [w], Group([call]))
         torch.autograd.grad(y, (x, up, w) if product else (x, w), g)
     return launches.names
 

@@ -15,23 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.formats import get_format
 from megatron_snip.quant import (
+    LINEAR_IMPLS,
     Casts,
     LinearCall,
     LinearPrecision,
     Operands,
     RoundingKey,
     fake_quantize,
-    linear_implementations,
     name_stream,
     quantized_linear,
-    register_linear,
 )
 from megatron_snip.quant.casts.cast import Form, Operand
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears import matmul
-from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.linear import backends_of
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
 BF16 = LinearPrecision.uniform("bf16")
@@ -134,11 +131,11 @@ def test_aligned_shards_have_the_operands_of_the_whole(fmt):
     rows = operands_of(x[:, 256:], w[:, 256:], g, input_col0=256)  # row-parallel
     for gemm, role in [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"), ("dgrad", "weight"),
                        ("wgrad", "grad_output"), ("wgrad", "input")]:  # fmt: skip
-        whole = operands.quantized(gemm, role, fmt)
+        whole = operands.quantized(gemm, role, fmt)[0]
         column_slice = {"input": whole, "weight": whole[128:256], "grad_output": whole[:, 128:256]}[role]
         row_slice = {"input": whole[:, 256:], "weight": whole[:, 256:], "grad_output": whole}[role]
-        assert torch.equal(columns.quantized(gemm, role, fmt), column_slice)
-        assert torch.equal(rows.quantized(gemm, role, fmt), row_slice)
+        assert torch.equal(columns.quantized(gemm, role, fmt)[0], column_slice)
+        assert torch.equal(rows.quantized(gemm, role, fmt)[0], row_slice)
 
 
 def test_a_column_shards_output_is_the_slice_of_the_whole():
@@ -166,7 +163,9 @@ def test_weight_blocks_serve_fprop_and_dgrad_with_the_same_values():
     for name in ("fp8", "fp4"):
         assert get_format(name).block_shape("weight", 0) == get_format(name).block_shape("weight", 1)
         operands = operands_of(x, w, g)
-        assert torch.equal(operands.quantized("fprop", "weight", name), operands.quantized("dgrad", "weight", name))
+        assert torch.equal(
+            operands.quantized("fprop", "weight", name)[0], operands.quantized("dgrad", "weight", name)[0]
+        )
 
 
 @contextlib.contextmanager
@@ -188,9 +187,11 @@ def test_linears_of_one_input_cast_it_once_where_their_formats_agree():
     x, w, g = tensors()
     precisions = [LinearPrecision.parse(text) for text in ("fp8", "fp8/fp4/fp4", "fp4/fp4/fp8")]
     alone = [torch.autograd.grad(quantized_linear(x, w, p, key=KEY), (x, w), g) for p in precisions]
-    backends = [backends_of("emulated", p, x.device, len(x), *w.shape[::-1]) for p in precisions]
+    calls = [LinearCall(p, KEY) for p in precisions]
+    sizes = len(x), *w.shape[::-1]
+    calls = [one._replace(backends=LINEAR_IMPLS["emulated"].backends(one, x.device, *sizes)) for one in calls]
     with counted_casts() as seen:
-        ys = run_group(x, [w] * 3, Group([LinearCall(p, KEY) for p in precisions], backends))
+        ys = run_group([x], [w] * 3, Group(calls))
     inputs = sorted((dim, fmt) for role, dim, fmt in seen if role == "input")
     assert inputs == [(0, "fp4"), (0, "fp8"), (1, "fp4"), (1, "fp8")]
     for y, (grad_x, grad_w) in zip(ys, alone, strict=True):
@@ -306,7 +307,7 @@ def test_the_observer_sees_the_unquantised_operands_once(recompute):
     assert torch.equal(seen.x, x) and torch.equal(seen.w, w) and torch.equal(seen.grad_output, g)
     assert torch.equal(
         grads[1],
-        seen.quantized("wgrad", "grad_output", "fp4").T @ seen.quantized("wgrad", "input", "fp4"),
+        seen.quantized("wgrad", "grad_output", "fp4")[0].T @ seen.quantized("wgrad", "input", "fp4")[0],
     )
 
 
@@ -365,7 +366,7 @@ def test_without_a_key_stochastic_gemms_are_refused_before_any_work():
 
 def test_bad_calls_raise():
     x, w, _ = tensors()
-    assert "emulated" in linear_implementations()
+    assert "emulated" in list(LINEAR_IMPLS)
     with pytest.raises(ValueError, match=r"'cublas' is unknown; known: auto, emulated"):
         quantized_linear(x, w, BF16, key=None, impl="cublas")
     with pytest.raises(ValueError, match=r"\[300, 200\] and w \[200, 140\]"):
@@ -377,7 +378,5 @@ def test_bad_calls_raise():
             quantized_linear(x.to(dtype), w.to(dtype), LinearPrecision.uniform("fp8"), key=None)
     with pytest.raises(ValueError, match=r"w is torch\.bfloat16"):
         quantized_linear(x, w.bfloat16(), BF16, key=None)
-    with pytest.raises(ValueError, match="'emulated' is taken"):
-        register_linear("emulated", Emulated())
     with pytest.raises(ValueError, match=r"scaled_mm cannot run fp8 here.*Hopper.*use --linear-impl auto or emulated"):
         quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=None, impl="scaled_mm")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_snip.parallel.tensor import ColumnParallelLinear, Region, linears_of_one_input
 from megatron_snip.quant import (
     GEMMS,
+    LINEAR_IMPLS,
     Casts,
     LinearCall,
     LinearPrecision,
@@ -28,14 +29,10 @@ from megatron_snip.quant import (
     StepContext,
     check_linear,
     compiled_impl,
-    linear_runs,
-    run_linear,
 )
 from megatron_snip.quant.linears import engine_first, transformer_engine
-from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.engine_first import EngineFirst
-from megatron_snip.quant.linears.linear import _IMPLEMENTATIONS
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from megatron_snip.quant.linears.te_quantizers import quantizer_for
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS, TransformerEngine
@@ -239,12 +236,12 @@ def big() -> tuple[Tensor, Tensor]:
 
 def test_a_plan_of_fp8_and_fp4_runs_fp8_here_and_fp4_elsewhere(machine):
     """Elsewhere with the same bits as without Transformer Engine."""
-    engine, (x, w), auto = machine((9, 0)), big(), EngineFirst(EXACT, ByGemm(Emulated()))
+    engine, (x, w), auto = machine((9, 0)), big(), EngineFirst(EXACT, Emulated())
     for fmt in ("fp8", "fp4", "fp8/fp8/fp4", "fp8/fp8/bf16"):
         y = auto(x, w, call(fmt, Casts()))
         assert torch.equal(y, x @ w.bfloat16().T) == (fmt in ("fp8", "fp8/fp8/bf16"))
         if len(engine.calls) < 2:
-            assert fmt == "fp8" or torch.equal(y, run_linear(x, w, call(fmt), "emulated"))
+            assert fmt == "fp8" or torch.equal(y, LINEAR_IMPLS["emulated"](x, w, call(fmt)))
     assert len(engine.calls) == 2
     assert auto.runs(LinearPrecision.parse("fp8"), x.device, SIZES) == {"fp8": "Transformer Engine"}
     told = auto.runs(LinearPrecision.parse("fp8/fp8/fp4"), x.device, SIZES)
@@ -257,18 +254,17 @@ SIZES = Sizes(128, 128, 128)
 def test_auto_takes_what_is_exact_alone(machine):
     """NVFP4 draws its own random bits there, and takes a shard's amax for the tensor's."""
     machine((10, 0))
-    others = ByGemm(Emulated())
     for fmt, exact in (("mxfp8", True), ("nvfp4", False), ("nvfp4_rht", False), ("mxfp8/bf16/mxfp8", True)):
         precision = LinearPrecision.parse(fmt)
         for formats, takes in ((EXACT, exact), (FORMATS, True)):
-            told = EngineFirst(formats, others).runs(precision, torch.device("cpu"), SIZES)
+            told = EngineFirst(formats, Emulated()).runs(precision, torch.device("cpu"), SIZES)
             assert ({*told.values()} == {"Transformer Engine"}) == takes, fmt
 
 
 @pytest.mark.parametrize("between", ["bf16", "fp4"])
 def test_a_pass_elsewhere_does_not_hide_that_the_weight_has_changed(between, machine):
     """A probe in BF16 looks at the new weight first; the module's own copy is the old one's."""
-    engine, (x, w), linear, casts = machine((9, 0)), big(), EngineFirst(EXACT, ByGemm(Emulated())), Casts()
+    engine, (x, w), linear, casts = machine((9, 0)), big(), EngineFirst(EXACT, Emulated()), Casts()
     linear(x, w, call("fp8", casts))
     with torch.no_grad():
         w.add_(1.0)
@@ -281,7 +277,7 @@ def test_a_pass_elsewhere_does_not_hide_that_the_weight_has_changed(between, mac
 def test_linears_of_one_input_run_together_unless_one_runs_here(machine, lone_mesh, monkeypatch):
     """With the outputs of each alone, and a weight that a pass together has seen is quantised anew."""
     engine = machine((9, 0))
-    monkeypatch.setitem(_IMPLEMENTATIONS, "here", EngineFirst(EXACT, ByGemm(Emulated())))
+    monkeypatch.setitem(LINEAR_IMPLS, "here", EngineFirst(EXACT, Emulated()))
     region, (x, w) = Region(lone_mesh.tp, sequence_parallel=False), big()
     x = x.detach().unflatten(0, (1, 128)).requires_grad_()
     layers = [ColumnParallelLinear(name, w.detach().clone(), region, lone_mesh.device_mesh) for name in ("a", "b")]
@@ -304,14 +300,14 @@ def test_a_probe_of_a_quantised_linear_runs_elsewhere(machine):
     engine, (x, w) = machine((9, 0)), big()
     seen = SimpleNamespace(shown=[])
     seen.backward = seen.shown.append
-    y = EngineFirst(EXACT, ByGemm(Emulated()))(x, w, call("fp8", observer=seen))
+    y = EngineFirst(EXACT, Emulated())(x, w, call("fp8", observer=seen))
     y.backward(torch.ones_like(y))
     assert not engine.calls and len(seen.shown) == 1
 
 
 def test_bf16_needs_no_engine():
     x, w, _ = tensors()
-    y = run_linear(x, w, call("bf16", Casts()), "transformer_engine")
+    y = LINEAR_IMPLS["transformer_engine"](x, w, call("bf16", Casts()))
     assert torch.equal(y, x @ w.bfloat16().T)
 
 
@@ -329,10 +325,10 @@ def test_the_names_before_2_9(engine):
 def test_without_the_package_it_is_auto_s_and_says_why(fmt):
     precision, (x, w), cpu = LinearPrecision.parse(fmt), big(), torch.device("cpu")
     check_linear("transformer_engine", precision, cpu)
-    assert torch.equal(run_linear(x, w, call(fmt), "transformer_engine"), run_linear(x, w, call(fmt), "auto"))
-    for told in linear_runs("transformer_engine", precision, cpu, SIZES).values():
+    assert torch.equal(LINEAR_IMPLS["transformer_engine"](x, w, call(fmt)), LINEAR_IMPLS["auto"](x, w, call(fmt)))
+    for told in LINEAR_IMPLS["transformer_engine"].runs(precision, cpu, SIZES).values():
         assert told.startswith("emulated (tensor cores need") and "; not Transformer Engine: it " in told
-    assert not any("Transformer" in told for told in linear_runs("auto", precision, cpu, SIZES).values())
+    assert not any("Transformer" in told for told in LINEAR_IMPLS["auto"].runs(precision, cpu, SIZES).values())
 
 
 @pytest.mark.parametrize(
@@ -367,7 +363,7 @@ def test_sizes_that_do_not_fit_are_one_line(fmt, side, machine):
             f"{fmt} needs multiples of {side}, this linear has {sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs}"
         )
         assert engine.unfit(precision, cpu, sizes) == f"{said} channels"
-        told = EngineFirst(FORMATS, ByGemm(Emulated())).runs(precision, cpu, sizes)
+        told = EngineFirst(FORMATS, Emulated()).runs(precision, cpu, sizes)
         assert told == {fmt: f"emulated; not Transformer Engine: {said} channels"}
 
 

@@ -14,7 +14,7 @@ from megatron_snip.formats.element import E2M1
 from megatron_snip.formats.format import _FORMATS, Format
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.model.spec import MODELS
-from megatron_snip.quant import LinearPrecision, linear_implementations
+from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import setup
 from megatron_snip.train.setup import build, check, with_defaults
@@ -146,7 +146,7 @@ def test_a_precision_is_every_linears(precision, config, lone_mesh):
     parts = parts_of(config.replace(precision=precision))
     assert parts.linears.keys() == set(LLAMA.linear_names(1)) and parts.coordinator is None
     assert {linear.precision for linear in parts.linears.values()} == {LinearPrecision.parse(precision)}
-    assert {linear.impl for linear in parts.linears.values()} <= set(linear_implementations())
+    assert {linear.impl for linear in parts.linears.values()} <= set(LINEAR_IMPLS)
 
 
 def test_a_plan_is_its_linears_and_snip_begins_with_its_warm_up(config, lone_mesh, tmp_path):
