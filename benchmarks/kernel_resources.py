@@ -212,14 +212,14 @@ LAUNCHES = {
     "fp4 input of SwiGLU, two operands": _both("fp4", "input", "operand", product=True),
     "mxfp8 input of SwiGLU, two of codes": _both("mxfp8", "input", "codes", product=True),
     "mxfp8 input of SwiGLU, two swizzled": _both("mxfp8", "input", "swizzled", product=True),
-    "nvfp4 input of SwiGLU, two swizzled": _both("nvfp4", "input", "swizzled", product=True),
+    "nvfp4_plain input of SwiGLU, two swizzled": _both("nvfp4_plain", "input", "swizzled", product=True),
     "mxfp8 input, two of codes": _both("mxfp8", "input", "codes"),
     "mxfp8 input, two swizzled": _both("mxfp8", "input", "swizzled"),
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
-    "nvfp4 input, two of values": _both("nvfp4", "input", "values"),
-    "nvfp4 input, two swizzled": _both("nvfp4", "input", "swizzled"),
-    "nvfp4 grad_output, stochastic, two of codes": _both("nvfp4", "grad_output", "codes", _KEY),
-    "nvfp4 grad_output, stochastic, two swizzled": _both("nvfp4", "grad_output", "swizzled", _KEY),
+    "nvfp4_plain input, two of values": _both("nvfp4_plain", "input", "values"),
+    "nvfp4_plain input, two swizzled": _both("nvfp4_plain", "input", "swizzled"),
+    "nvfp4_plain grad_output, stochastic, two of codes": _both("nvfp4_plain", "grad_output", "codes", _KEY),
+    "nvfp4_plain grad_output, stochastic, two swizzled": _both("nvfp4_plain", "grad_output", "swizzled", _KEY),
 }
 SWEEP = [Tiling(chunk, warps) for chunk in (16, 32) for warps in (4, 8)]
 #: Of blocks of 16, which programs of more rows have in several chunks.

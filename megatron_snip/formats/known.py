@@ -33,10 +33,10 @@ MXFP4 = register(
         stochastic_roles=frozenset({"grad_output"}),
     )
 )
-# NVFP4: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
-NVFP4 = register(
+# NVFP4 as such: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
+NVFP4_PLAIN = register(
     Format(
-        name="nvfp4",
+        name="nvfp4_plain",
         element=E2M1,
         tile=16,
         weight_block=None,
@@ -44,11 +44,11 @@ NVFP4 = register(
         stochastic_roles=frozenset({"grad_output"}),
     )
 )
-# The same paper's training recipe: 16x16 blocks for weights, so that fprop and dgrad see the same values, and
-# a random Hadamard transform over 16 tokens on both operands of wgrad.
-NVFP4_RHT = register(
+# The same paper's training recipe, and Transformer Engine's NVFP4BlockScaling: 16x16 blocks for weights, so that fprop
+# and dgrad see the same values, and a random Hadamard transform over 16 tokens on both operands of wgrad.
+NVFP4 = register(
     Format(
-        name="nvfp4_rht",
+        name="nvfp4",
         element=E2M1,
         tile=16,
         weight_block=16,

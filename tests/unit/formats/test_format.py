@@ -21,8 +21,8 @@ SHIPPED = {
     "mxfp6_e2m3": "E2M3",
     "mxfp6_e3m2": "E3M2",
     "mxfp4": "E2M1",
+    "nvfp4_plain": "E2M1",
     "nvfp4": "E2M1",
-    "nvfp4_rht": "E2M1",
 }
 
 
@@ -54,7 +54,7 @@ def test_published_blocks_and_scales(name):
     if name.startswith("mx"):
         expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2") else "e8m0", 0)
     elif name.startswith("nv"):
-        expected = (16, 16, "e4m3", 16) if name == "nvfp4_rht" else (16, None, "e4m3", 0)
+        expected = (16, 16, "e4m3", 16) if name == "nvfp4" else (16, None, "e4m3", 0)
     else:
         expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", 0)
     assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard) == expected
@@ -70,7 +70,7 @@ def test_stored_bits_count_the_scale():
     assert get_format("fp8").bits_per_element == 8.25
     assert get_format("fp4").bits_per_element == 4.25
     assert get_format("bf16").bits_per_element == 16
-    stored = {"mxfp8": 8.25, "mxfp6_e3m2": 6.25, "mxfp4": 4.25, "nvfp4": 4.5, "nvfp4_rht": 4.5, "fp8_pow2": 8.25}
+    stored = {"mxfp8": 8.25, "mxfp6_e3m2": 6.25, "mxfp4": 4.25, "nvfp4_plain": 4.5, "nvfp4": 4.5, "fp8_pow2": 8.25}
     assert {name: get_format(name).bits_per_element for name in stored} == stored
     assert [get_format(name).element_bits for name in ("bf16", "fp8", "fp4", "e3m2")] == [16, 8, 4, 6]
 

@@ -244,7 +244,7 @@ def test_evaluation_casts_for_fprop_alone(mode):
     expected = quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY).detach()
     with mode(), counted_casts() as seen:
         # wgrad of this format needs a multiple of 16 tokens, but there is no wgrad
-        quantized_linear(x, w, LinearPrecision.uniform("nvfp4_rht"), key=KEY)
+        quantized_linear(x, w, LinearPrecision.uniform("nvfp4"), key=KEY)
         y = quantized_linear(x + 0, w, LinearPrecision.uniform("fp8"), key=KEY)
     assert torch.equal(y, expected)
     assert {(role, dim) for role, dim, _ in seen} == {("input", 1), ("weight", 1)}
@@ -263,7 +263,7 @@ def test_a_float32_master_weight_gives_what_its_rounded_copy_gives():
 
 def test_shards_share_the_tensors_amax_where_the_format_needs_it():
     x, w, g = tensors(sizes=(256, 512, 384))
-    precision = LinearPrecision.uniform("nvfp4")
+    precision = LinearPrecision.uniform("nvfp4_plain")
     whole = {"input": x, "weight": w, "grad_output": g}
     reduced: list[str] = []
 

@@ -128,14 +128,14 @@ def test_blockwise_fp8_is_that_of_transformer_engine(fmt, role, name, cast, chec
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("fmt", ["nvfp4_plain", "nvfp4"])
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_nvfp4_is_that_of_transformer_engine(role, fmt, name, cast, checkout, monkeypatch):
     """1x16, 16x16 and transformed forms.  It stores -0 as +0, we keep the sign."""
     peer = load_transformer_engine_nvfp4(checkout("--transformer-engine"), monkeypatch)
-    square = fmt == "nvfp4_rht" and role == "weight"
+    square = fmt == "nvfp4" and role == "weight"
     quantiser = peer.NVFP4QuantizerRef(
-        dtype=None, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=fmt == "nvfp4_rht" and role == "input"
+        dtype=None, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=fmt == "nvfp4" and role == "input"
     )
     quantiser.rowwise_usage = quantiser.columnwise_usage = True
     x = DATA[name]
@@ -164,5 +164,5 @@ def test_nvfp4_of_torchao_divides_in_another_order_and_has_a_least_scale(name):
     y = blocks * torch.div(torch.div(torch.tensor(1.0), whole), scales)[..., None]
     q = torch.copysign(round_nearest(y.abs().clamp(max=6), E2M1), y)
     assert torch.equal(encode(q, E2M1).view(x.shape), nibbles(packed))
-    ours = quantize_reference(x, "nvfp4", role="input", dim=1)
+    ours = quantize_reference(x, "nvfp4_plain", role="input", dim=1)
     assert (ours.scales != scales).float().mean() < 0.05 or name.startswith(("wide", "zeros"))
