@@ -2,8 +2,8 @@
 
 Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
 have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4_plain, all three scale rules
-and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
-float32; whole and ragged tiles; dequantisation, the largest magnitude and the Hadamard transform.  On sm_100a: the
+and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16
+and float32; whole and ragged tiles; dequantisation, the largest magnitude, the Hadamard transform.  On sm_100a: the
 pairs alone, swizzled where Blackwell reads them.
 """
 
