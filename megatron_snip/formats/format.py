@@ -18,8 +18,10 @@ from megatron_snip.formats.element import Element, element_named
 ROLES = ("input", "weight", "grad_output")
 
 #: Kinds of scale and their stored bits.  Kernels identify a kind by its index (cpu.h's enum Scale).
-_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8}
+_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8, "e4m3_4over6": 8}
 SCALES = tuple(_SCALE_BITS)
+#: Those that are E4M3, under a float32 scale of the whole tensor.
+E4M3_SCALES = ("e4m3", "e4m3_4over6")
 
 _EXMY = re.compile(r"e(\d)m(\d)")
 _FORMATS: dict[str, Format] = {}
@@ -34,7 +36,8 @@ class Format:
     weight_block: side of a weight's square block, or None to use tiles for weights too.
     scale: kind of scale (formulas in quant/casts/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds
     that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
-    max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor.
+    max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor;
+    "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
     stochastic_roles: roles that round stochastically by default.
     hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/casts/hadamard.py), or 0.
     Raises UserError for an unknown role or kind of scale, sizes below 1, and a hadamard other than 0 and 16.
@@ -69,7 +72,7 @@ class Format:
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether block scales depend on the amax of the whole tensor."""
-        return self.scale == "e4m3"
+        return self.scale in E4M3_SCALES
 
     @property
     def element_bits(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, element_named
 from megatron_snip.formats.format import Format, register
 
@@ -57,3 +59,6 @@ NVFP4 = register(
         hadamard=16,
     )
 )
+# Four over six (arXiv 2512.02010) in the same recipe: a block's largest value becomes 6 or 4, whichever rounds it with
+# the smaller squared error.
+NVFP4_4OVER6 = register(replace(NVFP4, name="nvfp4_4over6", scale="e4m3_4over6"))

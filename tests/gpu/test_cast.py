@@ -134,7 +134,7 @@ def test_dequantisation(fmt, dtype):
         x = operands(RAGGED, torch.float32, "cuda")[1]
         made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.randint(256, RAGGED, device="cuda", dtype=torch.uint8)
-        whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
+        whole = tensor_scale(finite_amax(x), form.fmt) if form.fmt.needs_tensor_amax else None
         for layout in (made.data, codes, codes.T.contiguous().T):
             quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)
             assert triton_cast.takes_codes(quantized)

@@ -239,7 +239,7 @@ def dequantised() -> Iterator[str]:
         x = operands((256, 6), torch.float32)[4]
         made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 6)
-        whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
+        whole = tensor_scale(finite_amax(x), form.fmt) if form.fmt.needs_tensor_amax else None
         assert made.scales is not None
         for dtype, layout in itertools.product((torch.bfloat16, torch.float32), (codes, codes.T.contiguous().T)):
             quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)
