@@ -218,6 +218,11 @@ LAUNCHES = {
     "mxfp4 grad_output, stochastic, two of values": _both("mxfp4", "grad_output", "values", _KEY),
     "nvfp4_plain input, two of values": _both("nvfp4_plain", "input", "values"),
     "nvfp4_plain input, two swizzled": _both("nvfp4_plain", "input", "swizzled"),
+    "nvfp4_4over6 input, two of values": _both("nvfp4_4over6", "input", "values"),
+    "nvfp4_4over6 input, two swizzled": _both("nvfp4_4over6", "input", "swizzled"),
+    "nvfp4_4over6 weight, two swizzled": _both("nvfp4_4over6", "weight", "swizzled"),
+    "nvfp4_4over6 grad_output, stochastic, two of codes": _both("nvfp4_4over6", "grad_output", "codes", _KEY),
+    "nvfp4_4over6 grad_output, stochastic, two swizzled": _both("nvfp4_4over6", "grad_output", "swizzled", _KEY),
     "nvfp4_plain grad_output, stochastic, two of codes": _both("nvfp4_plain", "grad_output", "codes", _KEY),
     "nvfp4_plain grad_output, stochastic, two swizzled": _both("nvfp4_plain", "grad_output", "swizzled", _KEY),
 }

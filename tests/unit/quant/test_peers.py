@@ -7,15 +7,18 @@ docs/numerics.md has the table of what is the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_snip.formats import get_format
 from megatron_snip.formats.element import E2M1, E4M3
 from megatron_snip.quant import quantize
 from megatron_snip.quant.casts.grid import encode, round_nearest
 from megatron_snip.quant.casts.hadamard import hadamard
+from tests.unit.quant.elements import all_bf16
 from tests.unit.quant.peers import (
     bf16_tensors,
     load_microxcaling,
@@ -32,6 +35,11 @@ MX = {  # format: microxcaling's and torchao's name of the element
     "mxfp6_e3m2": ("fp6_e3m2", "fp6_e3m2"),
     "mxfp4": ("fp4_e2m1", torch.float4_e2m1fn_x2),
 }
+#: Every finite number, sorted, so that a block has like sizes; and in random order those that are alike in size.
+EVERY = all_bf16().sort().values
+MIDDLE = EVERY[(EVERY.abs() >= 2.0**-24) & (EVERY.abs() < 256)]
+MIDDLE = MIDDLE[torch.randperm(len(MIDDLE), generator=torch.Generator().manual_seed(1))]
+TILES_4OVER6 = replace(get_format("nvfp4_plain"), name="tiles", scale="e4m3_4over6")
 pytestmark = pytest.mark.parametrize("name", DATA)
 
 
@@ -148,6 +156,33 @@ def test_nvfp4_is_that_of_transformer_engine(role, fmt, name, cast, checkout, mo
         negative_zero = (source if dim == 1 else source.T).eq(0) & (codes == 8)
         assert torch.equal(codes.masked_fill(negative_zero, 0), nibbles(packed))
         assert negative_zero.any() == name.startswith("zeros")
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_four_over_six_is_that_of_transformer_engine(role, name, cast, checkout, monkeypatch):
+    """Squared errors in units of the tensor's scale ("fast math" there), a bound of 256; 1x16, 16x1 and 16x16."""
+    peer = load_transformer_engine_nvfp4(checkout("--transformer-engine"), monkeypatch)
+    side = 16 if role == "weight" else 1
+    quantiser = peer.NVFP4QuantizerRef(
+        dtype=None, quant_tile_shape=(side, 16), nvfp4_use_4over6=True, nvfp4_e4m3_max=256,
+        nvfp4_4over6_err_mode="MSE", nvfp4_4over6_err_use_fast_math=True,
+    )  # fmt: skip
+    quantiser.rowwise_usage = quantiser.columnwise_usage = True
+    every, middle = EVERY.view(255, 256).bfloat16(), MIDDLE.view(-1, 256).bfloat16()
+    million = [torch.randn(1024, 1024).bfloat16()] if name == "normal-0" else []
+    for x in (DATA[name], every, middle, *million):
+        theirs = quantiser.quantize(x)
+        ours = cast(x, "nvfp4_4over6", role=role, dim=1, rounding="nearest")
+        assert torch.equal(ours.scales, theirs.scale.float()[::side])
+        codes = ours.codes.masked_fill(x.eq(0) & (ours.codes == 8), 0)  # -0 is +0 there
+        assert torch.equal(codes, nibbles(theirs.data))
+        if role == "input":
+            columns = cast(x, TILES_4OVER6, role=role, dim=0, rounding="nearest")
+            codes = columns.codes.masked_fill(x.eq(0) & (columns.codes == 8), 0)
+            assert torch.equal(columns.scales.T, theirs.scale_t.float()) and torch.equal(
+                codes.T, nibbles(theirs.data_t)
+            )
 
 
 def test_nvfp4_of_torchao_divides_in_another_order_and_has_a_least_scale(name):

@@ -155,6 +155,9 @@ def swizzled() -> Iterator[Case]:
         ("fp8_pow2", "input", (131, 40)),
         ("nvfp4_plain", "grad_output", (131, 64)),
         ("nvfp4", "weight", (35, 70)),
+        ("nvfp4_4over6", "input", (35, 75)),
+        ("nvfp4_4over6", "weight", (35, 70)),
+        ("nvfp4_4over6", "grad_output", (33, 64)),
         ("fp4_pow2", "weight", (70, 131)),
     ):
         forms = [plain(name, role, dim, KEY if role == "grad_output" else None) for dim in (1, 0)]
@@ -190,7 +193,7 @@ def odd_ones() -> Iterator[Case]:
         yield Case(x, forms, ["codes", "operand"], fp8=True)
     for unit in (1.0, 1.2345, 1.7, 0.0123, 987.6, 3.3e-5):
         x = scale_ties(float(torch.tensor(unit).bfloat16()))
-        yield Case(x, [plain("nvfp4_plain", "input", 1)], ["codes"], fp8=True)
+        yield Case(x, [plain("nvfp4_plain", "input", 1), plain("nvfp4_4over6", "input", 1)], ["codes"] * 2, fp8=True)
     for above in (False, True):
         yield Case(draw_ties(KEY, above=above), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
     huge = Format("huge", Element(2, 5, "ieee"), scale="fp32_pow2")  # 3.94 / 3.4e38 is a subnormal number

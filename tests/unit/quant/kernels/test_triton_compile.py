@@ -1,10 +1,10 @@
 """The Triton kernels compile for Hopper and Blackwell without a GPU, and what the compiler made of them.
 
 Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
-have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4_plain, all three scale rules
-and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16
-and float32; whole and ragged tiles; dequantisation, the largest magnitude, the Hadamard transform.  On sm_100a: the
-pairs alone, swizzled where Blackwell reads them.
+have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4, nvfp4_plain and nvfp4_4over6, all
+scale rules and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and
+two; bf16 and float32; whole and ragged tiles; dequantisation, the largest magnitude, the Hadamard transform.  On
+sm_100a: the pairs alone, swizzled where Blackwell reads them.
 """
 
 from __future__ import annotations
@@ -105,18 +105,20 @@ def test_one_form(compiled, case):
 
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4_plain"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4_plain", "nvfp4_4over6"])
 def test_two_forms(compiled, fmt, capability):
     key = KEY if fmt == "fp4" else None
-    output = "values" if fmt == "nvfp4_plain" else "operand"
-    if capability == BLACKWELL and fmt in ("mxfp8", "nvfp4_plain"):
+    output = "values" if fmt.startswith("nvfp4") else "operand"
+    if capability == BLACKWELL and (fmt == "mxfp8" or fmt.startswith("nvfp4")):
         output = "swizzled"
     text = ptx(compiled, [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)], output, capability)
-    if fmt != "nvfp4_plain":
+    if not fmt.startswith("nvfp4"):
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
     elif output == "swizzled":
-        assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
-        assert "cvt.rn.satfinite.e2m1x2.f32" in text and "min.NaN.f32" not in text, "an instruction rounds and packs"
+        assert "cvt.rn.satfinite.e2m1x2.f32" in text, "an instruction rounds and packs"
+        if fmt == "nvfp4_plain":  # no candidates to round
+            assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
+            assert "min.NaN.f32" not in text
 
 
 def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
@@ -262,7 +264,8 @@ def test_each_entry_of_the_table_is_a_launch_here():
     sides = {max(max(form.block) for form in launch.forms) for launch in LAUNCHES.values()}
     assert sides == set(triton_launches.TILINGS)
     launched = {launch.tiling for launch in LAUNCHES.values()}
-    assert launched == {*triton_launches.TILINGS.values(), triton_launches.SWIZZLED, triton_launches.WHOLE}
+    others = {triton_launches.SWIZZLED, triton_launches.WHOLE, triton_launches.FOUR_OVER_SIX}
+    assert launched == {*triton_launches.TILINGS.values(), *others}
 
 
 @triton.jit
