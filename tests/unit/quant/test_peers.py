@@ -36,7 +36,7 @@ MX = {  # format: microxcaling's and torchao's name of the element
     "mxfp4": ("fp4_e2m1", torch.float4_e2m1fn_x2),
 }
 #: Every finite number, sorted, so that a block has like sizes; and in random order those that are alike in size.
-EVERY = all_bf16().sort().values
+EVERY = torch.cat([all_bf16(), torch.zeros(256)]).sort().values
 MIDDLE = EVERY[(EVERY.abs() >= 2.0**-24) & (EVERY.abs() < 256)]
 MIDDLE = MIDDLE[torch.randperm(len(MIDDLE), generator=torch.Generator().manual_seed(1))]
 TILES_4OVER6 = replace(get_format("nvfp4_plain"), name="tiles", scale="e4m3_4over6")
@@ -169,7 +169,7 @@ def test_four_over_six_is_that_of_transformer_engine(role, name, cast, checkout,
         nvfp4_4over6_err_mode="MSE", nvfp4_4over6_err_use_fast_math=True,
     )  # fmt: skip
     quantiser.rowwise_usage = quantiser.columnwise_usage = True
-    every, middle = EVERY.view(255, 256).bfloat16(), MIDDLE.view(-1, 256).bfloat16()
+    every, middle = EVERY.view(256, 256).bfloat16(), MIDDLE.view(-1, 256).bfloat16()
     million = [torch.randn(1024, 1024).bfloat16()] if name == "normal-0" else []
     for x in (DATA[name], every, middle, *million):
         theirs = quantiser.quantize(x)
