@@ -25,16 +25,19 @@ MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_bl
 MXFP8_FLOOR = register(Format(name="mxfp8_floor", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
 MXFP6_E2M3 = register(Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0"))
 MXFP6_E3M2 = register(Format(name="mxfp6_e3m2", element=element_named(3, 2), tile=32, weight_block=None, scale="e8m0"))
+# Rounded up, no gradient is clamped, and the mean over its draws is the gradient.  wgrad's other operand is drawn, too:
+# rounded to nearest in blocks of 32, E2M1 takes a percent off what wgrad sums up (docs/numerics.md).
 MXFP4 = register(
     Format(
         name="mxfp4",
         element=E2M1,
         tile=32,
         weight_block=None,
-        scale="e8m0",
-        stochastic_roles=frozenset({"grad_output"}),
+        scale="e8m0_ceil",
+        stochastic_roles=frozenset({"grad_output", "wgrad.input"}),
     )
 )
+MXFP4_FLOOR = register(replace(MXFP4, name="mxfp4_floor", scale="e8m0", stochastic_roles=frozenset({"grad_output"})))
 # NVFP4 as such: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
 NVFP4_PLAIN = register(
     Format(

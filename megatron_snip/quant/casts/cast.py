@@ -190,7 +190,7 @@ def resolve(
         raise UserError(f"{fmt.name}: x is {x.dtype}; convert it to bfloat16 or float32")
     if rounding not in (None, "nearest", "stochastic"):
         raise UserError(f"{fmt.name}: rounding={rounding!r}; choose nearest, stochastic or None")
-    stochastic = rounding == "stochastic" or (rounding is None and role in fmt.stochastic_roles)
+    stochastic = rounding == "stochastic" or (rounding is None and fmt.stochastic(role, dim))
     if stochastic and key is None and fmt.quantised:
         raise UserError(f"{fmt.name}: {role} rounds stochastically, key is None; give a RoundingKey")
     return Form(fmt, role, dim, key if stochastic else None)

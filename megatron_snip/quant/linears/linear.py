@@ -124,7 +124,7 @@ def _refuse_stochastic(precision: LinearPrecision, training: bool) -> None:
     """Raise UserError for a GEMM that would round stochastically, since there is no key."""
     for gemm, dims in REDUCTION_DIM.items():
         fmt = get_format(getattr(precision, gemm))
-        stochastic = sorted(fmt.stochastic_roles & dims.keys())
+        stochastic = sorted(role for role, dim in dims.items() if fmt.stochastic(role, dim))
         if stochastic and (gemm == "fprop" or training):
             raise UserError(
                 f"{gemm} in {fmt.name} rounds {stochastic[0]} stochastically, key is None; give a RoundingKey"

@@ -381,3 +381,19 @@ def test_bad_calls_raise():
         register_linear("emulated", Emulated())
     with pytest.raises(ValueError, match=r"scaled_mm cannot run fp8 here.*Hopper.*use --linear-impl auto or emulated"):
         quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=None, impl="scaled_mm")
+
+
+@pytest.mark.parametrize(("fmt", "slope"), [("mxfp4", 1.0), ("mxfp4_floor", 0.97)])
+def test_wgrad_in_mxfp4_has_no_bias(fmt, slope):
+    """Its mean over draws is the gradient without rounding; under OCP's rule clamped elements make it smaller."""
+    random = torch.Generator().manual_seed(1)
+    x, w, noise = (torch.randn(shape, generator=random) for shape in ((512, 64), (64, 64), (512, 64)))
+    g, w = noise + x / 2, w.requires_grad_()
+    exact, mean = g.T @ x, torch.zeros(64, 64)
+    for iteration in range(200):
+        key = RoundingKey(1, iteration, 7)
+        y = quantized_linear(x, w, LinearPrecision.parse(f"bf16/bf16/{fmt}"), key=key)
+        mean += torch.autograd.grad(y, w, g)[0] / 200
+    assert (mean * exact).sum() / exact.square().sum() == pytest.approx(slope, abs=2e-3 if fmt == "mxfp4" else 6e-3)
+    if fmt == "mxfp4":
+        assert (mean - exact).norm() / exact.norm() < 0.02
