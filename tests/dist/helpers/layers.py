@@ -323,7 +323,7 @@ def run_sent(precision: str, sequence_parallel: bool, compiled: bool) -> tuple[d
 def run_gathered_operands() -> list[tuple[Any, bool]]:
     """Operands for tensor cores, cast in parts and gathered, by how: whether they are the whole's, strides too."""
     mesh, found = start_mesh(), []
-    for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4_plain"):
+    for precision in ("fp8", "fp4", "mxfp8", "mxfp4_floor", "nvfp4_plain"):
         outputs = ["codes", "operand"] * (precision != "nvfp4_plain") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = groups.Group([call], [], mesh.tp, True)
