@@ -81,7 +81,7 @@ def bits(contact: Contact) -> Table:
 #: What training launches: name, (format, role, dim, stochastic) of each form, output.
 LAUNCHES: dict[str, tuple[tuple[tuple[str, str, int, bool], ...], Output]] = {
     f"{fmt} {name}": (forms, output)
-    for fmt, operand in (("fp8", "operand"), ("fp4", "operand"), ("mxfp8", "swizzled"), ("nvfp4", "swizzled"))
+    for fmt, operand in (("fp8", "operand"), ("fp4", "operand"), ("mxfp8", "swizzled"), ("nvfp4_plain", "swizzled"))
     for name, forms, output in (
         ("values, nearest", ((fmt, "input", 1, False),), "values"),
         ("codes, nearest", ((fmt, "input", 1, False),), "codes"),
@@ -130,9 +130,9 @@ def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
     forms = [Form(get_format("fp8"), "input", dim, output="operand") for dim in (1, 0)]
     yield "fp8 SwiGLU's product, one launch", 6.0, lambda: cast(x, forms, up=up)
     yield "SwiGLU's product in three launches", 14.0, lambda: cast(swiglu_product(x, up), forms)
-    scaled = [Form(get_format("nvfp4"), "input", dim, output="swizzled") for dim in (1, 0)]
-    yield "nvfp4 SwiGLU's product, two launches", 9.0, lambda: cast(x, scaled, up=up)
-    yield "nvfp4 SwiGLU's product in four launches", 15.0, lambda: cast(swiglu_product(x, up), scaled)
+    scaled = [Form(get_format("nvfp4_plain"), "input", dim, output="swizzled") for dim in (1, 0)]
+    yield "nvfp4_plain SwiGLU's product, two launches", 9.0, lambda: cast(x, scaled, up=up)
+    yield "nvfp4_plain SwiGLU's product in four launches", 15.0, lambda: cast(swiglu_product(x, up), scaled)
     yield "SwiGLU's gradients, one launch", 10.0, lambda: swiglu_gradients(up, x, up, True, True)
     yield "SwiGLU's gradients in four launches", 22.0, lambda: (
         torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)

@@ -45,7 +45,7 @@ from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.scaled_mm import Hopper
 from megatron_snip.train.setup import build, check
 
-LINEARS, SIDE, GPU_SIDE, PRECISIONS = 16, 16, 128, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4")
+LINEARS, SIDE, GPU_SIDE, PRECISIONS = 16, 16, 128, ("bf16", "fp8", "fp4", "mxfp8", "nvfp4_plain")
 BLOCKS, MICROBATCHES = 4, 4
 MODEL: dict[str, Any] = {
     "num_layers": BLOCKS, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,

@@ -37,11 +37,11 @@ BLOCKS = {
     "mxfp8 1x32": ("mxfp8", "input", 1),
     "mxfp8 32x1": ("mxfp8", "input", 0),
     "mxfp4 1x32": ("mxfp4", "input", 1),
-    "nvfp4 1x16": ("nvfp4", "input", 1),
-    "nvfp4 16x1": ("nvfp4", "input", 0),
+    "nvfp4_plain 1x16": ("nvfp4_plain", "input", 1),
+    "nvfp4_plain 16x1": ("nvfp4_plain", "input", 0),
 }
 NEAREST = [*BLOCKS]
-STOCHASTIC = ["fp4 128x128", "fp8 1x128", "fp8 128x1", "mxfp4 1x32", "nvfp4 1x16"]
+STOCHASTIC = ["fp4 128x128", "fp8 1x128", "fp8 128x1", "mxfp4 1x32", "nvfp4_plain 1x16"]
 CODES = ["fp8 1x128", "fp8 128x1", "mxfp8 1x32"]
 BOTH = ("fp8 1x128", "fp8 128x1")
 

@@ -6,7 +6,7 @@ r"""Write a plan in the form that another trainer or quantiser reads.
 If the other program cannot express something, a note says so, and the more precise choice is made: a linear whose
 GEMMs differ takes its most precise format, and so do linears that it fuses (q, k and v; gate and up).  A
 format without a counterpart becomes the nearest one.  Plans with --snip-granularity fused and --snip-options
-mxfp8,nvfp4_rht lose the least.  Files and notes say how much FP4 is left: as a share of FLOPs if you name the model (by
+mxfp8,nvfp4 lose the least.  Files and notes say how much FP4 is left: as a share of FLOPs if you name the model (by
 --load or the trainer's options), else by number of GEMMs.
 
 Programs change: what is written is for the version that is installed here, or the newest known one.  --for-version

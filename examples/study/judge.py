@@ -8,7 +8,7 @@ the name of a format, for all linears, or a plan file, of whose linears it reads
 increase of the loss over unrounded linears in nats a token, with its standard error over tokens, paired.
 
 The model computes in float32 from weights in BF16, which on most CPUs is faster than BF16.  --dtype bfloat16 is the
-trainer's own.  Scales of `nvfp4` depend on what is rounded at once: here one sequence.
+trainer's own.  Scales of `nvfp4_plain` depend on what is rounded at once: here one sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FORMATS = ("fp8", "fp4", "mxfp8", "nvfp4")
+FORMATS = ("fp8", "fp4", "mxfp8", "nvfp4_plain")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 TEXTS = {"prose": "held_out_prose.txt", "code": "held_out_code.txt"}
@@ -56,7 +56,7 @@ def blocked(x: Tensor, rows: int, cols: int) -> Tensor:
 def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
     """x [R, C] of an fprop, rounded to a format along C, in x's dtype; role is "input" or "weight"."""
     side = 128 if role == "weight" else 1
-    rows, cols = {"fp8": (side, 128), "fp4": (side, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}[fmt]
+    rows, cols = {"fp8": (side, 128), "fp4": (side, 128), "mxfp8": (1, 32), "nvfp4_plain": (1, 16)}[fmt]
     blocks = blocked(x.float(), rows, cols)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     one = torch.ones(())
@@ -65,7 +65,7 @@ def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
         exponent = torch.where(amax > 0, exponent - (mantissa == 0.5).int(), -127).clamp(-127, 127)
         scale, encode = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
         values = to_e4m3(blocks * encode)
-    elif fmt == "nvfp4":
+    elif fmt == "nvfp4_plain":
         whole = torch.div(torch.tensor(E4M3_MAX * E2M1_MAX), x.float().abs().max())
         stored = to_e4m3(amax * (whole * torch.div(one, torch.tensor(E2M1_MAX))))
         scale = stored * torch.div(one, whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.formats import ROLES, Format, format_names, get_format
+from megatron_snip.formats import Format, format_names, get_format
 
 _HEADER = (
     "format",
@@ -28,7 +28,7 @@ def _row(fmt: Format) -> tuple[str, ...]:
     element = fmt.element
     blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
     numbers = (fmt.bits_per_element, element.max, element.min_normal, element.min_subnormal)
-    stochastic = ", ".join(role for role in ROLES if role in fmt.stochastic_roles) or "-"
+    stochastic = ", ".join(sorted(fmt.stochastic_roles)) or "-"
     rest = (fmt.scale, stochastic, str(fmt.hadamard or "-"))
     return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, *rest)
 

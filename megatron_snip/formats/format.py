@@ -18,8 +18,20 @@ from megatron_snip.formats.element import Element, element_named
 ROLES = ("input", "weight", "grad_output")
 
 #: Kinds of scale and their stored bits.  Kernels identify a kind by its index (cpu.h's enum Scale).
-_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8}
+_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8, "e4m3_4over6": 8}
 SCALES = tuple(_SCALE_BITS)
+#: Those that are E4M3, under a float32 scale of the whole tensor.
+E4M3_SCALES = ("e4m3", "e4m3_4over6")
+
+#: (role, reduction dim) -> the GEMM whose operand that is, and the role.
+_OPERANDS = {
+    ("input", 1): "fprop.input",
+    ("weight", 1): "fprop.weight",
+    ("grad_output", 1): "dgrad.grad_output",
+    ("weight", 0): "dgrad.weight",
+    ("grad_output", 0): "wgrad.grad_output",
+    ("input", 0): "wgrad.input",
+}
 
 _EXMY = re.compile(r"e(\d)m(\d)")
 _FORMATS: dict[str, Format] = {}
@@ -34,8 +46,9 @@ class Format:
     weight_block: side of a weight's square block, or None to use tiles for weights too.
     scale: kind of scale (formulas in quant/casts/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds
     that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
-    max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor.
-    stochastic_roles: roles that round stochastically by default.
+    max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor;
+    "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
+    stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
     hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/casts/hadamard.py), or 0.
     Raises UserError for an unknown role or kind of scale, sizes below 1, and a hadamard other than 0 and 16.
     """
@@ -54,8 +67,9 @@ class Format:
     def __post_init__(self) -> None:
         if self.scale not in _SCALE_BITS:
             raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
-        if unknown := sorted(self.stochastic_roles - set(ROLES)):
-            raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {', '.join(ROLES)}")
+        if unknown := sorted(self.stochastic_roles - {*ROLES, *_OPERANDS.values()}):
+            known = ", ".join((*ROLES, *_OPERANDS.values()))
+            raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
         if self.hadamard not in (0, 16):
@@ -69,7 +83,7 @@ class Format:
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether block scales depend on the amax of the whole tensor."""
-        return self.scale == "e4m3"
+        return self.scale in E4M3_SCALES
 
     @property
     def element_bits(self) -> int:
@@ -82,6 +96,10 @@ class Format:
         if self.element is None:
             return 16.0
         return self.element.bits + _SCALE_BITS[self.scale] / self.tile
+
+    def stochastic(self, role: str, dim: int) -> bool:
+        """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""
+        return role in self.stochastic_roles or _OPERANDS[role, dim] in self.stochastic_roles
 
     def block_shape(self, role: str, dim: int) -> tuple[int, int]:
         """(rows, columns) that share a scale in a 2-D operand reduced along ``dim``.

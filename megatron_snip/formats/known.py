@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, element_named
 from megatron_snip.formats.format import Format, register
 
@@ -23,20 +25,23 @@ MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_bl
 MXFP8_FLOOR = register(Format(name="mxfp8_floor", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
 MXFP6_E2M3 = register(Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0"))
 MXFP6_E3M2 = register(Format(name="mxfp6_e3m2", element=element_named(3, 2), tile=32, weight_block=None, scale="e8m0"))
+# Rounded up, no gradient is clamped, and the mean over its draws is the gradient.  wgrad's other operand is drawn, too:
+# rounded to nearest in blocks of 32, E2M1 takes a percent off what wgrad sums up (docs/numerics.md).
 MXFP4 = register(
     Format(
         name="mxfp4",
         element=E2M1,
         tile=32,
         weight_block=None,
-        scale="e8m0",
-        stochastic_roles=frozenset({"grad_output"}),
+        scale="e8m0_ceil",
+        stochastic_roles=frozenset({"grad_output", "wgrad.input"}),
     )
 )
-# NVFP4: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
-NVFP4 = register(
+MXFP4_FLOOR = register(replace(MXFP4, name="mxfp4_floor", scale="e8m0", stochastic_roles=frozenset({"grad_output"})))
+# NVFP4 as such: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 2.
+NVFP4_PLAIN = register(
     Format(
-        name="nvfp4",
+        name="nvfp4_plain",
         element=E2M1,
         tile=16,
         weight_block=None,
@@ -44,11 +49,11 @@ NVFP4 = register(
         stochastic_roles=frozenset({"grad_output"}),
     )
 )
-# The same paper's training recipe: 16x16 blocks for weights, so that fprop and dgrad see the same values, and
-# a random Hadamard transform over 16 tokens on both operands of wgrad.
-NVFP4_RHT = register(
+# The same paper's training recipe, and Transformer Engine's NVFP4BlockScaling: 16x16 blocks for weights, so that fprop
+# and dgrad see the same values, and a random Hadamard transform over 16 tokens on both operands of wgrad.
+NVFP4 = register(
     Format(
-        name="nvfp4_rht",
+        name="nvfp4",
         element=E2M1,
         tile=16,
         weight_block=16,
@@ -57,3 +62,6 @@ NVFP4_RHT = register(
         hadamard=16,
     )
 )
+# Four over six (arXiv 2512.02010) in the same recipe: a block's largest value becomes 6 or 4, whichever rounds it with
+# the smaller squared error.
+NVFP4_4OVER6 = register(replace(NVFP4, name="nvfp4_4over6", scale="e4m3_4over6"))

@@ -17,33 +17,38 @@ from megatron_snip.snip.plan.cost import achieved, saving
 #: Format -> the format that another program has for it, and what differs; "" for nothing.
 Known = Mapping[str, tuple[str, str]]
 _BLOCKS = "its blocks are 1x16 with E4M3 scales"
+_SIX = "a block's largest value becomes 6"
 _ENGINE = {
-    **{name: (name, "") for name in ("bf16", "fp8", "fp8_pow2", "mxfp8", "nvfp4", "nvfp4_rht")},
-    **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4"), ("nvfp4_rht", _BLOCKS)),
+    **{name: (name, "") for name in ("bf16", "fp8", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
+    **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
+    "nvfp4_4over6": ("nvfp4", _SIX),
 }
 #: Transformer Engine, by GEMM, and by one recipe for a linear.
 ENGINE: Known = _ENGINE
 RECIPES: Known = {
     **_ENGINE,
     "fp8": ("fp8_pow2", "its scales are powers of two"),
-    "nvfp4": ("nvfp4_rht", "it transforms wgrad's operands and has 16x16 blocks of weights"),
+    "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
 }
 TITAN: Known = {
     "bf16": ("bf16", ""),
     **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole rows")),
     "mxfp8": ("mxfp8", ""),
-    **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4"), ("nvfp4_rht", _BLOCKS)),
-    "nvfp4": ("nvfp4_rht", "it transforms wgrad's operands and has 16x16 blocks of weights"),
-    "nvfp4_rht": ("nvfp4_rht", ""),
+    **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
+    "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
+    "nvfp4": ("nvfp4", ""),
+    "nvfp4_4over6": ("nvfp4", _SIX),
 }
 MODELOPT: Known = {
     "bf16": ("bf16", ""),
     **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole tensors")),
     "mxfp8": ("mxfp8", ""),
     "mxfp4": ("mxfp4", ""),
-    **dict.fromkeys(("fp4", "fp4_pow2"), ("nvfp4", _BLOCKS)),
-    "nvfp4": ("nvfp4", ""),
-    "nvfp4_rht": ("nvfp4", "it transforms nothing"),
+    "mxfp4_floor": ("mxfp4", "its scales are rounded up"),
+    **dict.fromkeys(("fp4", "fp4_pow2"), ("nvfp4_plain", _BLOCKS)),
+    "nvfp4_plain": ("nvfp4_plain", ""),
+    "nvfp4": ("nvfp4_plain", "it transforms nothing"),
+    "nvfp4_4over6": ("nvfp4_plain", f"it transforms nothing, and {_SIX}"),
 }
 TORCHAO: Known = {name: (name, "") for name in _ENGINE}
 _FUSED = "modules of several linears in different formats take the most precise"

@@ -24,13 +24,13 @@ ATTRIBUTES: Mapping[str, dict[str, object]] = {
     "fp8": {"num_bits": (4, 3), "axis": None},
     "mxfp8": {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
     "mxfp4": {"num_bits": (2, 1), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
-    "nvfp4": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
+    "nvfp4_plain": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
 }
 #: Our format -> Megatron-LM's field and recipe.
 MEGATRON_RECIPES = {
     "fp8_pow2": 'fp8_quantization_recipe: "blockwise"',
     "mxfp8": 'fp8_quantization_recipe: "mxfp8"',
-    "nvfp4_rht": 'fp4_quantization_recipe: "nvfp4"',
+    "nvfp4": 'fp4_quantization_recipe: "nvfp4"',
 }
 #: Kind -> module in a block.  In torchtitan the first is the name of all that q, k and v are: wqkv, or wq and wkv.
 TITAN_MODULES = {
@@ -182,7 +182,7 @@ _RECIPES = {{
     "bf16": None,
     "fp8_pow2": _recipe.Float8BlockScaling,
     "mxfp8": _recipe.MXFP8BlockScaling,
-    "nvfp4_rht": _recipe.NVFP4BlockScaling,
+    "nvfp4": _recipe.NVFP4BlockScaling,
 }}
 FORMATS = {pprint.pformat(chosen.uniform(), sort_dicts=False)}
 
@@ -202,7 +202,7 @@ def to_torchtitan(request: Request) -> Written:
     for name, fmt in chosen.uniform().items():
         names.setdefault(fmt, []).append(name)
     lists, made, imported = "", "", []
-    for fmt, converter in (("fp8", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4_rht", "NVFP4")):
+    for fmt, converter in (("fp8", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4")):
         if fmt not in names:
             continue
         listed, field, constant = names[fmt], "fqns", converter.upper()
@@ -280,8 +280,8 @@ def in_formats(*formats):
     """A filter of modules whose plan is one of these formats."""
     return lambda module, fqn: FORMATS.get(fqn) in formats
 '''
-    count = sum(fmt == "nvfp4_rht" for fmt in formats.values())
-    note = f"{count} in nvfp4_rht: torchao's NVFP4 transforms nothing, and its weights' blocks are 1x16"
+    count = sum(fmt == "nvfp4" for fmt in formats.values())
+    note = f"{count} in nvfp4: torchao's NVFP4 transforms nothing, and its weights' blocks are 1x16"
     return {"torchao_filters.py": text}, [*chosen.notes, *([note] if count else [])]
 
 

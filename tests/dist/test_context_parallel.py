@@ -64,7 +64,7 @@ def test_attention_and_its_gradients_are_those_of_whole_sequences(world):
 
 
 def test_codes_and_random_bits_are_those_of_whole_sequences():
-    """Of every operand, bit for bit, in tiles of either direction; nvfp4's scale is of the whole tensor."""
+    """Of every operand, bit for bit, in tiles of either direction; nvfp4_plain's scale is of the whole tensor."""
     for same in run_ranks(casts_of_pieces, 2):
         assert same and all(same.values()), same
 
@@ -76,7 +76,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-SNIP = {"snip_options": "fp8,fp4,nvfp4", "snip_weight": 1.0, "snip_stage_constraint": "none"}
+SNIP = {"snip_options": "fp8,fp4,nvfp4_plain", "snip_weight": 1.0, "snip_stage_constraint": "none"}
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
 
 
 def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
-    tiny = options_of({**SMALL, "precision": "fp8/nvfp4/fp4", "seq_length": 128, "distributed_backend": "auto"})
+    tiny = options_of({**SMALL, "precision": "fp8/nvfp4_plain/fp4", "seq_length": 128, "distributed_backend": "auto"})
     asked = [tiny, tiny.replace(distributed_backend="nccl"), tiny.replace(device="cuda")]
     auto, nccl, cuda = ([dataclasses.asdict(one) for one in measure_all(config, 1, [0])] for config in asked)
     assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
@@ -100,11 +100,11 @@ def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
 def test_blackwells_formats_are_counted_as_on_one() -> None:
     """Two elements of NVFP4 are in a byte, and nothing is emulated."""
     tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
-    fp4, nvfp4 = (measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in ("fp4", "nvfp4"))
-    products = [{what: n for what, n in one.counts.items() if what[0] in ("gemm", "flops")} for one in (fp4, nvfp4)]
+    fp4, plain = (measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in ("fp4", "nvfp4_plain"))
+    products = [{what: n for what, n in one.counts.items() if what[0] in ("gemm", "flops")} for one in (fp4, plain)]
     assert products[0] == products[1] and {what[4] for what in products[1] if what[0] == "gemm"} == {"fp4", "bf16"}
-    assert nvfp4.counts["launch", "_scaled_mm_v2"] == fp4.counts["launch", "_scaled_mm_v2"] > 0
-    assert nvfp4.counts["launch", "dequantize"] == 0 and nvfp4.kept < fp4.kept
+    assert plain.counts["launch", "_scaled_mm_v2"] == fp4.counts["launch", "_scaled_mm_v2"] > 0
+    assert plain.counts["launch", "dequantize"] == 0 and plain.kept < fp4.kept
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_blackwells_formats_are_counted_as_on_one() -> None:
         ({"precision": "fp8_pow2/fp4/fp8_e5m2"}, "hopper"),
         ({"precision": "fp8/mxfp8/fp8"}, "blackwell"),
         ({"precision": "snip"}, "hopper"),
-        ({"precision": "snip", "snip_options": "fp8,nvfp4_rht"}, "blackwell"),
+        ({"precision": "snip", "snip_options": "fp8,nvfp4"}, "blackwell"),
         ({"precision": "snip", "snip_warmup_precision": "mxfp8"}, "blackwell"),
         ({"precision": "mxfp8", "distributed_backend": "gloo"}, "cpu"),
     ],
@@ -125,7 +125,7 @@ def test_devices_are_those_that_multiply_its_formats(options: dict, device: str)
     assert f": 1 {device.title() + ' GPU' if device != 'cpu' else 'CPU'}s, tensor" in as_text(config, 1, [])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp4/nvfp4/mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp4/nvfp4_plain/mxfp8"])
 def test_blocks_to_be_compiled_are_counted_as_they_are(precision: str) -> None:
     tiny = options_of({"num_layers": 2, "seq_length": 128, "precision": precision})
     plain, compiled = (measure_all(config, 1, [0]) for config in (tiny, tiny.replace(compile=True)))

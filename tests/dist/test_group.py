@@ -55,7 +55,7 @@ def test_one_collective_finds_the_largest_magnitudes_of_all_gradients():
     """Those that are transformed are found apart."""
     for ways in run_ranks(run_largest_magnitudes, 2):
         for found in ways:
-            assert found == {"fp8": [0, 0], "fp8/nvfp4/fp8": [0, 1], "nvfp4": [1, 1], "nvfp4_rht": [2, 6]}
+            assert found == {"fp8": [0, 0], "fp8/nvfp4_plain/fp8": [0, 1], "nvfp4_plain": [1, 1], "nvfp4": [2, 6]}
 
 
 def test_no_collective_of_tokens_copies():

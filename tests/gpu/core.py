@@ -30,9 +30,9 @@ from megatron_snip.quant.casts.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, held, operands
 
-FORMATS = ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")
+FORMATS = ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4_plain")
 #: Of which Blackwell reads swizzled operands.
-SWIZZLED = ("mxfp8", "mxfp4", "nvfp4", "fp8_pow2", "nvfp4_rht")
+SWIZZLED = ("mxfp8", "mxfp4", "nvfp4_plain", "fp8_pow2", "nvfp4")
 SIDES = (("input", 1), ("input", 0), ("weight", 1), ("weight", 0))
 KEY = RoundingKey(seed=-5, iteration=2**32 - 1, stream=3, row0=2**32 - 3, col0=2**33 + 8)
 #: Of a GPU and of a rehearsal: whole tiles, and edges that no tile and no block divides.
@@ -95,7 +95,7 @@ def _each() -> Iterator[Case]:
     for fmt, ragged in itertools.product(FORMATS[:2], (False, True)):
         pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
         yield Case(pair, ("operand", "operand"), ragged=ragged, product=True)
-    for fmt in ("mxfp8", "nvfp4"):
+    for fmt in ("mxfp8", "nvfp4_plain"):
         yield Case((_form(fmt, "input", 1), _form(fmt, "input", 0)), ("codes", "codes"), product=True)
     for fmt in SWIZZLED:
         for role, key, ragged in (("input", None, True), ("grad_output", KEY, False), ("weight", None, True)):

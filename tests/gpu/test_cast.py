@@ -81,7 +81,7 @@ def test_special_values_and_ragged_edges_as_on_the_cpu(fmt, dtype):
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize(("one", "other"), [("fp8", "fp8"), ("fp4", "fp4"), ("mxfp8", "fp4"), ("nvfp4", "mxfp4")])
+@pytest.mark.parametrize(("one", "other"), [("fp8", "fp8"), ("fp4", "fp4"), ("mxfp8", "fp4"), ("nvfp4_plain", "mxfp4")])
 def test_two_forms_from_one_read(one, other, output, key):
     for shape, which in ((LARGE, 0), (LARGE, 1), (RAGGED, 1)):
         x = operands(shape, torch.bfloat16, "cuda")[which]
@@ -113,7 +113,7 @@ def test_draws_that_equal_the_distance():
 def test_scales_on_ties():
     for unit in torch.rand(50).bfloat16().tolist():
         x = scale_ties(unit)
-        check(x.cuda(), [plain("nvfp4", "input", 1)], ["codes"], x)
+        check(x.cuda(), [plain("nvfp4_plain", "input", 1)], ["codes"], x)
 
 
 def test_layouts_and_blocks_of_all_kinds():
@@ -134,7 +134,7 @@ def test_dequantisation(fmt, dtype):
         x = operands(RAGGED, torch.float32, "cuda")[1]
         made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.randint(256, RAGGED, device="cuda", dtype=torch.uint8)
-        whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
+        whole = tensor_scale(finite_amax(x), form.fmt) if form.fmt.needs_tensor_amax else None
         for layout in (made.data, codes, codes.T.contiguous().T):
             quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)
             assert triton_cast.takes_codes(quantized)
@@ -149,7 +149,7 @@ def test_largest_magnitude():
 
 def test_the_dispatched_cast_takes_the_kernel_and_never_waits_for_the_device():
     x = operands(LARGE, torch.bfloat16, "cuda")[1]
-    forms = held([plain("nvfp4", "grad_output", 1, KEY), plain("fp8", "weight", 0)], ["operand", "operand"])
+    forms = held([plain("nvfp4_plain", "grad_output", 1, KEY), plain("fp8", "weight", 0)], ["operand", "operand"])
     dispatch.cast(x, forms, count=True)  # compiles
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

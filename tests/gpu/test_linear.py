@@ -67,12 +67,12 @@ def test_auto_takes_the_tensor_cores_where_it_can():
     for precision in ("fp8", "fp4"):
         both = run("auto", precision, x, w, g), run("scaled_mm", precision, x, w, g)
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    for precision in ("nvfp4", "mxfp8"):
+    for precision in ("nvfp4_plain", "mxfp8"):
         both = run("auto", precision, x, w, g), run("emulated", precision, x, w, g)
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("precision", ["fp8", "fp4", "mxfp8", "nvfp4_plain"])
 def test_the_emulation_is_the_cpus(precision):
     x, w, g = tensors((512, 1024, 768), torch.float32)
     ours = run("emulated", precision, x, w, g)

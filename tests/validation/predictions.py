@@ -142,7 +142,7 @@ def measure(folder: Path, checkpoints: Sequence[str]) -> dict[str, Any]:
     for name in checkpoints:
         iteration = CHECKPOINTS[name][0]
         trained = train(config, parts, done + 1, iteration - 1)
-        formats = ("nvfp4", "mxfp4") if name == "late" else ()
+        formats = ("nvfp4_plain", "mxfp4_floor") if name == "late" else ()
         true, random = TRUE_EARLY if name == "early" else TRUE, RANDOM_PLANS.get(name, 0)
         found[name] = at_checkpoint(parts, iteration, true=true, random=random, formats=formats)
         found[name]["training"], done = (start, trained), iteration - 1

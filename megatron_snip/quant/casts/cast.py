@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.formats import NAN_CODE, Element, Format, get_format
+from megatron_snip.formats import E4M3_SCALES, NAN_CODE, Element, Format, get_format
 from megatron_snip.quant.casts.grid import decode, encode, round_nearest, round_stochastic
 from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
-from megatron_snip.quant.casts.scales import block_scales, tensor_scale
+from megatron_snip.quant.casts.scales import block_scales, four_over_six, tensor_scale
 from megatron_snip.quant.casts.swizzled import TILE_BYTES, TILE_ROWS, pack, scale_bytes, swizzle
 
 Rounding = Literal["nearest", "stochastic"]
@@ -100,7 +100,7 @@ class Form:
     @property
     def packed(self) -> bool:
         """Whether two codes share a byte, and swizzled scales are E4M3 and not E8M0."""
-        return self.output == "swizzled" and self.fmt.scale == "e4m3"
+        return self.output == "swizzled" and self.fmt.scale in E4M3_SCALES
 
     @property
     def each(self) -> int:
@@ -190,7 +190,7 @@ def resolve(
         raise UserError(f"{fmt.name}: x is {x.dtype}; convert it to bfloat16 or float32")
     if rounding not in (None, "nearest", "stochastic"):
         raise UserError(f"{fmt.name}: rounding={rounding!r}; choose nearest, stochastic or None")
-    stochastic = rounding == "stochastic" or (rounding is None and role in fmt.stochastic_roles)
+    stochastic = rounding == "stochastic" or (rounding is None and fmt.stochastic(role, dim))
     if stochastic and key is None and fmt.quantised:
         raise UserError(f"{fmt.name}: {role} rounds stochastically, key is None; give a RoundingKey")
     return Form(fmt, role, dim, key if stochastic else None)
@@ -278,7 +278,12 @@ def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dt
 
 def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:
     element, block = form.element, form.block
-    encoding, scales = block_scales(_block_amax(x.float(), block), form.fmt, tensor_amax)
+    sizes = _in_blocks(torch.where(x.isfinite(), x.abs(), 0.0).float(), block)
+    if form.fmt.scale == "e4m3_4over6":
+        assert tensor_amax is not None
+        encoding, scales = four_over_six(sizes, form.fmt, tensor_amax)
+    else:
+        encoding, scales = block_scales(sizes.amax(dim=(1, 3)), form.fmt, tensor_amax)
     y = x.float() * _expand(encoding, block, x.shape)
     size = y.abs().clamp(max=element.max)
     if form.key is None:
@@ -289,7 +294,7 @@ def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) ->
     if form.output == "values":
         if form.scaled:
             assert tensor_amax is not None
-            scales = scales * tensor_scale(tensor_amax, element)
+            scales = scales * tensor_scale(tensor_amax, form.fmt)
         return Operand(form, (q * _expand(scales, block, q.shape)).to(x.dtype))
     made = allocate(x, form, count=count)
     assert made.scales is not None
@@ -301,7 +306,7 @@ def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) ->
         made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
     if made.tensor_scale is not None:
         assert tensor_amax is not None
-        made.tensor_scale.copy_(tensor_scale(tensor_amax, element))
+        made.tensor_scale.copy_(tensor_scale(tensor_amax, form.fmt))
     if made.saturated is not None:
         made.saturated.copy_((y.abs() > element.saturation).sum())
     return made
@@ -315,7 +320,7 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
     block, data, tiles = form.block, made.data, made.scales
     assert tiles is not None
     if form.packed:
-        scales = torch.where(_block_largest(codes, block) == NAN_CODE, torch.nan, scales)
+        scales = torch.where(_in_blocks(codes, block).amax(dim=(1, 3)) == NAN_CODE, torch.nan, scales)
     if form.dim == 0:
         codes, scales, block, data, tiles = codes.T, scales.T, block[::-1], data.T, tiles.T
     data.copy_(pack(codes) if form.packed else codes)
@@ -323,16 +328,11 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
     tiles.copy_(swizzle(scale_bytes(scales, block, size, each=form.each, e4m3=form.packed)))
 
 
-def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest finite magnitude of each block, or 0 if there is none: [row blocks, column blocks]."""
-    return _block_largest(torch.where(x.isfinite(), x.abs(), 0.0), block)
-
-
-def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest element of each block of x [R, C], which has no negative ones: [row blocks, column blocks]."""
+def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x [R, C] as [row blocks, rows of a block, column blocks, columns of a block], with zeros beyond its edges."""
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
-    return F.pad(x, pad).view(rows, block[0], cols, block[1]).amax(dim=(1, 3))
+    return F.pad(x, pad).view(rows, block[0], cols, block[1])
 
 
 def _expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

@@ -4,12 +4,13 @@ Every rule gives ``encode``, by which elements are multiplied before rounding, a
 x ~= scale * q.  All arithmetic is float32, and divisions round once.  Tensor.__rtruediv__ (``6.0 / t``) multiplies by
 a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
 Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's
-NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3".
+NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3" and "e4m3_4over6".
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.formats import Format
@@ -34,7 +35,7 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
         return _e8m0(amax, fmt.element, up=fmt.scale == "e8m0_ceil")
     if fmt.scale == "e4m3":
         assert tensor_amax is not None
-        return _e4m3(amax, fmt.element, tensor_amax)
+        return _e4m3(amax, fmt, tensor_amax)
     assert fmt.scale in ("fp32", "fp32_pow2"), f"no rule for scale {fmt.scale}"
     encode = _divide(fmt.element.max, amax)
     if fmt.scale == "fp32_pow2":
@@ -43,14 +44,61 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
     return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
 
 
-def tensor_encode(tensor_amax: Tensor, element: Element) -> Tensor:
-    """The factor that makes the largest block scale of an "e4m3" format E4M3's largest value: float32 [] -> []."""
-    return _divide(E4M3.max * element.max, tensor_amax)
+def tensor_encode(tensor_amax: Tensor, fmt: Format) -> Tensor:
+    """The factor that makes the largest block scale of an E4M3 format the largest that its rule uses: float32 [] -> [].
+
+    Four over six needs room for 1.5 times a scale: 1.5 * 256 is an E4M3 number.
+    """
+    assert fmt.element is not None
+    largest = 256.0 if fmt.scale == "e4m3_4over6" else E4M3.max
+    return _divide(largest * fmt.element.max, tensor_amax)
 
 
-def tensor_scale(tensor_amax: Tensor, element: Element) -> Tensor:
-    """The tensor's scale, which multiplies the block scales of "e4m3" formats: float32 [] -> []."""
-    return _divide(1.0, tensor_encode(tensor_amax, element))
+def tensor_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
+    """The tensor's scale, which multiplies the block scales of E4M3 formats: float32 [] -> []."""
+    return _divide(1.0, tensor_encode(tensor_amax, fmt))
+
+
+def four_over_six(blocks: Tensor, fmt: Format, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """``block_scales`` of "e4m3_4over6": magnitudes [row blocks, rows, column blocks, columns] -> two float32 [., .].
+
+    A block is rounded to nearest with the scale under which its largest magnitude becomes the element's max, and with
+    1.5 times that scale, under which it becomes 4 of E2M1's 6.  The smaller squared error wins, the first if they are
+    equal.  Errors are in units of the tensor's scale.  blocks: 0 where an element is not finite or outside.
+    """
+    element = fmt.element
+    assert element is not None
+    amax, whole = blocks.amax(dim=(1, 3), keepdim=True), tensor_encode(tensor_amax, fmt)
+    wanted = torch.div(amax, torch.full_like(amax, element.max)) * whole
+    made = []
+    for factor in (1.0, 1.5):
+        scale = round_nearest((wanted * factor).clamp(max=E4M3.max), E4M3)
+        encode = _divide(1.0, scale * tensor_scale(tensor_amax, fmt))
+        error = round_nearest((blocks * encode).clamp(max=element.max), element) * scale - blocks * whole
+        made.append((encode, scale, _sum_of_blocks(error * error)))
+    (encode, scale, error), (other_encode, other_scale, other_error) = made
+    return tuple(
+        torch.where(other_error < error, other, one)[:, 0, :, 0]
+        for one, other in ((encode, other_encode), (scale, other_scale))
+    )  # type: ignore[return-value]
+
+
+def _sum_of_blocks(x: Tensor) -> Tensor:
+    """Sums of the blocks of x [row blocks, rows, column blocks, columns], in Transformer Engine's order: [., 1, ., 1].
+
+    Along the columns one after another, then the halves of the rows, and their halves.  Blocks of one column: along
+    the rows one after another.
+    """
+    if x.shape[3] == 1:
+        x = x.transpose(1, 3)
+    total = torch.zeros_like(x[..., :1])
+    for column in x.split(1, dim=3):
+        total = total + column
+    while (rows := total.shape[1]) > 1:
+        half = 1 << (rows - 1).bit_length() - 1
+        rest = F.pad(total[:, half:], (0, 0, 0, 0, 0, 2 * half - rows))
+        total = total[:, :half] + rest
+    return total
 
 
 def _divide(numerator: float, denominator: Tensor) -> Tensor:
@@ -72,9 +120,10 @@ def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
     return power_of_two(-exponent), scale
 
 
-def _e4m3(amax: Tensor, element: Element, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+def _e4m3(amax: Tensor, fmt: Format, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 block scale amax / element max / tensor scale; a scale that rounds to 0 gives zeros."""
-    sixth = torch.div(tensor_amax.new_ones(()), tensor_amax.new_full((), element.max))
-    scale = (amax * (tensor_encode(tensor_amax, element) * sixth)).clamp(max=E4M3.max)
+    assert fmt.element is not None
+    sixth = torch.div(tensor_amax.new_ones(()), tensor_amax.new_full((), fmt.element.max))
+    scale = (amax * (tensor_encode(tensor_amax, fmt) * sixth)).clamp(max=E4M3.max)
     scale = round_nearest(scale, E4M3)
-    return _divide(1.0, scale * tensor_scale(tensor_amax, element)), scale
+    return _divide(1.0, scale * tensor_scale(tensor_amax, fmt)), scale

@@ -19,8 +19,8 @@ from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, a
 
 logger = logging.getLogger(__name__)
 
-ABI = 10
-MAX_BLOCK_COLS = 1024
+ABI = 11
+MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 
 # Waking a thread costs some microseconds, which fewer elements than this do not repay.
@@ -80,6 +80,8 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
         return False
     for form in forms:
         if form.block[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
+            return False
+        if form.fmt.scale == "e4m3_4over6" and form.block[0] > MAX_4OVER6_ROWS:
             return False
         if form.key is not None and form.key.col0 + x.shape[1] > 2**34:
             return False

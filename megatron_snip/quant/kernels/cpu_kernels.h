@@ -10,12 +10,25 @@
 // What a strip keeps between its steps.  Whole groups are read and written, hence the rest beyond kStrip.
 struct Scratch {
   alignas(64) float amax[kStrip + 64], encode[kStrip + 64], stored[kStrip + 64], decode[kStrip + 64];
+  alignas(64) float other_encode[kStrip + 64], other_stored[kStrip + 64];  // of kE4m34over6
   alignas(64) float encode_of[kStrip + 64], decode_of[kStrip + 64];  // as factors() reads them
   alignas(64) uint16_t draws[kStrip + 256];
   alignas(64) char sizes[4 * kStrip + 64];
 };
 
-// Element by element what scales.py says: how to encode, the scale as stored, and what decodes.
+#include "cpu_four_over_six.h"
+
+// An E4M3 scale, and what encodes under the tensor's scale.
+FN void e4m3_scale(float wanted, float tensor_scale, float& stored, float& encode) {
+  wanted = std::min(wanted, 448.0f);
+  const int32_t exponent = std::max(as<int32_t>(wanted) & 0x7f800000, (127 - 6) << 23);
+  const float c = as<float>(exponent + (20 << 23));
+  stored = (wanted + c) - c;
+  encode = std::min(1.0f / (stored * tensor_scale), kFloatMax);
+}
+
+// Element by element what scales.py says: how to encode, the scale as stored, and what decodes.  Under kE4m34over6 both
+// candidates, and nothing that decodes.
 FN void block_scales(const Form& form, const float* tensor_amax, int count, Scratch& s) {
   const float max = form.grid.max;
   if (form.scale == kE8m0 || form.scale == kE8m0Ceil) {
@@ -28,15 +41,18 @@ FN void block_scales(const Form& form, const float* tensor_amax, int count, Scra
       s.stored[i] = s.decode[i] = as<float>(exponent > -127 ? (exponent + 127) << 23 : 0x00400000);
     }
   } else if (form.scale == kE4m3) {
-    const float tensor_encode = tensor_encode_of(max, *tensor_amax), tensor_scale = tensor_scale_of(tensor_encode);
+    const float tensor_encode = tensor_encode_of(form, *tensor_amax), tensor_scale = tensor_scale_of(tensor_encode);
     const float factor = tensor_encode * (1.0f / max);
     for (int i = 0; i < count; ++i) {
-      const float wanted = std::min(s.amax[i] * factor, 448.0f);
-      const int32_t exponent = std::max(as<int32_t>(wanted) & 0x7f800000, (127 - 6) << 23);
-      const float c = as<float>(exponent + (20 << 23));
-      s.stored[i] = (wanted + c) - c;
+      e4m3_scale(s.amax[i] * factor, tensor_scale, s.stored[i], s.encode[i]);
       s.decode[i] = s.stored[i] * tensor_scale;
-      s.encode[i] = std::min(1.0f / s.decode[i], kFloatMax);
+    }
+  } else if (form.scale == kE4m34over6) {
+    const float tensor_encode = tensor_encode_of(form, *tensor_amax), tensor_scale = tensor_scale_of(tensor_encode);
+    for (int i = 0; i < count; ++i) {
+      const float wanted = s.amax[i] / max * tensor_encode;
+      e4m3_scale(wanted, tensor_scale, s.stored[i], s.encode[i]);
+      e4m3_scale(wanted * 1.5f, tensor_scale, s.other_stored[i], s.other_encode[i]);
     }
   } else {
     const bool pow2 = form.scale == kFp32Pow2;
@@ -96,6 +112,11 @@ FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t r
     for (int b = block_sizes(reduced, width, cols, s.amax); b < blocks; ++b)
       s.amax[b] = size_as_float<T>(row_size<T>(reduced + b * width, std::min(width, cols - b * width)));
   block_scales(form, call.tensor_amax, blocks, s);
+  if (form.scale == kE4m34over6) {
+    const float whole = tensor_encode_of(form, *call.tensor_amax), tensor_scale = tensor_scale_of(whole);
+    four_over_six<T>(form, x, call.cols, rows, cols, whole, s);
+    for (int b = 0; b < blocks; ++b) s.decode[b] = s.stored[b] * tensor_scale;
+  }
   if (form.scales) {
     float* out = form.scales + row / form.block_rows * form.scale_row_stride + col / width * form.scale_col_stride;
     for (int b = 0; b < blocks; ++b) out[b * form.scale_col_stride] = s.stored[b];

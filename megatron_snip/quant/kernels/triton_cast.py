@@ -52,12 +52,14 @@ def installed() -> bool:
 
 def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
-    GPUs, in blocks whose sides are powers of two.
+    GPUs, in blocks whose sides are powers of two, and under "e4m3_4over6" 1 or 16.
     """
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
     for form in forms:
         if not _natural(form.block) or (form.output in OPERANDS and form.element.carrier is None):
+            return False
+        if form.fmt.scale == "e4m3_4over6" and max(form.block) != 16:
             return False
     return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_snip.quant.kernels.triton_four_over_six import four_over_six
 from megatron_snip.quant.kernels.triton_steps import (
     INFINITY,
     MAGNITUDE,
@@ -43,18 +44,23 @@ def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
 
 @triton.jit
 def _scale_blocks(
-    amax, has_nan, row, col, rows, cols, tensor, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    x, amax, has_nan, row, col, rows, cols, tensor, place, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Compute and store the scales of the blocks of [ROWS, COLS] elements from (row, col); return encode and decode.
 
-    amax: int32 bits [row blocks, 1, column blocks, 1] of finite elements.  has_nan: of that shape.  tensor: from
-    ``tensor_scales``.
+    x: the elements, where the rule needs them, or None.  amax: int32 bits [row blocks, 1, column blocks, 1] of finite
+    elements.  has_nan: of that shape.  tensor: from ``tensor_scales``.
     """
     # Every thread that has an element of a column would divide for it.  Dealt out, each thread divides for a few.
-    DEALT: tl.constexpr = F.block_rows > F.block_cols and F.scale != "e8m0" and F.scale != "e8m0_ceil"
+    DEALT: tl.constexpr = F.block_rows > F.block_cols and (
+        F.scale == "e4m3" or F.scale == "fp32" or F.scale == "fp32_pow2"
+    )
     if DEALT:
         amax = _dealt(amax, ROWS // F.block_rows, COLS // F.block_cols)
-    encode, scale, decode = block_scales(amax, tensor, F)
+    if F.scale == "e4m3_4over6":
+        encode, scale, decode = four_over_six(x, amax, tensor, F, ROWS, COLS)
+    else:
+        encode, scale, decode = block_scales(amax, tensor, F)
     if F.output != "values":
         store_scales(scale, has_nan, place, row, col, rows, cols, F, ROWS, COLS)
     if DEALT:
@@ -117,7 +123,8 @@ def _cast_chunk(
                 store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
         # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
         # largest / amax is below the smallest power of two, which is possible for a largest below 4.
-        SATURATES: tl.constexpr = F.scale == "e8m0" or F.scale == "e4m3" or (F.scale == "fp32_pow2" and F.largest < 4.0)
+        E4M3: tl.constexpr = F.scale == "e4m3" or F.scale == "e4m3_4over6"
+        SATURATES: tl.constexpr = F.scale == "e8m0" or E4M3 or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if saturated is None:
             pass
         elif SATURATES or broken:
@@ -144,7 +151,7 @@ def _cast_short(
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = block_amax(magnitudes(x, True), F, ROWS, COLS)
-    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(x, amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
     _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
@@ -175,7 +182,7 @@ def _tall_scales(
         for part in range(0, ROWS, CHUNK):
             chunk = read(source, row + part, col, rows, cols, CHUNK, COLS, HOW)
             amax = tl.maximum(amax, block_amax(magnitudes(chunk, True), F, CHUNK, COLS))
-    encode, decode = _scale_blocks(amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
+    encode, decode = _scale_blocks(None, amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
     return encode, decode, broken
 
 

@@ -52,6 +52,8 @@ TILINGS = {
 ANY = Tiling(32, 4)  # for other blocks
 # For swizzled operands in blocks of 32, rounded to nearest.
 SWIZZLED = Tiling(32, 4)
+# For four over six, whose two candidates take registers.
+FOUR_OVER_SIX = Tiling(16, 8)
 # For SwiGLU's product in blocks of 128, rounded to nearest: with whole blocks, the product is computed once.
 WHOLE = Tiling(128, 16)
 
@@ -124,6 +126,8 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
     if _swizzled(kinds) and side == 32 and not stochastic:
         return SWIZZLED
     chosen = TILINGS.get(side, ANY)
+    if any(kind.form.fmt.scale == "e4m3_4over6" for kind in kinds):
+        chosen = FOUR_OVER_SIX
     high = any(chosen.chunk < rows <= ANY.chunk for rows, _ in blocks)
     return ANY if high else chosen
 

@@ -260,8 +260,9 @@ def tensor_scales(amax, F: tl.constexpr):
     """Encode and decode of the whole tensor under E4M3 scales, else 1.  amax: pointer to its largest magnitude."""
     encode = tl.full((), 1.0, tl.float32)
     decode = encode
-    if F.scale == "e4m3":
-        encode = divide(tl.full((), 448.0 * F.largest, tl.float32), tl.load(amax))
+    if F.scale == "e4m3" or F.scale == "e4m3_4over6":
+        LARGEST: tl.constexpr = 448.0 if F.scale == "e4m3" else 256.0
+        encode = divide(tl.full((), LARGEST * F.largest, tl.float32), tl.load(amax))
         decode = divide(tl.full((), 1.0, tl.float32), encode)
     return encode, decode
 

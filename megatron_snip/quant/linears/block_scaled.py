@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import Format
+from megatron_snip.formats import E4M3_SCALES, Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.casts.cast import Operand, Output
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
@@ -79,7 +79,7 @@ class NVFP4(_Blackwell):
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
         blocks = (fmt.tile, fmt.weight_block or _NVFP4_BLOCK)
-        if fmt.element != E2M1 or fmt.scale != "e4m3" or blocks != (_NVFP4_BLOCK, _NVFP4_BLOCK):
+        if fmt.element != E2M1 or fmt.scale not in E4M3_SCALES or blocks != (_NVFP4_BLOCK, _NVFP4_BLOCK):
             return f"{fmt.name} is not E2M1 with an E4M3 scale every {_NVFP4_BLOCK} elements"
         return None
 

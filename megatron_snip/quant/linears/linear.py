@@ -81,7 +81,8 @@ def quantized_linear(
         training = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
         for gemm, dims in REDUCTION_DIM.items():
             fmt = get_format(getattr(precision, gemm))
-            if (drawn := sorted(fmt.stochastic_roles & dims.keys())) and (gemm == "fprop" or training):
+            drawn = sorted(role for role, dim in dims.items() if fmt.stochastic(role, dim))
+            if drawn and (gemm == "fprop" or training):
                 raise UserError(
                     f"{gemm} in {fmt.name} rounds {drawn[0]} stochastically, key is None; give a RoundingKey"
                 )

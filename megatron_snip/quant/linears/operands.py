@@ -119,7 +119,7 @@ class LinearCall(NamedTuple):
         A weight's rows are output channels, those of the other operands tokens.
         """
         form = _form(fmt or getattr(self.precision, gemm), gemm, role, output)
-        if form is None or role not in form.fmt.stochastic_roles:
+        if form is None or not form.fmt.stochastic(role, form.dim):
             return form
         assert self.key is not None, "quantized_linear refuses this call"
         col0 = self.output_col0 if role == "grad_output" else self.input_col0

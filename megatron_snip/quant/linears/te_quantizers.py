@@ -58,13 +58,13 @@ def _quantizer(fmt: str, tensor: str, *, transformed: bool) -> Any:
             force_pow_2_scales=fmt == "fp8_pow2",
             block_scaling_dim=2 if weight else 1,
         )
-    if fmt not in ("nvfp4", "nvfp4_rht"):
+    if fmt not in ("nvfp4_plain", "nvfp4"):
         raise ValueError(f"Transformer Engine has no quantizer for {fmt}")
-    hadamard = fmt == "nvfp4_rht" and transformed and not weight
+    hadamard = fmt == "nvfp4" and transformed and not weight
     return NVFP4Quantizer(
         fp4_dtype=DType.kFloat4E2M1,
         with_rht=hadamard,
         with_post_rht_amax=hadamard,
-        with_2d_quantization=fmt == "nvfp4_rht" and weight,
+        with_2d_quantization=fmt == "nvfp4" and weight,
         stochastic_rounding=tensor == "grad_output",
     )

@@ -61,8 +61,8 @@ _RECIPES = {
     "fp8": Recipe(lambda r: _float8_blocks(r, pow2=False), (2, 3), _HOPPER, (12, 9)),
     "fp8_pow2": Recipe(lambda r: _float8_blocks(r, pow2=True), (2, 3), _HOPPER, (12, 9)),
     "mxfp8": Recipe(lambda r: r.MXFP8BlockScaling(), (2, 3), _BLACKWELL, (12, 8)),
-    "nvfp4": Recipe(lambda r: _nvfp4(r, plain=True), (2, 8), _BLACKWELL, (12, 8)),
-    "nvfp4_rht": Recipe(lambda r: _nvfp4(r, plain=False), (2, 8), _BLACKWELL, (12, 8)),
+    "nvfp4_plain": Recipe(lambda r: _nvfp4(r, plain=True), (2, 8), _BLACKWELL, (12, 8)),
+    "nvfp4": Recipe(lambda r: _nvfp4(r, plain=False), (2, 8), _BLACKWELL, (12, 8)),
 }
 
 

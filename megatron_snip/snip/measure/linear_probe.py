@@ -106,7 +106,8 @@ def _row_sums(x: Tensor) -> Tensor:
 def _weight_is_shared(fmt: str) -> bool:
     """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
     form = get_format(fmt)
-    return form.block_shape("weight", 0) == form.block_shape("weight", 1) and "weight" not in form.stochastic_roles
+    drawn = form.stochastic("weight", 0) or form.stochastic("weight", 1)
+    return form.block_shape("weight", 0) == form.block_shape("weight", 1) and not drawn
 
 
 def _count_nonzero(x: Tensor) -> Tensor:

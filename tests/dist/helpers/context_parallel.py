@@ -62,7 +62,7 @@ def casts_of_pieces() -> dict[str, bool]:
     operands = {"input": draw(B, S, K, seed=1).bfloat16(), "grad_output": draw(B, S, K, seed=2).bfloat16()}
     for number, module in enumerate((ColumnParallelLinear, RowParallelLinear)):
         linear = module(f"layers.{number}.self_attn.q_proj", draw(K, K, seed=3), region, mesh.device_mesh)
-        for fmt in ("fp8", "fp4", "mxfp4", "nvfp4", "nvfp4_rht"):
+        for fmt in ("fp8", "fp4", "mxfp4", "nvfp4_plain", "nvfp4"):
             linear.precision = LinearPrecision.uniform(fmt)
             call = linear.linear_call(StepContext(key=own))
             plain = LinearCall(linear.precision, RoundingKey(7, 5, call.key.stream, row0=3 * S))

@@ -37,7 +37,7 @@ from megatron_snip.quant.linears.linear_op import pack
 from megatron_snip.quant.casts.rounding import random_bits
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
-PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4")
+PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -118,8 +118,8 @@ def run_all() -> dict[tuple, dict[str, Any]]:
 #: Precisions of three linears that read one input.
 GROUPS = (
     ("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp8"), ("fp4", "bf16", "fp8"),
-    ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4", "mxfp8"), ("nvfp4_rht",) * 3,
-    ("nvfp4", "fp8/mxfp8/nvfp4", "bf16/nvfp4/bf16"),
+    ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4_plain", "mxfp8"), ("nvfp4",) * 3,
+    ("nvfp4_plain", "fp8/mxfp8/nvfp4_plain", "bf16/nvfp4_plain/bf16"),
 )  # fmt: skip
 #: 112 tokens a process: no block of 128 ends with them.
 LENGTHS = (S, 224)
@@ -226,7 +226,7 @@ def run_largest_magnitudes() -> list[dict[str, list[int]]]:
     region = Region(mesh.tp, True)
     for compiled in (False, True):
         found.append({})
-        for precision in ("fp8", "fp8/nvfp4/fp8", "nvfp4", "nvfp4_rht"):
+        for precision in ("fp8", "fp8/nvfp4_plain/fp8", "nvfp4_plain", "nvfp4"):
             layers = [ColumnParallelLinear(f"{i}", draw(N, K, seed=i), region, mesh.device_mesh) for i in range(3)]
             for layer in layers:
                 layer.precision = LinearPrecision.parse(precision)
@@ -322,13 +322,13 @@ def run_sent(precision: str, sequence_parallel: bool, compiled: bool) -> tuple[d
 def run_gathered_operands() -> list[tuple[Any, bool]]:
     """Operands for tensor cores, cast in parts and gathered, by how: whether they are the whole's, strides too."""
     mesh, found = start_mesh(), []
-    for precision in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"):
-        outputs = ["codes", "operand"] * (precision != "nvfp4") + ["swizzled"] * (precision not in ("fp8", "fp4"))
+    for precision in ("fp8", "fp4", "mxfp8", "mxfp4_floor", "nvfp4_plain"):
+        outputs = ["codes", "operand"] * (precision != "nvfp4_plain") + ["swizzled"] * (precision not in ("fp8", "fp4"))
         call = LinearCall(LinearPrecision.uniform(precision), KEY)
         group = groups.Group([call], mesh.tp, True)
         for gemm, output in product(("fprop", "wgrad"), outputs):
             x, form = draw(B * S, K, seed=1).bfloat16(), call.form(gemm, "input", output=output)
-            largest = x.abs().amax().float()  # of the whole, for nvfp4
+            largest = x.abs().amax().float()  # of the whole, for nvfp4_plain
             (whole,) = cast(x, [form])
             (mine,) = cast(part(x, 0, mesh), [form], lambda _, whole=largest: whole)
             (gathered,) = groups._gather([mine], group)()

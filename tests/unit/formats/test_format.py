@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from megatron_snip.formats import Format, format_names, get_format, register
+from megatron_snip.formats import ROLES, Format, format_names, get_format, register
 from megatron_snip.formats.element import E2M1, E4M3
 
 #: Formats that this package ships, and their elements; a new one need not be here.
@@ -21,8 +23,10 @@ SHIPPED = {
     "mxfp6_e2m3": "E2M3",
     "mxfp6_e3m2": "E3M2",
     "mxfp4": "E2M1",
+    "mxfp4_floor": "E2M1",
+    "nvfp4_plain": "E2M1",
     "nvfp4": "E2M1",
-    "nvfp4_rht": "E2M1",
+    "nvfp4_4over6": "E2M1",
 }
 
 
@@ -34,8 +38,10 @@ def test_the_registered_formats():
 
 def test_only_fp4_gradients_round_stochastically_by_default():
     for name in [*SHIPPED, "e2m1"]:
-        rounds = get_format(name).stochastic_roles
-        assert rounds == ({"grad_output"} if "fp4" in name else frozenset())
+        fmt = get_format(name)
+        rounds = {(role, dim) for role, dim in itertools.product(ROLES, (0, 1)) if fmt.stochastic(role, dim)}
+        gradients = {("grad_output", 0), ("grad_output", 1)} if "fp4" in name else set()
+        assert rounds == gradients | ({("input", 0)} if name == "mxfp4" else set()), "wgrad's input is along dim 0"
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
@@ -52,9 +58,10 @@ def test_published_blocks_and_scales(name):
     """OCP MX v1.0, sec. 5: 32 elements under E8M0; NVFP4: 16 under E4M3; else 128 and 128x128 under float32."""
     fmt = get_format(name)
     if name.startswith("mx"):
-        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2") else "e8m0", 0)
+        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2", "mxfp4") else "e8m0", 0)
     elif name.startswith("nv"):
-        expected = (16, 16, "e4m3", 16) if name == "nvfp4_rht" else (16, None, "e4m3", 0)
+        scale = "e4m3_4over6" if name == "nvfp4_4over6" else "e4m3"
+        expected = (16, None, scale, 0) if name == "nvfp4_plain" else (16, 16, scale, 16)
     else:
         expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", 0)
     assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard) == expected
@@ -70,7 +77,7 @@ def test_stored_bits_count_the_scale():
     assert get_format("fp8").bits_per_element == 8.25
     assert get_format("fp4").bits_per_element == 4.25
     assert get_format("bf16").bits_per_element == 16
-    stored = {"mxfp8": 8.25, "mxfp6_e3m2": 6.25, "mxfp4": 4.25, "nvfp4": 4.5, "nvfp4_rht": 4.5, "fp8_pow2": 8.25}
+    stored = {"mxfp8": 8.25, "mxfp6_e3m2": 6.25, "mxfp4": 4.25, "nvfp4_plain": 4.5, "nvfp4": 4.5, "fp8_pow2": 8.25}
     assert {name: get_format(name).bits_per_element for name in stored} == stored
     assert [get_format(name).element_bits for name in ("bf16", "fp8", "fp4", "e3m2")] == [16, 8, 4, 6]
 
@@ -93,7 +100,8 @@ def test_bad_arguments_raise():
         Format("x", E2M1, scale="e5m3")
     with pytest.raises(ValueError, match="hadamard=8"):
         Format("x", E2M1, hadamard=8)
-    with pytest.raises(ValueError, match="activation"):
-        Format("x", E2M1, stochastic_roles=frozenset({"activation"}))
+    for wrong in ("activation", "fprop.grad_output"):
+        with pytest.raises(ValueError, match=rf"\['{wrong}'\]; known: input, .*dgrad.weight, .*wgrad.input"):
+            Format("x", E2M1, stochastic_roles=frozenset({wrong}))
     with pytest.raises(ValueError, match="tile=0"):
         Format("x", E2M1, tile=0)

@@ -70,7 +70,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-PLANS = ["fp8", "fp8,fp4,fp4/fp8/fp4", "mxfp8,nvfp4,nvfp4_rht"]
+PLANS = ["fp8", "fp8,fp4,fp4/fp8/fp4", "mxfp8,nvfp4_plain,nvfp4"]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

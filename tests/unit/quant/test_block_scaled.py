@@ -89,7 +89,7 @@ def results(implementation, precision, x, w, g) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, w), g)]
 
 
-FORMATS = ["mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_rht", "mxfp8/nvfp4/bf16", "nvfp4/bf16/mxfp8"]
+FORMATS = ["mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4_plain", "nvfp4", "mxfp8/nvfp4_plain/bf16", "nvfp4_plain/bf16/mxfp8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,7 +122,7 @@ def test_a_nan_reaches_the_outputs_that_it_reaches_in_the_emulation(blackwell):
     x, w, g = tensors(torch.float32)
     with torch.no_grad():
         x[3, 5] = torch.nan
-    for fmt in ("mxfp8", "nvfp4"):
+    for fmt in ("mxfp8", "nvfp4_plain"):
         ours, theirs = (
             results(implementation, LinearPrecision.uniform(fmt), x, w, g)
             for implementation in (ByGemm(MX(), NVFP4()), ByGemm(Emulated()))
@@ -140,7 +140,7 @@ def test_tiles_of_scales_are_cublaslts():
     assert int((tiled != 0).sum()) == int((scales != 0).sum())
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4_plain"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(fmt, dim):
     """Codes and scales travel through a compiled graph as they lie in memory."""
@@ -152,7 +152,9 @@ def test_what_is_kept_lies_the_same_through_a_graph_and_where_nothing_was_cast(f
         assert part is None or (torch.equal(part, same) and part.stride() == same.stride() == empty.stride())
         assert part is None or (part.shape, part.dtype) == (empty.shape, empty.dtype)
     assert made.scales.dtype == torch.uint8 and bool((nothing.scales == 0xFF).all())
-    assert (made.tensor_scale is None) == (fmt == "mxfp8") and made.data.numel() * (1 + (fmt == "nvfp4")) == x.numel()
+    assert (made.tensor_scale is None) == (fmt == "mxfp8") and made.data.numel() * (
+        1 + (fmt == "nvfp4_plain")
+    ) == x.numel()
 
 
 def pretend(monkeypatch, capability: tuple[int, int], cuda: str = "13.0") -> torch.device:
@@ -171,7 +173,7 @@ def pretend(monkeypatch, capability: tuple[int, int], cuda: str = "13.0") -> tor
 )  # fmt: skip
 def test_devices(capability, cuda, reason, monkeypatch):
     device = pretend(monkeypatch, capability, cuda)
-    for backend, fmt in ((MX(), "mxfp8"), (NVFP4(), "nvfp4")):
+    for backend, fmt in ((MX(), "mxfp8"), (NVFP4(), "nvfp4_plain")):
         refusal = ByGemm(backend).refusal(LinearPrecision.uniform(fmt), device)
         assert refusal is None if reason is None else reason in refusal
 
@@ -184,7 +186,7 @@ def test_devices(capability, cuda, reason, monkeypatch):
         ("fp8_pow2", "hopper", "blackwell (MXFP8"),
         ("mxfp8", "emulated (tensor cores need a Blackwell GPU", "blackwell (MXFP8"),
         ("mxfp4", "emulated", "blackwell (MXFP8"),
-        ("nvfp4", "emulated", "blackwell (NVFP4"),
+        ("nvfp4_plain", "emulated", "blackwell (NVFP4"),
         ("mxfp8_e5m2", "emulated", "emulated"),
         ("bf16", "torch", "torch"),
     ],

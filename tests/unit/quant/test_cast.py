@@ -204,12 +204,12 @@ def test_an_aligned_shard_is_the_slice_of_the_whole(role, dim, rounding):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("cut", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("fmt", ["fp4", "mxfp4", "nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("fmt", ["fp4", "mxfp4", "nvfp4_plain", "nvfp4"])
 def test_tensor_parallel_shards_are_rounded_as_the_whole(fmt, dim, cut, tp, casts):
-    """Stochastically, cut by rows or columns: the bits belong to the position, and nvfp4's amax to the whole."""
+    """Stochastically, cut by rows or columns: the bits belong to the position, and nvfp4_plain's amax to the whole."""
     x = torch.randn(512, 512).bfloat16()
     whole = casts[1](x, fmt, role="grad_output", dim=dim, key=KEY)
-    amax = finite_amax(hadamard(x) if fmt == "nvfp4_rht" and dim == 0 else x)
+    amax = finite_amax(hadamard(x) if fmt == "nvfp4" and dim == 0 else x)
     step = 512 // tp
     for rank in range(tp):
         rows, cols = (slice(rank * step, (rank + 1) * step) if side == cut else slice(0, 512) for side in (0, 1))
@@ -302,7 +302,7 @@ def test_the_result_carries_no_gradient_and_leaves_the_operand_alone(casts):
 
 
 def test_a_form_is_given_a_key_as_if_it_had_been_made_with_it():
-    for name, dim in itertools.product(("fp4", "nvfp4_rht"), (0, 1)):
+    for name, dim in itertools.product(("fp4", "nvfp4"), (0, 1)):
         bare, made = (Form(get_format(name), "grad_output", dim, key) for key in (None, KEY))
         keyed = bare.with_key(KEY)
         assert vars(keyed) == vars(made) and (keyed, hash(keyed)) == (made, hash(made))

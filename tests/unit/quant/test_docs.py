@@ -39,10 +39,10 @@ def test_the_linear_of_the_packages_docstring_is_ours():
 @pytest.mark.parametrize(
     ("name", "heavy", "share", "beyond", "relative", "bias"),
     [
-        ("mxfp4", False, 0.024, 0.82, 0.114, (0.040, 0.042)),
-        ("mxfp4", True, 0.015, 0.91, 0.125, (0.05, 0.15)),
-        ("nvfp4", False, 0.035, 0.135, 0.022, (0.0099, 0.0103)),
-        ("nvfp4", True, 0.033, 0.140, 0.0225, (0.011, 0.023)),
+        ("mxfp4_floor", False, 0.024, 0.82, 0.114, (0.040, 0.042)),
+        ("mxfp4_floor", True, 0.015, 0.91, 0.125, (0.05, 0.15)),
+        ("nvfp4_plain", False, 0.035, 0.135, 0.022, (0.0099, 0.0103)),
+        ("nvfp4_plain", True, 0.033, 0.140, 0.0225, (0.011, 0.023)),
         ("fp4", False, 0.0, 0.0, 0.0, (0.0, 1e-7)),
         ("fp4_pow2", True, 0.0, 0.0, 0.0, (0.0, 0.0)),
     ],

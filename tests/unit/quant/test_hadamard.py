@@ -63,21 +63,21 @@ def test_an_outlier_is_spread_over_its_group():
     x[5::LENGTH] += 1000
     y = hadamard(x)
     assert y.abs().min() > 245 and y.abs().max() < 255
-    plain, spread = (quantize(x, name, role="input", dim=0) for name in ("nvfp4", "nvfp4_rht"))
+    plain, spread = (quantize(x, name, role="input", dim=0) for name in ("nvfp4_plain", "nvfp4"))
     ratio = (spread.scales * spread.tensor_scale) / (plain.scales * plain.tensor_scale)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 0.25), rtol=0.07, atol=0)
 
 
 def test_only_operands_of_wgrad_are_transformed():
-    fmt = get_format("nvfp4_rht")
+    fmt = get_format("nvfp4")
     forms = {
         (role, dim): Form(fmt, role, dim).transformed for role in ("input", "weight", "grad_output") for dim in (0, 1)
     }
     assert {call for call, transformed in forms.items() if transformed} == {("input", 0), ("grad_output", 0)}
-    assert not Form(get_format("nvfp4"), "input", 0).transformed
+    assert not Form(get_format("nvfp4_plain"), "input", 0).transformed
     x = torch.randn(64, 96).bfloat16()
     assert torch.equal(
-        fake_quantize(x, "nvfp4_rht", role="input", dim=1), fake_quantize(x, "nvfp4", role="input", dim=1)
+        fake_quantize(x, "nvfp4", role="input", dim=1), fake_quantize(x, "nvfp4_plain", role="input", dim=1)
     )
 
 
@@ -86,10 +86,10 @@ def test_only_operands_of_wgrad_are_transformed():
 def test_a_transformed_form_is_the_cast_of_the_transformed_tensor(dtype, rounding):
     x = torch.randn(64, 96).to(dtype)
     how = {"role": "grad_output", "dim": 0, "rounding": rounding, "key": KEY}
-    y = fake_quantize(x, "nvfp4_rht", **how)
-    assert torch.equal(y, fake_quantize(hadamard(x), "nvfp4", **how))
-    assert torch.equal(y, fake_quantize_reference(x, "nvfp4_rht", **how))
-    q, specified = quantize(x, "nvfp4_rht", **how), quantize_reference(x, "nvfp4_rht", **how)
+    y = fake_quantize(x, "nvfp4", **how)
+    assert torch.equal(y, fake_quantize(hadamard(x), "nvfp4_plain", **how))
+    assert torch.equal(y, fake_quantize_reference(x, "nvfp4", **how))
+    q, specified = quantize(x, "nvfp4", **how), quantize_reference(x, "nvfp4", **how)
     assert torch.equal(q.codes, specified.codes) and torch.equal(q.scales, specified.scales)
     assert torch.equal(q.tensor_scale, specified.tensor_scale) and q.saturated == specified.saturated
     assert torch.equal(q.dequantize(dtype), y)
@@ -97,7 +97,7 @@ def test_a_transformed_form_is_the_cast_of_the_transformed_tensor(dtype, roundin
 
 def test_forms_with_and_without_transform_in_one_call():
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rht, plain = get_format("nvfp4_rht"), get_format("fp8")
+    rht, plain = get_format("nvfp4"), get_format("fp8")
     forms = [Form(rht, "input", 0), Form(rht, "input", 1, output="codes"), Form(plain, "input", 0)]
     together = cast(x, forms)
     for form, made in zip(forms, together, strict=True):
@@ -110,21 +110,21 @@ def test_forms_with_and_without_transform_in_one_call():
 
 def test_a_shards_amax_is_that_of_the_transformed_tensor():
     x = torch.randn(64, 96)
-    whole = fake_quantize(x, "nvfp4_rht", role="input", dim=0)
+    whole = fake_quantize(x, "nvfp4", role="input", dim=0)
     seen = []
 
     def reduce_amax(amax):
         seen.append(amax)
         return finite_amax(hadamard(x))
 
-    form = Form(get_format("nvfp4_rht"), "input", 0)
+    form = Form(get_format("nvfp4"), "input", 0)
     part = cast(x[:, :48], [form], reduce_amax)[0].data
     assert torch.equal(part, whole[:, :48]) and seen == [finite_amax(hadamard(x[:, :48]))]
 
 
 def test_tokens_that_are_no_multiple_of_16_raise():
     with pytest.raises(ValueError, match=r"\[40, 8\].*40 tokens.*multiple of 16.*without the transform"):
-        fake_quantize(torch.randn(40, 8), "nvfp4_rht", role="input", dim=0)
-    fake_quantize(torch.randn(40, 8), "nvfp4_rht", role="input", dim=1)
+        fake_quantize(torch.randn(40, 8), "nvfp4", role="input", dim=0)
+    fake_quantize(torch.randn(40, 8), "nvfp4", role="input", dim=1)
     with pytest.raises(ValueError, match="hadamard=32"):
         Format("x", E2M1, hadamard=32)

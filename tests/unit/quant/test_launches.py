@@ -25,7 +25,7 @@ from megatron_snip.quant.linears.group import Group, run_group
 from megatron_snip.quant.linears.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
-BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4": NVFP4, "nvfp4_rht": NVFP4}
+BACKENDS = {"bf16": Emulated, "mxfp8": MX, "mxfp4": MX, "fp8_pow2": MX, "nvfp4_plain": NVFP4, "nvfp4": NVFP4}
 KERNELS = ("cast_kernel", "dequantize_kernel", "amax_kernel", "hadamard_kernel", "swiglu_backward_kernel")
 
 
@@ -102,7 +102,7 @@ def test_a_linear_launches_three_casts_and_three_gemms(precision, monkeypatch):
         assert len(names) == 6
 
 
-@pytest.mark.parametrize(("precision", "largest"), [("mxfp8", 0), ("mxfp4", 0), ("fp8_pow2", 0), ("nvfp4", 3)])
+@pytest.mark.parametrize(("precision", "largest"), [("mxfp8", 0), ("mxfp4", 0), ("fp8_pow2", 0), ("nvfp4_plain", 3)])
 def test_on_blackwell_nothing_comes_between_a_cast_and_its_gemm(precision, largest, monkeypatch):
     """NVFP4 needs the largest magnitude of each operand first.  A float32 master is rounded as it is read."""
     for master, kept in itertools.product((torch.bfloat16, torch.float32), (True, False)):
@@ -115,7 +115,7 @@ def test_on_blackwell_nothing_comes_between_a_cast_and_its_gemm(precision, large
 
 def test_a_transform_is_one_launch_that_finds_its_largest_magnitude_too(monkeypatch):
     """Of wgrad's two operands, which are cast apart from fprop's and dgrad's."""
-    names = step("nvfp4_rht", torch.float32, True, monkeypatch)
+    names = step("nvfp4", torch.float32, True, monkeypatch)
     expected = {"amax_kernel": 3, "hadamard_kernel": 2, "cast_kernel": 5, "_scaled_mm_v2": 3}
     assert {name: names.count(name) for name in set(names)} == expected
 
@@ -141,7 +141,7 @@ def test_swiglus_product_is_made_by_the_cast_that_reads_it(monkeypatch):
     names = step("fp8", torch.float32, True, monkeypatch, product=True)
     assert names == ["cast_kernel"] * 2 + [names[2]] + ["cast_kernel"] + names[4:6] + ["swiglu_backward_kernel"]
     assert all("scaled_mm" in name for name in (names[2], *names[4:6]))
-    scaled = step("nvfp4", torch.float32, True, monkeypatch, product=True)  # its largest magnitude needs it, too
+    scaled = step("nvfp4_plain", torch.float32, True, monkeypatch, product=True)  # its largest magnitude needs it, too
     expected = {"amax_kernel": 3, "cast_kernel": 3, "_scaled_mm_v2": 3, "swiglu_backward_kernel": 1}
     assert {name: scaled.count(name) for name in set(scaled)} == expected
     plain = step("fp8/fp8/bf16", torch.float32, True, monkeypatch, product=True)

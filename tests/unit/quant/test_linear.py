@@ -245,7 +245,7 @@ def test_evaluation_casts_for_fprop_alone(mode):
     expected = quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=KEY).detach()
     with mode(), counted_casts() as seen:
         # wgrad of this format needs a multiple of 16 tokens, but there is no wgrad
-        quantized_linear(x, w, LinearPrecision.uniform("nvfp4_rht"), key=KEY)
+        quantized_linear(x, w, LinearPrecision.uniform("nvfp4"), key=KEY)
         y = quantized_linear(x + 0, w, LinearPrecision.uniform("fp8"), key=KEY)
     assert torch.equal(y, expected)
     assert {(role, dim) for role, dim, _ in seen} == {("input", 1), ("weight", 1)}
@@ -264,7 +264,7 @@ def test_a_float32_master_weight_gives_what_its_rounded_copy_gives():
 
 def test_shards_share_the_tensors_amax_where_the_format_needs_it():
     x, w, g = tensors(sizes=(256, 512, 384))
-    precision = LinearPrecision.uniform("nvfp4")
+    precision = LinearPrecision.uniform("nvfp4_plain")
     whole = {"input": x, "weight": w, "grad_output": g}
     reduced: list[str] = []
 
@@ -380,3 +380,19 @@ def test_bad_calls_raise():
         quantized_linear(x, w.bfloat16(), BF16, key=None)
     with pytest.raises(ValueError, match=r"scaled_mm cannot run fp8 here.*Hopper.*use --linear-impl auto or emulated"):
         quantized_linear(x, w, LinearPrecision.uniform("fp8"), key=None, impl="scaled_mm")
+
+
+@pytest.mark.parametrize(("fmt", "slope"), [("mxfp4", 1.0), ("mxfp4_floor", 0.97)])
+def test_wgrad_in_mxfp4_has_no_bias(fmt, slope):
+    """Its mean over draws is the gradient without rounding; under OCP's rule clamped elements make it smaller."""
+    random = torch.Generator().manual_seed(1)
+    x, w, noise = (torch.randn(shape, generator=random) for shape in ((512, 64), (64, 64), (512, 64)))
+    g, w = noise + x / 2, w.requires_grad_()
+    exact, mean = g.T @ x, torch.zeros(64, 64)
+    for iteration in range(200):
+        key = RoundingKey(1, iteration, 7)
+        y = quantized_linear(x, w, LinearPrecision.parse(f"bf16/bf16/{fmt}"), key=key)
+        mean += torch.autograd.grad(y, w, g)[0] / 200
+    assert (mean * exact).sum() / exact.square().sum() == pytest.approx(slope, abs=2e-3 if fmt == "mxfp4" else 6e-3)
+    if fmt == "mxfp4":
+        assert (mean - exact).norm() / exact.norm() < 0.02

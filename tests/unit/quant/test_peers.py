@@ -7,15 +7,18 @@ docs/numerics.md has the table of what is the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_snip.formats import get_format
 from megatron_snip.formats.element import E2M1, E4M3
 from megatron_snip.quant import quantize
 from megatron_snip.quant.casts.grid import encode, round_nearest
 from megatron_snip.quant.casts.hadamard import hadamard
+from tests.unit.quant.elements import all_bf16
 from tests.unit.quant.peers import (
     bf16_tensors,
     load_microxcaling,
@@ -30,8 +33,13 @@ MX = {  # format: microxcaling's and torchao's name of the element
     "mxfp8_floor": ("fp8_e4m3", torch.float8_e4m3fn),
     "mxfp6_e2m3": ("fp6_e2m3", "fp6_e2m3"),
     "mxfp6_e3m2": ("fp6_e3m2", "fp6_e3m2"),
-    "mxfp4": ("fp4_e2m1", torch.float4_e2m1fn_x2),
+    "mxfp4_floor": ("fp4_e2m1", torch.float4_e2m1fn_x2),
 }
+#: Every finite number, sorted, so that a block has like sizes; and in random order those that are alike in size.
+EVERY = torch.cat([all_bf16(), torch.zeros(256)]).sort().values
+MIDDLE = EVERY[(EVERY.abs() >= 2.0**-24) & (EVERY.abs() < 256)]
+MIDDLE = MIDDLE[torch.randperm(len(MIDDLE), generator=torch.Generator().manual_seed(1))]
+TILES_4OVER6 = replace(get_format("nvfp4_plain"), name="tiles", scale="e4m3_4over6")
 pytestmark = pytest.mark.parametrize("name", DATA)
 
 
@@ -60,19 +68,23 @@ def test_mx_is_that_of_torchao(fmt, name, cast):
     scales, codes = to_mx(DATA[name], MX[fmt][1], 32)
     ours = cast(DATA[name], fmt, role="input", dim=1)
     assert torch.equal(ours.scales, scales.float())
-    assert torch.equal(ours.codes, nibbles(codes) if fmt == "mxfp4" else codes.view(torch.uint8))
+    assert torch.equal(ours.codes, nibbles(codes) if fmt == "mxfp4_floor" else codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize(("fmt", "element"), [("mxfp8", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)])
-def test_mxfp8_is_that_of_torchao_with_scales_rounded_up(fmt, element, name, cast):
+@pytest.mark.parametrize(
+    ("fmt", "element"),
+    [("mxfp8", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2), ("mxfp4", torch.float4_e2m1fn_x2)],
+)
+def test_mx_is_that_of_torchao_with_scales_rounded_up(fmt, element, name, cast):
     """RCEIL, as torchao and torchtitan train with; its scale of a block of zeros is 2^-127, too."""
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     scales, codes = to_mx(DATA[name], element, 32, ScaleCalculationMode.RCEIL)
     ours = cast(DATA[name], fmt, role="input", dim=1)
-    assert torch.equal(ours.scales, scales.float()) and torch.equal(ours.codes, codes.view(torch.uint8))
+    assert torch.equal(ours.scales, scales.float())
+    assert torch.equal(ours.codes, nibbles(codes) if fmt == "mxfp4" else codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -128,14 +140,14 @@ def test_blockwise_fp8_is_that_of_transformer_engine(fmt, role, name, cast, chec
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("fmt", ["nvfp4_plain", "nvfp4"])
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_nvfp4_is_that_of_transformer_engine(role, fmt, name, cast, checkout, monkeypatch):
     """1x16, 16x16 and transformed forms.  It stores -0 as +0, we keep the sign."""
     peer = load_transformer_engine_nvfp4(checkout("--transformer-engine"), monkeypatch)
-    square = fmt == "nvfp4_rht" and role == "weight"
+    square = fmt == "nvfp4" and role == "weight"
     quantiser = peer.NVFP4QuantizerRef(
-        dtype=None, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=fmt == "nvfp4_rht" and role == "input"
+        dtype=None, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=fmt == "nvfp4" and role == "input"
     )
     quantiser.rowwise_usage = quantiser.columnwise_usage = True
     x = DATA[name]
@@ -148,6 +160,33 @@ def test_nvfp4_is_that_of_transformer_engine(role, fmt, name, cast, checkout, mo
         negative_zero = (source if dim == 1 else source.T).eq(0) & (codes == 8)
         assert torch.equal(codes.masked_fill(negative_zero, 0), nibbles(packed))
         assert negative_zero.any() == name.startswith("zeros")
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_four_over_six_is_that_of_transformer_engine(role, name, cast, checkout, monkeypatch):
+    """Squared errors in units of the tensor's scale ("fast math" there), a bound of 256; 1x16, 16x1 and 16x16."""
+    peer = load_transformer_engine_nvfp4(checkout("--transformer-engine"), monkeypatch)
+    side = 16 if role == "weight" else 1
+    quantiser = peer.NVFP4QuantizerRef(
+        dtype=None, quant_tile_shape=(side, 16), nvfp4_use_4over6=True, nvfp4_e4m3_max=256,
+        nvfp4_4over6_err_mode="MSE", nvfp4_4over6_err_use_fast_math=True,
+    )  # fmt: skip
+    quantiser.rowwise_usage = quantiser.columnwise_usage = True
+    every, middle = EVERY.view(256, 256).bfloat16(), MIDDLE.view(-1, 256).bfloat16()
+    million = [torch.randn(1024, 1024).bfloat16()] if name == "normal-0" else []
+    for x in (DATA[name], every, middle, *million):
+        theirs = quantiser.quantize(x)
+        ours = cast(x, "nvfp4_4over6", role=role, dim=1, rounding="nearest")
+        assert torch.equal(ours.scales, theirs.scale.float()[::side])
+        codes = ours.codes.masked_fill(x.eq(0) & (ours.codes == 8), 0)  # -0 is +0 there
+        assert torch.equal(codes, nibbles(theirs.data))
+        if role == "input":
+            columns = cast(x, TILES_4OVER6, role=role, dim=0, rounding="nearest")
+            codes = columns.codes.masked_fill(x.eq(0) & (columns.codes == 8), 0)
+            assert torch.equal(columns.scales.T, theirs.scale_t.float()) and torch.equal(
+                codes.T, nibbles(theirs.data_t)
+            )
 
 
 def test_nvfp4_of_torchao_divides_in_another_order_and_has_a_least_scale(name):
@@ -164,5 +203,5 @@ def test_nvfp4_of_torchao_divides_in_another_order_and_has_a_least_scale(name):
     y = blocks * torch.div(torch.div(torch.tensor(1.0), whole), scales)[..., None]
     q = torch.copysign(round_nearest(y.abs().clamp(max=6), E2M1), y)
     assert torch.equal(encode(q, E2M1).view(x.shape), nibbles(packed))
-    ours = quantize_reference(x, "nvfp4", role="input", dim=1)
+    ours = quantize_reference(x, "nvfp4_plain", role="input", dim=1)
     assert (ours.scales != scales).float().mean() < 0.05 or name.startswith(("wide", "zeros"))

@@ -87,7 +87,7 @@ def test_backward_keeps_a_byte_an_element(scaled_mm):
 @pytest.mark.parametrize(
     ("fmt", "reason"),
     [
-        ("nvfp4", "need a Blackwell GPU, the device is cpu"),
+        ("nvfp4_plain", "need a Blackwell GPU, the device is cpu"),
         ("fp8_e5m2", "fp8_e5m2 needs E5M2 for both operands"),
         ("e6m1", "e6m1's E6M1 elements fit neither E4M3 nor E5M2"),
         ("fp8", "need a Hopper GPU, the device is cpu"),

@@ -151,8 +151,8 @@ def test_the_master_weight_gets_its_gradient_through_a_module_without_weights(en
                                      "fp8_quant_bwd_grad": QParams(False, 0.0)}),
         ("fp8_pow2", Float8BlockScaling, {"use_f32_scales": False, "fp8_quant_fwd_weight": QParams(True, 0.0)}),
         ("mxfp8", MXFP8BlockScaling, {}),
-        ("nvfp4", NVFP4BlockScaling, {"disable_rht": True, "disable_2d_quantization": True}),
-        ("nvfp4_rht", NVFP4BlockScaling, {"disable_rht": False, "disable_2d_quantization": False}),
+        ("nvfp4_plain", NVFP4BlockScaling, {"disable_rht": True, "disable_2d_quantization": True}),
+        ("nvfp4", NVFP4BlockScaling, {"disable_rht": False, "disable_2d_quantization": False}),
     ],
 )  # fmt: skip
 def test_a_format_has_its_recipe(fmt, kind, fields, engine):
@@ -254,7 +254,7 @@ SIZES = Sizes(128, 128, 128)
 def test_auto_takes_what_is_exact_alone(machine):
     """NVFP4 draws its own random bits there, and takes a shard's amax for the tensor's."""
     machine((10, 0))
-    for fmt, exact in (("mxfp8", True), ("nvfp4", False), ("nvfp4_rht", False), ("mxfp8/bf16/mxfp8", True)):
+    for fmt, exact in (("mxfp8", True), ("nvfp4_plain", False), ("nvfp4", False), ("mxfp8/bf16/mxfp8", True)):
         precision = LinearPrecision.parse(fmt)
         for formats, takes in ((EXACT, exact), (FORMATS, True)):
             told = EngineFirst(formats, Emulated()).runs(precision, torch.device("cpu"), SIZES)
@@ -321,7 +321,7 @@ def test_the_names_before_2_9(engine):
     assert isinstance(engine.calls[0].recipe, MXFP8BlockScaling)
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8/fp4/fp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8/fp4/fp8", "nvfp4_plain"])
 def test_without_the_package_it_is_auto_s_and_says_why(fmt):
     precision, (x, w), cpu = LinearPrecision.parse(fmt), big(), torch.device("cpu")
     check_linear("transformer_engine", precision, cpu)
@@ -340,11 +340,17 @@ def test_without_the_package_it_is_auto_s_and_says_why(fmt):
         ("fp8", "2.11.0", (8, 9), "12.9", "fp8 needs compute capability 9.0 to below 10.0, this is 8.9"),
         ("mxfp8", "2.11.0", (9, 0), "13.0", "mxfp8 needs compute capability 10.0 to below 12.0"),
         ("mxfp8", "2.11.0", (10, 3), "13.0", None),
-        ("nvfp4", "2.7.1+abc", (10, 0), "13.0", "nvfp4 needs version 2.8, 2.7"),
-        ("nvfp4", "2.10.0", (10, 0), "13.0", None),
-        ("mxfp8/nvfp4/nvfp4", "2.18.0", (10, 0), "13.0", "formats by GEMM need version 2.19, 2.18 is installed"),
-        ("mxfp8/nvfp4/bf16", "2.19.0", (10, 0), "13.0", None),
-        ("fp4", "2.20.2", (10, 0), "13.0", "it has no fp4, only fp8, fp8_pow2, mxfp8, nvfp4, nvfp4_rht"),
+        ("nvfp4_plain", "2.7.1+abc", (10, 0), "13.0", "nvfp4_plain needs version 2.8, 2.7"),
+        ("nvfp4_plain", "2.10.0", (10, 0), "13.0", None),
+        (
+            "mxfp8/nvfp4_plain/nvfp4_plain",
+            "2.18.0",
+            (10, 0),
+            "13.0",
+            "formats by GEMM need version 2.19, 2.18 is installed",
+        ),
+        ("mxfp8/nvfp4_plain/bf16", "2.19.0", (10, 0), "13.0", None),
+        ("fp4", "2.20.2", (10, 0), "13.0", "it has no fp4, only fp8, fp8_pow2, mxfp8, nvfp4_plain, nvfp4"),
     ],
 )
 def test_gates(fmt, version, capability, cuda, reason, machine):
@@ -353,7 +359,7 @@ def test_gates(fmt, version, capability, cuda, reason, machine):
     assert why is None if reason is None else reason in why
 
 
-@pytest.mark.parametrize(("fmt", "side"), [("fp8", 128), ("mxfp8", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize(("fmt", "side"), [("fp8", 128), ("mxfp8", 32), ("nvfp4_plain", 16)])
 def test_sizes_that_do_not_fit_are_one_line(fmt, side, machine):
     machine((9, 0) if fmt == "fp8" else (10, 0))
     precision, cpu, engine = LinearPrecision.uniform(fmt), torch.device("cpu"), TransformerEngine()
@@ -373,7 +379,7 @@ def test_compiled_blocks_have_auto_s_linears_without_it():
         compiled_impl("transformer_engine")
 
 
-@pytest.mark.parametrize("formats", [*itertools.product(["bf16", "fp8", "mxfp8", "nvfp4_rht"], repeat=3)])
+@pytest.mark.parametrize("formats", [*itertools.product(["bf16", "fp8", "mxfp8", "nvfp4"], repeat=3)])
 def test_both_operands_of_a_gemm_have_its_format(formats, monkeypatch):
     """A tensor is read rowwise by one GEMM and columnwise by another."""
 
@@ -381,7 +387,7 @@ def test_both_operands_of_a_gemm_have_its_format(formats, monkeypatch):
         return lambda **how: SimpleNamespace(kind=kind, **how)
 
     pytorch, constants = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.constants")
-    kinds = {"bf16": "Identity", "fp8": "Float8Block", "mxfp8": "MXFP8", "nvfp4_rht": "NVFP4"}
+    kinds = {"bf16": "Identity", "fp8": "Float8Block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
     for kind in (*kinds.values(), "Hybrid"):
         setattr(pytorch, f"{kind}Quantizer", stand_in(kind))
     constants.DType = SimpleNamespace(kFloat8E4M3=1, kFloat4E2M1=2)
@@ -400,7 +406,7 @@ def test_both_operands_of_a_gemm_have_its_format(formats, monkeypatch):
         assert [quantizer.kind for quantizer in operands[gemm]] == [kinds[fmt]] * 2
         transformed = [getattr(quantizer, "with_rht", False) for quantizer in operands[gemm]]
         if gemm == "wgrad" or "Hybrid" in {made.kind for made in operands[gemm]}:
-            assert transformed == [fmt == "nvfp4_rht"] * 2
+            assert transformed == [fmt == "nvfp4"] * 2
     assert all(getattr(q, "stochastic_rounding", True) for q in directions["grad_output"])
     assert not any(getattr(q, "stochastic_rounding", False) for q in directions["input"] + directions["weight"])
     assert {getattr(q, "block_scaling_dim", 2) for q in directions["weight"]} == {2}

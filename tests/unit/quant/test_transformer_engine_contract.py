@@ -26,14 +26,14 @@ VERSIONS = ("2.20.2", "2.8.0")
 LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 KINDS = {
     "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer",
-    "nvfp4": "NVFP4Quantizer", "nvfp4_rht": "NVFP4Quantizer",
+    "nvfp4_plain": "NVFP4Quantizer", "nvfp4": "NVFP4Quantizer",
 }  # fmt: skip
 MIXED = [
     "fp8/fp8/bf16",
-    "mxfp8/nvfp4_rht/nvfp4_rht",
-    "nvfp4_rht/mxfp8/nvfp4_rht",
+    "mxfp8/nvfp4/nvfp4",
+    "nvfp4/mxfp8/nvfp4",
     "bf16/mxfp8/fp8",
-    "nvfp4/nvfp4/mxfp8",
+    "nvfp4_plain/nvfp4_plain/mxfp8",
 ]
 
 
@@ -75,7 +75,7 @@ def check_gemms(steps, formats):
             if fmt.startswith("fp8"):
                 wanted = {"force_pow_2_scales": fmt == "fp8_pow2", "block_scaling_dim": 2 if is_weight else 1}
             elif fmt.startswith("nvfp4"):
-                rht = fmt == "nvfp4_rht"
+                rht = fmt == "nvfp4"
                 wanted = {"with_2d_quantization": rht and is_weight, "stochastic_rounding": is_grad}
                 if gemm == "wgrad":  # a quantizer of both directions transforms the columnwise data alone
                     wanted |= {"with_rht": rht, "with_post_rht_amax": rht}
@@ -86,7 +86,7 @@ def check_gemms(steps, formats):
 
 def test_one_format_runs_by_its_recipe(ask):
     """Every format in one place: GEMMs, gradients, and the weight cast once for two microbatches."""
-    formats = {"9.0": ["fp8", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4", "nvfp4_rht"]}
+    formats = {"9.0": ["fp8", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
     for capability, names in formats.items():
         answers = ask(capability, linears=names)
         assert answers["version"] == ask.version
@@ -128,7 +128,7 @@ def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
     if ask.version == "2.8.0":
         pytest.skip("formats by GEMM need 2.19")
     shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
-    by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4"}
+    by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
     linears = {shape.name: LinearPrecision.parse(by_kind[shape.kind]) for shape in shapes}
     Plan.by_hand(linears, shapes).save(tmp_path / "plan.json")
     words = [str(tmp_path / "plan.json"), "--to", "transformer-engine", "--output", str(tmp_path), "--for-version"]

@@ -69,7 +69,7 @@ def test_megatron_matches_each_module_exactly_once(lengths, save):
     stages = len(lengths)
     uneven = ["--decoder-last-pipeline-num-layers", str(lengths[-1])] if len({*lengths}) > 1 else []
     words = ["--pipeline-model-parallel-size", str(stages), *uneven]
-    out = export(save("nvfp4_rht", "mxfp8", "bf16"), "megatron", *words)
+    out = export(save("nvfp4", "mxfp8", "bf16"), "megatron", *words)
     plan = Plan.load(out.parent / "plan.json")
     assert sorted(path.name for path in out.iterdir()) == [f"stage_{stage}.yaml" for stage in range(stages)]
     seen = set()
@@ -83,14 +83,14 @@ def test_megatron_matches_each_module_exactly_once(lengths, save):
                 (key,) = [key for key in matched if key is not None]
                 block = sum(lengths[:stage]) + local
                 ours = [plan.linears[s.name] for s in SHAPES if s.block == block and MEGATRON_MODULES[s.kind] == module]
-                most = next(f for f in ("bf16", "mxfp8", "nvfp4_rht") if LinearPrecision.uniform(f) in ours)
+                most = next(f for f in ("bf16", "mxfp8", "nvfp4") if LinearPrecision.uniform(f) in ours)
                 assert key == most, "the most precise of those that are one there"
                 config = recipe.match(context).config
                 assert config["transformer_engine_config_type"] == "TEQuantizationParams" and len(config) == 2
                 assert config["training_recipe"] == {
                     "bf16": {},
                     "mxfp8": {"fp8_quantization_recipe": "mxfp8", **OVERRIDE},
-                    "nvfp4_rht": {"fp4_quantization_recipe": "nvfp4", **OVERRIDE},
+                    "nvfp4": {"fp4_quantization_recipe": "nvfp4", **OVERRIDE},
                 }[key]  # fmt: skip
                 seen.add((block, module))
         assert recipe.match(recipes.MatchContext(module_path="decoder.layers.0.mlp", layer_number=0)) is None
@@ -120,7 +120,7 @@ def test_what_cannot_be_said_is_told(save, capsys):
         "PYTHONPATH; --for-version 2.18 writes one recipe for a module"
     )
     assert capsys.readouterr().err.splitlines() == [told[0], fused, custom]
-    export(save("mxfp8", down="nvfp4_rht"), "megatron")
+    export(save("mxfp8", down="nvfp4"), "megatron")
     assert capsys.readouterr().err == ""
 
 
@@ -144,7 +144,7 @@ def test_the_share_that_is_left_counts_flops_if_the_model_is_known(save, capsys)
 
 
 def test_a_plan_made_as_fused_loses_nothing(save, capsys):
-    out = export(save("nvfp4_rht", o="mxfp8", down="mxfp8"), "megatron")
+    out = export(save("nvfp4", o="mxfp8", down="mxfp8"), "megatron")
     assert capsys.readouterr().err == "" and "As written here" not in (out / "stage_0.yaml").read_text()
 
 
@@ -153,7 +153,7 @@ def test_megatron_takes_a_function_for_each_precision_that_is_none_of_its_recipe
     engine = pytest.importorskip("megatron.core.extensions.transformer_engine")
     resolve = pytest.importorskip("megatron.core.fp8_utils")
     yaml = pytest.importorskip("yaml")
-    out = export(save("mxfp8", down="nvfp4_rht/mxfp8/mxfp8", o="fp8"), "megatron")
+    out = export(save("mxfp8", down="nvfp4/mxfp8/mxfp8", o="fp8"), "megatron")
     configs = yaml.safe_load((out / "stage_0.yaml").read_text())["configs"]
     recipes = {
         name: engine.TEQuantizationRecipe.parse_from_config(entry["training_recipe"]) for name, entry in configs.items()
@@ -161,18 +161,18 @@ def test_megatron_takes_a_function_for_each_precision_that_is_none_of_its_recipe
     assert {name: recipe.custom_recipe_factory for name, recipe in recipes.items()} == {
         "fp8": "snip_recipes.fp8",
         "mxfp8": None,
-        "nvfp4_rht__mxfp8__mxfp8": "snip_recipes.nvfp4_rht__mxfp8__mxfp8",
+        "nvfp4__mxfp8__mxfp8": "snip_recipes.nvfp4__mxfp8__mxfp8",
     }
     module = load(out / "snip_recipes.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "snip_recipes", module)
-        found = resolve._resolve_callable_from_python_import_path("snip_recipes.nvfp4_rht__mxfp8__mxfp8")
-    assert found is module.nvfp4_rht__mxfp8__mxfp8
+        found = resolve._resolve_callable_from_python_import_path("snip_recipes.nvfp4__mxfp8__mxfp8")
+    assert found is module.nvfp4__mxfp8__mxfp8
 
 
 def test_modelopt_quantises_no_gradients(save, capsys):
     """So what counts is fprop's format, and a third of the FP4 is left."""
-    out = export(save("nvfp4", o="bf16", down="nvfp4/mxfp8/mxfp8"), "modelopt")
+    out = export(save("nvfp4_plain", o="bf16", down="nvfp4_plain/mxfp8/mxfp8"), "modelopt")
     left = f"{(6 * BLOCKS) / (16 * BLOCKS):.2%} of the FP4 GEMMs stay in FP4 (by number; name the model for FLOPs)"
     assert capsys.readouterr().err.splitlines() == [
         f"note: {left}",
@@ -184,12 +184,12 @@ def test_modelopt_quantises_no_gradients(save, capsys):
 
 
 def test_torchao_s_filters_name_every_format_of_the_plan(save, capsys):
-    out = export(save("nvfp4_rht", "mxfp8", "bf16", o="fp4"), "torchao")
+    out = export(save("nvfp4", "mxfp8", "bf16", o="fp4"), "torchao")
     said = (out / "torchao_filters.py").read_text()
-    assert 'module_filter_fn=in_formats("mxfp8", "nvfp4_rht", "fp4"))' in said
-    assert 'filter_fn=in_formats("nvfp4_rht", "fp4"))' in said
+    assert 'module_filter_fn=in_formats("mxfp8", "nvfp4", "fp4"))' in said
+    assert 'filter_fn=in_formats("nvfp4", "fp4"))' in said
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {sum(s.kind != 'o' for s in SHAPES[::3])} in nvfp4_rht: torchao's NVFP4 transforms nothing, and its "
+        f"note: {sum(s.kind != 'o' for s in SHAPES[::3])} in nvfp4: torchao's NVFP4 transforms nothing, and its "
         "weights' blocks are 1x16",
     ]
     assert "filter_fn=in_formats()" not in (export(save("bf16"), "torchao") / "torchao_filters.py").read_text()
@@ -203,7 +203,7 @@ def test_torchtitan_converts_the_plan_s_linears(fuse_qkv, save, neighbours, monk
     for name in ("float8", "mx", "nvfp4"):
         module = importlib.import_module(f"torchtitan.components.quantization.{name}")
         monkeypatch.setattr(module, "has_cuda_capability", lambda major, minor: True)
-    plan = save("nvfp4_rht", down="bf16", o="mxfp8", up="fp8", gate="nvfp4_rht/mxfp8/mxfp8")
+    plan = save("nvfp4", down="bf16", o="mxfp8", up="fp8", gate="nvfp4/mxfp8/mxfp8")
     converters = load(export(plan, "torchtitan") / "torchtitan_converters.py").converters(model_compile_enabled=True)
     base = llama3.model_registry("debugmodel").model
     base.layers = llama3._build_llama3_layers(
@@ -265,12 +265,12 @@ def block() -> nn.Module:
 
 
 def test_modelopt_names_both_quantisers(save):
-    config = load(export(save("nvfp4", "mxfp8", "bf16"), "modelopt") / "modelopt_config.py").QUANT_CFG
-    plan = Plan.load(save("nvfp4", "mxfp8", "bf16"))
+    config = load(export(save("nvfp4_plain", "mxfp8", "bf16"), "modelopt") / "modelopt_config.py").QUANT_CFG
+    plan = Plan.load(save("nvfp4_plain", "mxfp8", "bf16"))
     first, *entries = config["quant_cfg"]
     assert config["algorithm"] == "max" and first == {"quantizer_name": "*", "enable": False}
     assert {entry["quantizer_name"]: entry["cfg"]["num_bits"] for entry in entries} == {
-        f"model.{name}.{which}_quantizer": (2, 1) if str(p) == "nvfp4" else (4, 3)
+        f"model.{name}.{which}_quantizer": (2, 1) if str(p) == "nvfp4_plain" else (4, 3)
         for name, p in plan.linears.items() if str(p) != "bf16" for which in ("weight", "input")
     }  # fmt: skip
 
@@ -280,7 +280,7 @@ def test_modelopt_quantises_the_plan_s_linears(save, neighbours, recwarn):
     neighbours("nvidia-modelopt==0.47.0", "omegaconf", "antlr4-python3-runtime==4.9.3", "pulp<4")
     mtq = importlib.import_module("modelopt.torch.quantization")
     recwarn.clear()
-    config = load(export(save("nvfp4", "mxfp8", "bf16", o="mxfp4"), "modelopt") / "modelopt_config.py").QUANT_CFG
+    config = load(export(save("nvfp4_plain", "mxfp8", "bf16", o="mxfp4"), "modelopt") / "modelopt_config.py").QUANT_CFG
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(BLOCKS))})})
     mtq.quantize(model, config, forward_loop=None)
     assert not [str(w.message) for w in recwarn if issubclass(w.category, DeprecationWarning)]
@@ -288,12 +288,12 @@ def test_modelopt_quantises_the_plan_s_linears(save, neighbours, recwarn):
         name: [(q.is_enabled, q.num_bits, q.block_sizes) for q in (m.weight_quantizer, m.input_quantizer)]
         for name, m in model.named_modules() if hasattr(m, "weight_quantizer")
     }  # fmt: skip
-    plan = Plan.load(save("nvfp4", "mxfp8", "bf16", o="mxfp4"))
+    plan = Plan.load(save("nvfp4_plain", "mxfp8", "bf16", o="mxfp4"))
     for name, precision in plan.linears.items():
         for enabled, bits, blocks in found.pop(f"model.{name}"):
             assert enabled == (str(precision) != "bf16"), name
             if enabled:
-                sizes = {-1: 16 if str(precision) == "nvfp4" else 32, "type": "dynamic"}
+                sizes = {-1: 16 if str(precision) == "nvfp4_plain" else 32, "type": "dynamic"}
                 assert (
                     bits == ((4, 3) if str(precision) == "mxfp8" else (2, 1)) and sizes.items() <= dict(blocks).items()
                 )

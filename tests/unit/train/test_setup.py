@@ -92,7 +92,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
         ({"precision": "snip", "snip_fix": "layers.0.*=fp8"}, ["--snip-fix 'layers.0.*=fp8': target 0.75 is out of"]),
         ({"precision": "snip", "gemm_times": "none.json"}, ["none.json: cannot read the table of GEMM times"]),
         (
-            {"linear_impl": "scaled_mm", "precision": "snip", "snip_target": 0.1, "snip_fix": "*.up_proj=nvfp4"},
+            {"linear_impl": "scaled_mm", "precision": "snip", "snip_target": 0.1, "snip_fix": "*.up_proj=nvfp4_plain"},
             ["--linear-impl scaled_mm cannot run", "or emulated"],
         ),
         ({"precision": "plan", "precision_plan": "none.json"}, ["none.json: cannot read the plan"]),
@@ -258,7 +258,7 @@ def test_blocks_that_a_layout_cuts_are_told(config, caplog, monkeypatch):
 
     (line,) = told(config.replace(precision="fp4"))
     assert line.startswith("tensor parallel 2 cuts the 128-wide scale blocks of k_proj, o_proj: ")
-    for quiet in (config, config.replace(precision="mxfp8"), config.replace(precision="nvfp4_rht")):
+    for quiet in (config, config.replace(precision="mxfp8"), config.replace(precision="nvfp4")):
         assert told(quiet) == []
     assert told(config.replace(precision="fp4"), tp=1) == []
     line, *more = told(config.replace(precision="wide", seq_length=512))

@@ -110,13 +110,13 @@ def pairs() -> Iterator[Case]:
             ("fp8", "fp8", (None, None)),
             ("fp4", "fp4", (shifted[0], shifted[0])),
             ("mxfp8", "fp8_e5m2", (shifted[1], shifted[1])),
-            ("nvfp4", "mxfp4", (shifted[2], shifted[2])),
-            ("fp4_pow2", "nvfp4", (ends, ends)),
+            ("nvfp4_plain", "mxfp4", (shifted[2], shifted[2])),
+            ("fp4_pow2", "nvfp4_plain", (ends, ends)),
             ("fp4", "fp4", (ends, KEY)),
         ]
     ):
         forms = [plain(one, "grad_output", 1, keys[0]), plain(other, "grad_output", 0, keys[1])]
-        for output in (*OUTPUTS[:2], "swizzled" if one == "nvfp4" else "operand"):
+        for output in (*OUTPUTS[:2], "swizzled" if one == "nvfp4_plain" else "operand"):
             x = operands((128, 128), torch.bfloat16)[1]
             yield Case(x, forms, [output, output], fp8=number % 2 == 0)
 
@@ -151,16 +151,19 @@ def swizzled() -> Iterator[Case]:
     both: list[Output] = ["swizzled", "swizzled"]
     for name, role, shape in (
         ("mxfp8", "input", (35, 75)),
-        ("nvfp4", "input", (35, 75)),
+        ("nvfp4_plain", "input", (35, 75)),
         ("fp8_pow2", "input", (131, 40)),
-        ("nvfp4", "grad_output", (131, 64)),
-        ("nvfp4_rht", "weight", (35, 70)),
+        ("nvfp4_plain", "grad_output", (131, 64)),
+        ("nvfp4", "weight", (35, 70)),
+        ("nvfp4_4over6", "input", (35, 75)),
+        ("nvfp4_4over6", "weight", (35, 70)),
+        ("nvfp4_4over6", "grad_output", (33, 64)),
         ("fp4_pow2", "weight", (70, 131)),
     ):
         forms = [plain(name, role, dim, KEY if role == "grad_output" else None) for dim in (1, 0)]
         yield Case(operands(shape, torch.bfloat16)[1], forms, both, fp8=name != "mxfp8", count=role == "input")
     x = operands((40, 160), torch.float32)[1]
-    forms = [plain("nvfp4", "weight", 1), plain("fp4", "weight", 0)]
+    forms = [plain("nvfp4_plain", "weight", 1), plain("fp4", "weight", 0)]
     yield Case(x, forms, ["swizzled", "operand"], True, torch.bfloat16)
     yield Case(x, [plain("fp8", "weight", 1), plain("mxfp6_e2m3", "weight", 0)], ["values", "swizzled"], True)
 
@@ -172,7 +175,9 @@ def products() -> Iterator[Case]:
         forms = [plain(name, "input", dim, key) for dim in (1, 0)]
         yield Case(gate, forms, ["operand", "operand"], fp8=True, count=False, up=up.flip(0))
     gate, up = (operands((35, 136), torch.bfloat16)[1] for _ in range(2))
-    yield Case(gate, [plain("nvfp4", "input", dim) for dim in (1, 0)], ["swizzled", "codes"], fp8=True, up=up.flip(0))
+    yield Case(
+        gate, [plain("nvfp4_plain", "input", dim) for dim in (1, 0)], ["swizzled", "codes"], fp8=True, up=up.flip(0)
+    )
     wide = operands((70, 300), torch.bfloat16)[1]
     rows = Rows(32, 128, 32, 64)
     forms = [plain("mxfp4", "input", 1, RoundingKey(7, 3, 9, 5, 3, rows=rows)), plain("mxfp4", "weight", 0)]
@@ -188,7 +193,7 @@ def odd_ones() -> Iterator[Case]:
         yield Case(x, forms, ["codes", "operand"], fp8=True)
     for unit in (1.0, 1.2345, 1.7, 0.0123, 987.6, 3.3e-5):
         x = scale_ties(float(torch.tensor(unit).bfloat16()))
-        yield Case(x, [plain("nvfp4", "input", 1)], ["codes"], fp8=True)
+        yield Case(x, [plain("nvfp4_plain", "input", 1), plain("nvfp4_4over6", "input", 1)], ["codes"] * 2, fp8=True)
     for above in (False, True):
         yield Case(draw_ties(KEY, above=above), [plain("fp4", "input", 1, KEY)], ["values"], fp8=True)
     huge = Format("huge", Element(2, 5, "ieee"), scale="fp32_pow2")  # 3.94 / 3.4e38 is a subnormal number
@@ -232,12 +237,12 @@ def cast_differences(case: Case) -> list[str]:
 
 def dequantised() -> Iterator[str]:
     """Where dequantisation differs: every byte as a code, in codes by rows and by columns."""
-    for name in ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4", "e6m1"):
+    for name in ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4_plain", "e6m1"):
         form = plain(name, "input", 0)
         x = operands((256, 6), torch.float32)[4]
         made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 6)
-        whole = tensor_scale(finite_amax(x), form.element) if form.fmt.needs_tensor_amax else None
+        whole = tensor_scale(finite_amax(x), form.fmt) if form.fmt.needs_tensor_amax else None
         assert made.scales is not None
         for dtype, layout in itertools.product((torch.bfloat16, torch.float32), (codes, codes.T.contiguous().T)):
             quantized = Quantized(layout, made.scales, form.fmt, form.block, whole)

@@ -40,7 +40,7 @@ def operands(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") ->
 
 
 def scale_ties(unit: float) -> torch.Tensor:
-    """An nvfp4 operand [32, 64] whose blocks of 16 columns have their ideal scales on ties between E4M3 numbers.
+    """An nvfp4_plain operand [32, 64] whose blocks of 16 columns have their ideal scales on ties between E4M3 numbers.
 
     The rounding errors of the scale's formula then decide its code, so that another order of operations shows.
     ``unit``: at most 18 bits long, so that the blocks' largest magnitudes are float32 numbers.

@@ -132,7 +132,7 @@ def test_every_bfloat16_number_and_every_code(isa):
 def test_ties_of_scales_and_of_draws(isa):
     for unit in (0.001, 1.0, 77.0, 0.3):
         x = scale_ties(torch.tensor(unit).bfloat16().item())
-        check(x, [Form(get_format("nvfp4"), "input", 1)], ["codes"], ISAS[isa])
+        check(x, [Form(get_format("nvfp4_plain"), "input", 1)], ["codes"], ISAS[isa])
     key = RoundingKey(1, 2, 3)
     for above in (False, True):
         check(draw_ties(key, above=above), [Form(get_format("fp4"), "input", 1, key)], ["codes"], ISAS[isa])
@@ -151,7 +151,7 @@ def test_power_of_two_scales_of_the_largest_numbers(isa):
 def test_amaxes_that_are_not_the_tensors_own():
     x = torch.randn(40, 200)
     for amax in (0.0, 1e-3, 1e-40, 3e38, 100.0):
-        forms = [Form(get_format("nvfp4"), "input", dim, output="codes") for dim in (0, 1)]
+        forms = [Form(get_format("nvfp4_plain"), "input", dim, output="codes") for dim in (0, 1)]
         whole = torch.tensor(amax)
         for got, want in zip(cpu.run(x, forms, whole), reference(x, forms, whole), strict=True):
             assert same(got, want)

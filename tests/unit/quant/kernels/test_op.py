@@ -67,7 +67,7 @@ CUSTOM_FORM = Form(CUSTOM, "input", 0)
 def test_the_operator_gives_the_specifications_casts():
     torch._dynamo.reset()
     x = torch.randn(50, 150).bfloat16()
-    forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4"), "input", 0, KEY), CUSTOM_FORM]
+    forms = [Form(get_format("fp8"), "input", 1), Form(get_format("nvfp4_plain"), "input", 0, KEY), CUSTOM_FORM]
     for outputs in ([*OUTPUTS], ["operand", "swizzled", "values"]):
         wanted = held(forms, outputs)
         for got, want in zip(traced(x, wanted), reference(x, wanted, finite_amax(x)), strict=True):
@@ -110,7 +110,7 @@ def test_fake_tensors_have_the_casts_shapes_and_strides(output, dim):
 def test_fake_tensors_go_through_the_public_functions():
     with FakeTensorMode():
         x = torch.empty(256, 256, dtype=torch.bfloat16)
-        assert fake_quantize(x, "nvfp4", role="input", dim=1).shape == (256, 256)
+        assert fake_quantize(x, "nvfp4_plain", role="input", dim=1).shape == (256, 256)
         codes = quantize(x, "mxfp8", role="input", dim=1)
         assert codes.scales.shape == (256, 8)
         assert dequantize(codes, torch.bfloat16).dtype == torch.bfloat16
@@ -120,7 +120,7 @@ def test_fake_tensors_go_through_the_public_functions():
 def test_compiled_without_a_break_in_the_graph(backend):
     def both_ways(x: torch.Tensor, key: RoundingKey) -> torch.Tensor:
         y = fake_quantize(x, "fp8", role="input", dim=1) + fake_quantize(x, "fp4", role="grad_output", dim=0, key=key)
-        y = y + fake_quantize(x, "nvfp4", role="weight", dim=1)
+        y = y + fake_quantize(x, "nvfp4_plain", role="weight", dim=1)
         return y + dequantize(quantize(x, "mxfp8", role="input", dim=0), torch.bfloat16)
 
     torch._dynamo.reset()
@@ -135,7 +135,7 @@ def test_compiled_without_a_break_in_the_graph(backend):
 
 def test_dequantize_gives_the_specifications_values():
     x = torch.randn(33, 77)
-    for name in ("fp4", "nvfp4", "bf16"):
+    for name in ("fp4", "nvfp4_plain", "bf16"):
         codes = quantize(x.bfloat16(), name, role="input", dim=0)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             assert torch.equal(dequantize(codes, dtype), codes.dequantize(dtype))

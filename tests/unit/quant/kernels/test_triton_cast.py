@@ -99,7 +99,7 @@ def test_the_tiling_follows_blocks_and_rounding():
 
     fp4, mxfp4 = ([Form(get_format(name), "input", dim, key) for dim in (1, 0)] for name in ("fp4", "mxfp4"))
     assert tiling(fp4) == tiling([Form(get_format("fp4"), "weight", 1)]) == tilings[128]
-    assert tiling([Form(get_format("nvfp4"), "input", 0)]) == tilings[16]
+    assert tiling([Form(get_format("nvfp4_plain"), "input", 0)]) == tilings[16]
     mxfp8 = [Form(get_format("mxfp8"), "input", 0)]
     assert tiling(mxfp8, "swizzled") == triton_launches.SWIZZLED != tilings[32]
     assert tilings[128].chunk < 32 <= tiling([fp4[1], mxfp4[1]]).chunk, "one launch as before"

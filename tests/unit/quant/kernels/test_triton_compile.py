@@ -1,10 +1,10 @@
 """The Triton kernels compile for Hopper and Blackwell without a GPU, and what the compiler made of them.
 
 Each kernel goes through triton's own launch, up to the compiled code, with the arguments that a launch on a GPU would
-have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4 and nvfp4, all three scale rules and
-fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and two; bf16 and
-float32; whole and ragged tiles; dequantisation, the largest magnitude and the Hadamard transform.  On sm_100a: the
-pairs alone, swizzled where Blackwell reads them.  On sm_120a: those of mxfp8 and nvfp4.
+have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4, nvfp4_plain and nvfp4_4over6, all
+scale rules and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and
+two; bf16 and float32; whole and ragged tiles; dequantisation, the largest magnitude, the Hadamard transform.  On
+sm_100a: the pairs alone, swizzled where Blackwell reads them.  On sm_120a: those of mxfp8 and nvfp4_plain.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ ONE_FORM = [
     ("fp4", "grad_output", 0, SHIFTED, "codes"),
     ("mxfp8", "weight", 1, None, "codes"),
     ("mxfp4", "input", 0, None, "codes"),
-    ("nvfp4", "weight", 1, None, "codes"),
-    ("nvfp4", "grad_output", 1, KEY, "operand"),
+    ("nvfp4_plain", "weight", 1, None, "codes"),
+    ("nvfp4_plain", "grad_output", 1, KEY, "operand"),
 ]
 
 
@@ -98,33 +98,35 @@ def test_one_form(compiled, case):
     # The specification's divisions: fp32 scales divide twice, an E8M0 scale not at all.
     assert ("div.rn.f32" in text) == (not get_format(fmt).scale.startswith("e8m0"))
     assert ("cvt.rn.bf16x2.f32" in text) == (output == "values")
-    by_instruction = "cvt.rn.satfinite" in text and fmt not in ("fp4", "nvfp4")  # which are rounded, then carried
+    by_instruction = "cvt.rn.satfinite" in text and fmt not in ("fp4", "nvfp4_plain")  # which are rounded, then carried
     assert by_instruction or "min.NaN.f32" in text, "NaN stays NaN"
     assert bool(re.search(r"st\.global\.v4\.b32", text)), "codes and values are stored by 16 bytes"
     assert bool(re.search(r"ld\.global\.v4\.b32", text)), "x is read by 16 bytes"
 
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4_plain", "nvfp4_4over6"])
 def test_two_forms(compiled, fmt, capability):
     key = KEY if fmt == "fp4" else None
-    output = "values" if fmt == "nvfp4" else "operand"
-    if capability == BLACKWELL and fmt in ("mxfp8", "nvfp4"):
+    output = "values" if fmt.startswith("nvfp4") else "operand"
+    if capability == BLACKWELL and (fmt == "mxfp8" or fmt.startswith("nvfp4")):
         output = "swizzled"
     text = ptx(compiled, [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)], output, capability)
-    if fmt != "nvfp4":
+    if not fmt.startswith("nvfp4"):
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "codes saturate and round to nearest even"
     elif output == "swizzled":
-        assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
-        assert "cvt.rn.satfinite.e2m1x2.f32" in text and "min.NaN.f32" not in text, "an instruction rounds and packs"
+        assert "cvt.rn.satfinite.e2m1x2.f32" in text, "an instruction rounds and packs"
+        if fmt == "nvfp4_plain":  # no candidates to round
+            assert "st.global.v2.b32" in text, "packed codes along the other dim are stored by 8 bytes"
+            assert "min.NaN.f32" not in text
 
 
-@pytest.mark.parametrize(("fmt", "key"), [("mxfp8", None), ("nvfp4", None), ("nvfp4", KEY)])
+@pytest.mark.parametrize(("fmt", "key"), [("mxfp8", None), ("nvfp4_plain", None), ("nvfp4_plain", KEY)])
 def test_what_compute_capability_12_reads(compiled, fmt, key):
     """RTX 50 reads what Blackwell's data centre GPUs read; FP4 has the same instruction."""
     forms = [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)]
     text = ptx(compiled, forms, "swizzled", 120)
-    assert ("cvt.rn.satfinite.e2m1x2.f32" in text) == (fmt == "nvfp4")
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in text) == (fmt == "nvfp4_plain")
 
 
 def test_e5m2_codes_come_from_the_instruction_that_saturates(compiled):
@@ -147,7 +149,7 @@ def test_new_random_bits_need_no_new_kernel(compiled):
     assert len(kernels) == 1
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4_plain"])
 def test_dequantisation(compiled, fmt):
     codes = quantize(torch.ones(128, 256), fmt, role="input", dim=0)
     result = compiled("dequantize_kernel", HOPPER, lambda: triton_cast.dequantize(codes, torch.bfloat16))
@@ -236,7 +238,7 @@ def test_registers_leave_room_for_warps(compiled, name, capability):
 WORK = {
     ("fp8 input, two operands", HOPPER): (4, 21),  # of which it reads each twice
     ("fp4 grad_output, stochastic, two operands", HOPPER): (4, 45),
-    ("nvfp4 input, two swizzled", BLACKWELL): (2, 32),
+    ("nvfp4_plain input, two swizzled", BLACKWELL): (2, 32),
 }
 
 
@@ -270,7 +272,8 @@ def test_each_entry_of_the_table_is_a_launch_here():
     sides = {max(max(form.block) for form in launch.forms) for launch in LAUNCHES.values()}
     assert sides == set(triton_launches.TILINGS)
     launched = {launch.tiling for launch in LAUNCHES.values()}
-    assert launched == {*triton_launches.TILINGS.values(), triton_launches.SWIZZLED, triton_launches.WHOLE}
+    others = {triton_launches.SWIZZLED, triton_launches.WHOLE, triton_launches.FOUR_OVER_SIX}
+    assert launched == {*triton_launches.TILINGS.values(), *others}
 
 
 @triton.jit

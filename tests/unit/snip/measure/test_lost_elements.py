@@ -29,7 +29,7 @@ def measured(snip_parts) -> dict[str, tuple[dict[str, float], list[Seen]]]:
 
     Another pass's gradients differ by rounding, and some, such as q's of a first token, are nothing but rounding.
     """
-    parts = snip_parts(snip_options="fp8,fp4,mxfp4")
+    parts = snip_parts(snip_options="fp8,fp4,mxfp4_floor")
     shown: dict[str, list[Seen]] = {name: [] for name in parts.linears}
     measure = LinearProbe.measure
 
@@ -69,7 +69,7 @@ def test_mxfp4_weights_beyond_the_midpoint_above_6_are_saturated(gemm, block, me
         size = in_mxfp4(microbatches[0].w, block)
         expected = share(size >= 7, size)
         assert 0 < expected < 0.2, name
-        assert linear[f"saturated/mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
+        assert linear[f"saturated/mxfp4_floor/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
 
 
 @pytest.mark.parametrize(("gemm", "block"), [("dgrad", ROW), ("wgrad", COLUMN)])
@@ -78,7 +78,7 @@ def test_mxfp4_gradients_saturate_whatever_their_rounding(gemm, block, measured)
         size = torch.cat([in_mxfp4(m.g, block) for m in microbatches])
         expected = share(size >= 7, size)
         assert 0 < expected < 0.2, name
-        assert linear[f"saturated/mxfp4/{gemm}/grad_output"] == pytest.approx(expected, rel=1e-9), name
+        assert linear[f"saturated/mxfp4_floor/{gemm}/grad_output"] == pytest.approx(expected, rel=1e-9), name
 
 
 def test_weights_of_a_quarter_or_less_underflow(measured):
@@ -92,7 +92,9 @@ def test_weights_of_a_quarter_or_less_underflow(measured):
             assert linear[f"underflow/fp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
         for gemm, block in (("fprop", ROW), ("dgrad", COLUMN)):
             expected = share(in_mxfp4(w, block) <= 0.25, w)
-            assert expected > 0 and linear[f"underflow/mxfp4/{gemm}/weight"] == pytest.approx(expected, rel=1e-9), name
+            assert expected > 0 and linear[f"underflow/mxfp4_floor/{gemm}/weight"] == pytest.approx(
+                expected, rel=1e-9
+            ), name
 
 
 @pytest.mark.parametrize(("gemm", "dim"), [("dgrad", 1), ("wgrad", 0)])

@@ -73,7 +73,7 @@ def edits(plan: Plan) -> Iterator[Edit]:
     for what, changed, _ in wrong_linears(plan):
         yield f"{what}, hash as before", {**changed, "hash": values["hash"]}, stale
     for gemm in GEMMS:
-        yield f"another {gemm}", {**values, "linears": {**linears, name: {**linears[name], gemm: "nvfp4"}}}, stale
+        yield f"another {gemm}", {**values, "linears": {**linears, name: {**linears[name], gemm: "nvfp4_plain"}}}, stale
 
 
 def wrong_linears(plan: Plan) -> Iterator[Edit]:

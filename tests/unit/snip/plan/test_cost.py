@@ -60,8 +60,8 @@ def test_modelled_time_by_hand():
     assert modelled_time(SHAPES, [BF16, FP8, FP4]) == pytest.approx(np.array([[4, 2, 1], [12, 6, 3]]) / 16)
     found = modelled_time(SHAPES, [BF16, FP8, MIXED], TIMES)
     assert found == pytest.approx(np.array([[3, 1.8, 1.7], [18, 10.5, 8.1]]) * 12 * [[1], [1]] / 144)
-    with pytest.raises(ValueError, match="no format nvfp4"):
-        modelled_time(SHAPES, [LinearPrecision.parse("nvfp4")], TIMES)
+    with pytest.raises(ValueError, match="no format nvfp4_plain"):
+        modelled_time(SHAPES, [LinearPrecision.parse("nvfp4_plain")], TIMES)
 
 
 def test_time_saved_by_a_table():
@@ -130,7 +130,7 @@ def write(path, values) -> str:
 def test_nominal_times_follow_the_bits():
     assert [NOMINAL.of(fmt, "fprop", 8, 4) for fmt in ("bf16", "fp8", "mxfp8", "fp4")] == [1, 0.5, 0.5, 0.25]
     assert NOMINAL.fastest("wgrad", 8, 4) == 0.25 and NOMINAL.hardware == "nominal"
-    NOMINAL.check(["nvfp4"])
+    NOMINAL.check(["nvfp4_plain"])
 
 
 def test_a_shape_goes_before_the_mean(tmp_path):
@@ -142,11 +142,11 @@ def test_a_shape_goes_before_the_mean(tmp_path):
     slow = GemmTimes("a slow card", {"fp8": dict.fromkeys(HALF, 2.0)})
     assert slow.fastest("fprop", 4, 8) == 1.0, "bf16 itself"
     times.check(["bf16", "fp8", "fp4"])
-    said = "the GEMM times of a card have no format nvfp4; known: fp8, fp4; measure it again"
+    said = "the GEMM times of a card have no format nvfp4_plain; known: fp8, fp4; measure it again"
     with pytest.raises(ValueError, match=said):
-        times.check(["fp8", "nvfp4"])
+        times.check(["fp8", "nvfp4_plain"])
     with pytest.raises(ValueError, match=said):
-        times.of("nvfp4", "fprop", 8, 4)
+        times.of("nvfp4_plain", "fprop", 8, 4)
 
 
 def test_file_and_back(tmp_path):
@@ -175,7 +175,10 @@ def times_with(gemm, value):
         (times_with("dgrad", 0), "field times.fp8.dgrad is 0: expected float > 0.0"),
         (times_with("wgrad", "fast"), "field times.fp8.wgrad is 'fast': expected float, got str"),
         ({**FILE, "shapes": {"8": {"fp8": HALF}}}, "field shapes has '8', but must name shapes such as 4096x14336"),
-        ({**FILE, "shapes": {"8x4": {"nvfp4": HALF}}}, "field shapes.8x4 has format nvfp4, which times lacks"),
+        (
+            {**FILE, "shapes": {"8x4": {"nvfp4_plain": HALF}}},
+            "field shapes.8x4 has format nvfp4_plain, which times lacks",
+        ),
         ({**FILE, "shapes": {"8x4": {"fp8": {**HALF, "fprop": -1}}}}, "field shapes.8x4.fp8.fprop is -1"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_target_of_modelled_time_is_told_as_such(tmp_path):
     [
         ("bf16", "0.00% of the linears' FLOPs (--precision bf16)"),
         ("fp8/fp4/fp4", "66.67% of the linears' FLOPs (--precision fp8/fp4/fp4)"),
-        ("nvfp4", "100.00% of the linears' FLOPs (--precision nvfp4)"),
+        ("nvfp4_plain", "100.00% of the linears' FLOPs (--precision nvfp4_plain)"),
         ("plan", "as plans/best.json says"),
         ("snip", "no plan"),
         ("later", "? of the linears' FLOPs (--precision later)"),
