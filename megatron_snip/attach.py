@@ -50,7 +50,7 @@ from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options, check_choices, measure_of, read_choices, solve_request
+from megatron_snip.snip.plan.options import auto_options, check_choices, read_choices, solve_request
 from megatron_snip.snip.plan.plan_file import build_plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
@@ -301,7 +301,7 @@ class Snip:
         request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
         plan_of = partial(
             build_plan, shapes=self.shapes, options=choices.options, iteration=self.iteration,
-            objective=snip.snip_objective, target=snip.snip_target, measure=measure_of(choices.free),
+            objective=snip.snip_objective, target=snip.snip_target, measure=choices.measure,
             gemm_times="nominal",
         )  # fmt: skip
         plan = plan_of(request.solve())

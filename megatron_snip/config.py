@@ -233,7 +233,10 @@ class PrecisionConfig:
 class SnipConfig:
     """When and how precision is planned (--precision snip)."""
 
-    snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4.
+    snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4, or of the time to save.
+    # fp4: the share of FLOPs in FP4.  time: modelled time saved, as a share of what the fastest format would save
+    # everywhere.  auto: time where BF16 is an option, else fp4.
+    snip_target_unit: Literal["auto", "fp4", "time"] = "auto"
     snip_max_loss: Optional[float] = None  # In place of it: the most that plans may measure above BF16's loss, in nats.
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
@@ -254,7 +257,9 @@ class SnipConfig:
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
-    gemm_times: Optional[str] = None  # Table from tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
+    # Table from tools/profile_gemms.py, or published:NAME, one of b200, b300, gb200 and h200.  By default BF16 takes 1,
+    # FP8 1/2 and FP4 1/4.
+    gemm_times: Optional[str] = None
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
     snip_guard_patience: int = 5  # Bad iterations in a row (spike or no update) before it falls back.

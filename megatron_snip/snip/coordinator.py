@@ -224,9 +224,9 @@ class Coordinator:
         columns = zip(self.shapes, held, self.choices.fixed)
         if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):
             LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
-        options = tuple(str(option) for option in self.options)
-        due = iteration + self.snip.snip_apply_lag
-        self._start(Pending(iteration, due, options, self.snip.snip_objective, request, self.snip.snip_max_loss))
+        options, snip = tuple(str(option) for option in self.options), self.snip
+        asked = snip.snip_objective, request, self.choices.measure, snip.snip_max_loss
+        self._start(Pending(iteration, iteration + snip.snip_apply_lag, options, *asked))
         return metrics
 
     def _batches(self, iteration: int) -> int:

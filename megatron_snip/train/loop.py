@@ -34,8 +34,8 @@ from megatron_snip.train.validate import check_restarts
 LOGGER = logging.getLogger("megatron_snip")
 #: Options that define a plan.  After a resume, the plan in force was made with the old values.
 _OF_A_PLAN = (
-    "snip_target", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity", "snip_objective",
-    "snip_stage_constraint",
+    "snip_target", "snip_target_unit", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity",
+    "snip_objective", "snip_stage_constraint",
 )  # fmt: skip
 
 

@@ -306,6 +306,7 @@ def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch
                 by_format.setdefault(fmt, {}).setdefault(who, set()).add((name.rsplit(".", 1)[1], str(precision)))
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
+        LOGGER.info(f"GEMM times are {read_times(config.snip).told}")
     for line in _table(by_format):
         LOGGER.info(line)
 

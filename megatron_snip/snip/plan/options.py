@@ -23,6 +23,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, check_linear
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
+    PUBLISHED,
     GemmTimes,
     efficiency,
     fused_ties,
@@ -43,13 +44,14 @@ class Choices:
     """Columns of the matrices, and which linears may take them.
 
     ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
-    reserved [O]: true for options only for linears fixed to them.
+    reserved [O]: true for options only for linears fixed to them.  measure: the unit of a target, a key of MEASURES.
     """
 
     options: tuple[LinearPrecision, ...]
     ties: Ints | None
     fixed: Ints
     reserved: NDArray[np.bool_]
+    measure: str
 
     @property
     def free(self) -> list[LinearPrecision]:
@@ -61,14 +63,14 @@ class Choices:
         """All formats of all options."""
         return {getattr(option, gemm) for option in self.options for gemm in GEMMS}
 
-    @property
-    def measure(self) -> str:
-        """The unit of a target; see ``measure_of``."""
-        return measure_of(self.free)
 
+def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
+    """The unit of a target, from --snip-target-unit and what a linear may pick.
 
-def measure_of(options: Sequence[LinearPrecision]) -> str:
-    """The unit of a target: FP4's share of FLOPs, or modelled time if BF16 is an option, because then FP8 saves too."""
+    auto: FP4's share of FLOPs, or modelled time if BF16 is an option, because then FP8 saves too.
+    """
+    if unit != "auto":
+        return unit
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
@@ -111,7 +113,8 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
                 "choose granularity linear, or attach transformers' own Llama or Qwen3"
             )
         fixed = _fix_whole_ties(ties, fixed, names, options)
-    return Choices(options, ties, fixed, np.arange(len(options)) >= len(free))
+    measure = measure_of(free, snip.snip_target_unit)
+    return Choices(options, ties, fixed, np.arange(len(options)) >= len(free), measure)
 
 
 def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
@@ -156,8 +159,12 @@ def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequ
 
 
 def read_times(snip: SnipConfig) -> GemmTimes:
-    """Load --gemm-times, or the nominal ones.  Raises UserError for an unusable file."""
-    return GemmTimes.load(snip.gemm_times) if snip.gemm_times else NOMINAL
+    """Load --gemm-times, or the nominal ones.  Raises UserError for an unusable file or an unknown table."""
+    if not snip.gemm_times:
+        return NOMINAL
+    if snip.gemm_times.startswith(PUBLISHED):
+        return GemmTimes.published(snip.gemm_times.removeprefix(PUBLISHED))
+    return GemmTimes.load(snip.gemm_times)
 
 
 def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:

@@ -272,3 +272,28 @@ def test_what_snip_can_save_is_checked():
     check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6), SHAPES)
     with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
         check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7), SHAPES)
+
+
+def test_a_target_may_be_a_share_of_time_with_any_options(tmp_path):
+    """Of FP8 and FP4 alone, FP8 saves two thirds of the time by nominal times, and what a table says by a table."""
+    time = SnipConfig(snip_target_unit="time", snip_target=2 / 3)
+    choices = read_choices(time, SHAPES)
+    assert choices.measure == "time" and read_choices(SnipConfig(), SHAPES).measure == "fp4"
+    mixed = SnipConfig(snip_options="bf16,fp8,fp4", snip_target_unit="fp4")
+    assert read_choices(mixed, SHAPES).measure == "fp4"
+    quality = np.tile([0.0, 1.0], (len(NAMES), 1))
+    assert set(solved(time, quality).values()) == {FP8}
+    half = SnipConfig(snip_target_unit="time", snip_target=5 / 6)
+    assert 0 < sum(option == FP4 for option in solved(half, quality).values()) < len(NAMES)
+    slow = SnipConfig(gemm_times=table(tmp_path / "t.json", fp8=0.5, fp4=0.5), snip_target=1.0)
+    assert set(solved(slow, quality, times=read_times(slow)).values()) == {FP4}
+    by_time = dataclasses.replace(slow, snip_target_unit="time")
+    assert set(solved(by_time, quality, times=read_times(by_time)).values()) == {FP8}, "FP4 saves no more time"
+
+
+def test_a_published_table_is_an_option_like_a_file():
+    snip = SnipConfig(gemm_times="published:b300", snip_options="bf16,mxfp8,nvfp4", snip_target=0.8)
+    assert read_times(snip) == GemmTimes.published("b300")
+    check_choices(snip, SHAPES)
+    with pytest.raises(ValueError, match="--gemm-times published:h100: no such table; known: published:b200"):
+        check_choices(dataclasses.replace(snip, gemm_times="published:h100"), SHAPES)
