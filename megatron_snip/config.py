@@ -254,6 +254,11 @@ class SnipConfig:
     snip_trial_tokens: int = 8192  # Tokens of each such pass, or a little more to fill microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
+    # Precision of a run's last iterations, under any --precision: a format, or one for each of fprop/dgrad/wgrad, where
+    # plan keeps what the GEMM has by then.  bf16/plan/plan is the end of NVIDIA's NVFP4 recipe.
+    snip_final_precision: Optional[str] = None
+    # How many iterations these are; decay: from the beginning of the learning rate's decay on, with WSD.
+    snip_final_iters: Union[int, Literal["decay"]] = "decay"
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.

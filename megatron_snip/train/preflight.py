@@ -43,7 +43,9 @@ def preflight(config: Config, parts: Parts) -> None:
     stepper, zero_grad = Stepper(config, mesh, pipeline, parts.optimizer), parts.optimizer.zero_grad
     run_pass = stepper.pass_runner(made_up_batch(config, microbatches), 0)
     before = {name: linear.precision for name, linear in parts.linears.items()}
-    for option in coordinator.options:
+    final, options = coordinator.final, coordinator.options
+    options = list(dict.fromkeys([*options, *(final.of(option) for option in options)])) if final else options
+    for option in options:
         for linear in parts.linears.values():
             linear.precision = option
         run_pass()
@@ -54,6 +56,6 @@ def preflight(config: Config, parts: Parts) -> None:
         coordinator.measure(0, run_pass, zero_grad, batches=1)
     except ProbeFailed as error:
         LOGGER.warning(f"preflight: {error}; probes may fail in training too, and then keep the plan in force")
-    seconds, tried = time.perf_counter() - begin, ", ".join(map(str, coordinator.options))
+    seconds, tried = time.perf_counter() - begin, ", ".join(map(str, options))
     peak = f", {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB at most" if device.type == "cuda" else ""
     LOGGER.info(f"preflight: {tried} and a probe in {seconds:.1f} s{peak}")

@@ -41,12 +41,14 @@ from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run.data_identity import Identity
 from megatron_snip.train.run.run_folder import Start
 from megatron_snip.train.run.trackers import check_trackers
+from megatron_snip.train.schedule import decay_start, final_switch
 from megatron_snip.train.step import Stepper
 from megatron_snip.train.validate import validate
 
@@ -127,7 +129,8 @@ def precisions_of(config: Config, plan: Plan | None) -> list[LinearPrecision]:
         found = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
     else:
         found = {LinearPrecision.parse(kind)}
-    return sorted(found, key=str)
+    final = final_switch(config)
+    return sorted(found | {final.of(precision) for precision in found} if final else found, key=str)
 
 
 @dataclass
@@ -143,6 +146,7 @@ class Parts:
     coordinator: Coordinator | None
     first_on_node: bool  # whether this rank does the reading that one rank per node does
     plan_hash: str | None = None  # of the plan of --precision plan
+    final: Final | None = None  # the late switch
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
@@ -154,6 +158,15 @@ class Parts:
         """Weights and moments by their names in a checkpoint."""
         weights = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         return {**weights, **self.optimizer.tensors()}
+
+    def switch(self) -> bool:
+        """The late switch of all linears, for a run without a coordinator; returns whether it changed something."""
+        assert self.final is not None
+        changed = False
+        for linear in self.linears.values():
+            before, linear.precision = linear.precision, self.final.of(linear.precision)
+            changed |= linear.precision != before
+        return changed
 
 
 def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
@@ -233,7 +246,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     )
     return Coordinator(
         config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
-        last_iteration=t.train_iters, times=read_times(config.snip),
+        last_iteration=t.train_iters, times=read_times(config.snip), final=parts.final, decay=decay_start(t),
     )  # fmt: skip
 
 
@@ -277,6 +290,7 @@ def build(
     stepper = Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
     parts.plan_hash = plan.hash if plan is not None else None
+    parts.final = final_switch(config)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
