@@ -50,7 +50,7 @@ from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options, check_choices, read_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices, device_options, read_choices, solve_request
 from megatron_snip.snip.plan.plan_file import build_plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
@@ -143,7 +143,7 @@ class Snip:
         self.sharded = bool(_fsdp(model))
         attends = attention_of(model, self.lengths.__getitem__) or {}
         self.shapes, attends = shapes_of(linears, attends)
-        words = auto_options(device) if options == "auto" else options
+        words = device_options(options, device)
         self._options = SnipConfig(snip_options=words)
         choices = read_choices(self._options, self.shapes)
         if choices.formats <= {"bf16"}:

@@ -242,7 +242,7 @@ class SnipConfig:
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # Iterations from a probe until its plan takes effect; the solver works meanwhile.
     # Precisions a linear may take, comma-separated; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else
-    # fp8,fp4.
+    # fp8,fp4.  recipes: the field's, by GEMM, of this device or of recipes:blackwell, recipes:hopper.
     snip_options: str = "auto"
     snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.

@@ -42,7 +42,7 @@ from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
-from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
+from megatron_snip.snip.plan.options import device_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run.data_identity import Identity
@@ -94,8 +94,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         plan.check_names(spec_of(m).linear_names(m.num_layers), str(p.precision_plan))
         plan.check_achieved(snip_shapes(config), str(p.precision_plan))
     elif p.precision == "snip":
-        if config.snip.snip_options == "auto":
-            config = config.replace(snip_options=auto_options(_device(config)))
+        config = config.replace(snip_options=device_options(config.snip.snip_options, _device(config)))
         check_snip(config.snip, snip_shapes(config))
     else:
         try:

@@ -32,6 +32,7 @@ from megatron_snip.snip.plan.program import (
     Program,
     check_feasible,
     checked,
+    dominated,
 )
 
 __all__ = ["InfeasibleTarget", "Solution", "check_target", "solve", "solve_pareto"]
@@ -106,7 +107,8 @@ def solve(
     if program.time is not None:
         makespan, status = _makespan(program, rows[0], limits)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
-    found = _solved(Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows), limits)
+    allowed = program.allowed & ~dominated(program)
+    found = _solved(Model(np.where(allowed, program.cost - _least(program)[:, None], np.inf), rows), limits)
     choice = found.choice[program.group]
     base = float(_least(program).sum())
     return Solution(

@@ -32,6 +32,7 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 
 Ints = NDArray[np.int64]
@@ -74,19 +75,26 @@ def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
-def auto_options(device: torch.device) -> str:
-    """Resolve --snip-options auto for a device."""
+def device_options(words: str, device: torch.device) -> str:
+    """--snip-options with auto and recipes resolved for a device."""
+    if words not in ("auto", RECIPES_WORD):
+        return words
     try:
         for name in BLOCK_SCALED.split(","):
             check_linear("scaled_mm", LinearPrecision.uniform(name), device)
     except ValueError:
-        return AUTO
-    return BLOCK_SCALED
+        return AUTO if words == "auto" else f"{RECIPES_WORD}:hopper"
+    return BLOCK_SCALED if words == "auto" else f"{RECIPES_WORD}:blackwell"
 
 
-def measured_options(formats: Iterable[str]) -> str:
-    """Resolve --snip-options auto from the formats in statistics."""
-    return BLOCK_SCALED if set(BLOCK_SCALED.split(",")) <= set(formats) else AUTO
+def measured_options(words: str, formats: Iterable[str]) -> str:
+    """--snip-options with auto and recipes resolved from the formats in statistics."""
+    if words not in ("auto", RECIPES_WORD):
+        return words
+    blackwell = set(BLOCK_SCALED.split(",")) <= set(formats)
+    if words == "auto":
+        return BLOCK_SCALED if blackwell else AUTO
+    return f"{RECIPES_WORD}:{'blackwell' if blackwell else 'hopper'}"
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
@@ -96,9 +104,12 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     Raises UserError for unknown formats, for fixes that match nothing, conflict, or split a tie, and for a granularity
     that ties nothing.
     """
-    words = AUTO if snip.snip_options == "auto" else snip.snip_options
+    words = {"auto": AUTO, RECIPES_WORD: f"{RECIPES_WORD}:hopper"}.get(snip.snip_options, snip.snip_options)
     try:
-        free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
+        if is_recipes(words):
+            free = recipe_options(words, measured=snip.snip_weight > 0)
+        else:
+            free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
     except UserError as error:
         raise UserError(f"--snip-options {snip.snip_options}: {error}") from None
     names = [shape.name for shape in shapes]
