@@ -4,7 +4,7 @@
 
 It writes DIR/NAME/CHECKPOINT/recipes.json with
 
-    costs     predicted and true cost in nats of every EVERY-th linear alone, fprop in each of FORMATS; the truth is
+    costs     predicted and true cost in nats of single linears, fprop in each of FORMATS; the truth is
               [L(+dY) + L(-dY)]/2 - L0 over text of its own
     fixed     recipes that are the same in every run, each with the time that it saves by --gemm-times published:b300,
               and the plan over recipes:blackwell that saves as much: increase of the loss over BF16 on held-out text
@@ -38,7 +38,6 @@ from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 FORMATS = (
     "fp8", "mxfp8", "mxfp8_floor", "mxfp6_e2m3", "mxfp6_e3m2", "fp4", "fp4_pow2", "mxfp4", "nvfp4", "nvfp4_rht",
 )  # fmt: skip
-EVERY = 4
 PROBED, TRUTH, JUDGED = 8, 8, 32  # batches
 TABLE = "published:b300"
 #: The recipe that is trained with, and its share of blocks at the end in BF16.
@@ -60,14 +59,14 @@ def fixed_recipes(names: Sequence[str], blocks: Mapping[str, int]) -> dict[str, 
     }
 
 
-def measure(study: Study, checkpoint: str, path: Path) -> None:
-    """Both tables of a checkpoint."""
+def measure(study: Study, checkpoint: str, path: Path, every: int, judged: int) -> None:
+    """Both tables of a checkpoint: costs of every so many-th linear, plans judged over so many batches."""
     config, parts = study.at(checkpoint)
     at, each = study.setting.checkpoints[checkpoint], config.training.global_batch_size
     shapes = shapes_of(parts)
     stats = probe(parts, at, FORMATS, PROBED, updates=False)
     first = (at - 1 + PROBED) * each
-    names = [shape.name for shape in shapes][::EVERY]
+    names = [shape.name for shape in shapes][::every]
     rows = [shape.name in names for shape in shapes]
     predicted = loss_divergence(stats, [LinearPrecision.uniform(fmt) for fmt in FORMATS])[rows]
     over = batches(parts, first, TRUTH, each)
@@ -82,7 +81,7 @@ def measure(study: Study, checkpoint: str, path: Path) -> None:
         },
     }  # fmt: skip
     times, plans = GemmTimes.published("b300"), {}
-    judge = Losses(parts, batches(parts, first + TRUTH * each, JUDGED, each))
+    judge = Losses(parts, batches(parts, first + TRUTH * each, judged, each))
     blocks = {shape.name: shape.block for shape in shapes}
     for name, recipe in fixed_recipes(list(linears_of(parts)), blocks).items():
         saved = achieved(shapes, recipe, "time", times)
@@ -97,7 +96,7 @@ def measure(study: Study, checkpoint: str, path: Path) -> None:
             "plan": judge.judged(plan),
             "fixed - plan": [float(difference.mean()), float(difference.std(ddof=1) / len(difference) ** 0.5)],
         }  # fmt: skip
-    write_json(path, {**found, "times": TABLE, "fixed": plans})
+        write_json(path, {**found, "times": TABLE, "batches": judged, "fixed": plans})
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -106,13 +105,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("setting", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of all settings")
     parser.add_argument("--checkpoints", default="late")
+    parser.add_argument("--every", type=int, default=4, help="costs of every so many-th linear (default: 4)")
+    parser.add_argument("--judged", type=int, default=JUDGED, help="batches that judge plans (default: 32)")
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
     study = Study(read_setting(own.setting), folder, Worker(own.setting.stem, folder / "log.txt"))
     for checkpoint in own.checkpoints.split(","):
         study.train_to(checkpoint)
-        measure(study, checkpoint, folder / checkpoint / "recipes.json")
+        measure(study, checkpoint, folder / checkpoint / "recipes.json", own.every, own.judged)
     study.close()
 
 
