@@ -50,7 +50,7 @@ from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options, check_choices, read_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices, device_options, read_choices, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
@@ -113,7 +113,7 @@ class Snip:
         self.sharded = bool(_fsdp(model))
         attends = attention_of(model, self.lengths.__getitem__) or {}
         self.shapes, attends = shapes_of(linears, attends)
-        words = auto_options(device) if options == "auto" else options
+        words = device_options(options, device)
         self._options = SnipConfig(snip_options=words)
         choices = read_choices(self._options, self.shapes)
         if choices.formats <= {"bf16"}:
@@ -288,7 +288,7 @@ class Snip:
         request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
         pending = Pending(
             self.iteration, self.iteration, tuple(map(str, choices.options)), snip.snip_objective, request,
-            snip.snip_max_loss,
+            choices.measure, snip.snip_max_loss,
         )  # fmt: skip
         plan = pending.plan_of(request.solve(), self.shapes, "nominal")
         return plan, proposals(pending, plan, self.shapes, "nominal", self.plan, self._plain_seed)

@@ -233,13 +233,16 @@ class PrecisionConfig:
 class SnipConfig:
     """When and how precision is planned (--precision snip)."""
 
-    snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4.
+    snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4, or of the time to save.
+    # fp4: the share of FLOPs in FP4.  time: modelled time saved, as a share of what the fastest format would save
+    # everywhere.  auto: time where BF16 is an option, else fp4.
+    snip_target_unit: Literal["auto", "fp4", "time"] = "auto"
     snip_max_loss: Optional[float] = None  # In place of it: the most that plans may measure above BF16's loss, in nats.
     snip_interval: int = 1000  # Iterations between two probes.
     snip_start: int = 100  # Iteration of the first probe.
     snip_apply_lag: int = 1  # Iterations from a probe until its plan takes effect; the solver works meanwhile.
     # Precisions a linear may take, comma-separated; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else
-    # fp8,fp4.
+    # fp8,fp4.  recipes: the field's, by GEMM, of this device or of recipes:blackwell, recipes:hopper.
     snip_options: str = "auto"
     snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
@@ -251,10 +254,17 @@ class SnipConfig:
     snip_trial_tokens: int = 8192  # Tokens of each such pass, or a little more to fill microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
+    # Precision of a run's last iterations, under any --precision: a format, or one for each of fprop/dgrad/wgrad, where
+    # plan keeps what the GEMM has by then.  bf16/plan/plan is the end of NVIDIA's NVFP4 recipe.
+    snip_final_precision: Optional[str] = None
+    # How many iterations these are; decay: from the beginning of the learning rate's decay on, with WSD.
+    snip_final_iters: Union[int, Literal["decay"]] = "decay"
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
-    gemm_times: Optional[str] = None  # Table from tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.
+    # Table from tools/profile_gemms.py, or published:NAME, one of b200, b300, gb200 and h200.  By default BF16 takes 1,
+    # FP8 1/2 and FP4 1/4.
+    gemm_times: Optional[str] = None
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
     snip_guard_patience: int = 5  # Bad iterations in a row (spike or no update) before it falls back.

@@ -156,7 +156,8 @@ class Cell:
         choices = check_choices(config.snip, self.shapes)
         quality, held = quality_loss(objective, ObjectiveInputs(self.shapes, choices.options, self.stats, seed=seed))
         request = solve_request(config.snip, self.shapes, choices, quality, held=held)
-        pending = Pending(self.iteration, self.iteration, tuple(map(str, choices.options)), objective, request)
+        asked = objective, request, choices.measure
+        pending = Pending(self.iteration, self.iteration, tuple(map(str, choices.options)), *asked)
         plan = pending.plan_of(request.solve(), self.shapes, "nominal")
         return plan.linears, pending, plan
 

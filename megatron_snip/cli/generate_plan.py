@@ -100,8 +100,7 @@ def make_planner(config: Config, path: Path) -> Planner:
             "model that they were collected from, or none"
         )
     check_ranges(config, "snip")
-    if config.snip.snip_options == "auto":
-        config = config.replace(snip_options=measured_options(stats.formats))
+    config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
 
 

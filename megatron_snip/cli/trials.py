@@ -49,7 +49,7 @@ def asked_of(planner: Planner) -> Pending:
     snip, at = planner.config.snip, planner.stats.iteration
     options = tuple(str(option) for option in planner.choices.options)
     request = planner.request(snip.snip_objective)
-    return Pending(at, at, options, snip.snip_objective, request, snip.snip_max_loss)
+    return Pending(at, at, options, snip.snip_objective, request, planner.choices.measure, snip.snip_max_loss)
 
 
 def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:

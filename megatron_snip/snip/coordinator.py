@@ -32,7 +32,8 @@ from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judged, judgement, proposals
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved
+from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes
+from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.options import Choices, check_choices, solve_request
 from megatron_snip.snip.plan.pending import Pending
@@ -42,7 +43,8 @@ from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, Solve
 from megatron_snip.snip.plan_metrics import (
     Metrics,
     divergence_metrics,
-    modelled_metrics,
+    plan_metrics,
+    predicted_metrics,
     sampling_metrics,
     trial_metrics,
 )
@@ -84,10 +86,15 @@ class Coordinator:
         seed: int,
         last_iteration: int | None = None,
         times: GemmTimes = NOMINAL,
+        final: Final | None = None,
+        decay: int | None = None,
     ) -> None:
         self.snip, self.shapes, self.choices, self.probe = snip, list(shapes), choices, probe
         self.options, self.times = list(choices.options), times
         self.linears, self.mesh, self.run_dir, self.seed = linears, mesh, run_dir, seed
+        self.final, self.decay = final, decay  # the late switch; the iteration of one more probe
+        if final is not None and not final.plans_fprop:  # after the switch there is nothing to weigh
+            last_iteration = final.start - 1
         self.last_iteration = last_iteration  # no probe whose plan would hold only after it
         self.plan: Plan | None = None
         self.pending: Pending | None = None
@@ -113,9 +120,10 @@ class Coordinator:
         metrics = self._finish_if_due(iteration, trial_runner)
         since = iteration - self.snip.snip_start
         in_time = self.last_iteration is None or iteration + self.snip.snip_apply_lag <= self.last_iteration
-        if since >= 0 and since % self.snip.snip_interval == 0 and in_time:
+        if since >= 0 and (since % self.snip.snip_interval == 0 or iteration == self.decay) and in_time:
             metrics |= self._begin(iteration, run_pass, zero_grad)
             metrics |= self._finish_if_due(iteration, trial_runner)  # lag 0
+        metrics |= self._switch(iteration)
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
 
     def close(self) -> None:
@@ -151,9 +159,8 @@ class Coordinator:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
         pending = Pending.from_dict(state["pending"]) if state["pending"] else None
         predictions = Predictions.from_dict(state["predictions"]) if state["predictions"] else None
-        self.history = list(state["history"])
         self._cancel()
-        self.plan, self.pending, self.predictions = plan, None, predictions
+        self.history, self.plan, self.pending, self.predictions = list(state["history"]), plan, None, predictions
         for name, linear in self.linears.items():
             linear.precision = plan.linears[name] if plan else LinearPrecision.parse(self.snip.snip_warmup_precision)
         self._unwritten = dict(state["unwritten"]) if self.mesh.rank == 0 else {}
@@ -224,9 +231,9 @@ class Coordinator:
         columns = zip(self.shapes, held, self.choices.fixed)
         if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):
             LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
-        options = tuple(str(option) for option in self.options)
-        due = iteration + self.snip.snip_apply_lag
-        self._start(Pending(iteration, due, options, self.snip.snip_objective, request, self.snip.snip_max_loss))
+        options, snip = tuple(str(option) for option in self.options), self.snip
+        asked = snip.snip_objective, request, self.choices.measure, snip.snip_max_loss
+        self._start(Pending(iteration, iteration + snip.snip_apply_lag, options, *asked))
         return metrics
 
     def _batches(self, iteration: int) -> int:
@@ -295,10 +302,27 @@ class Coordinator:
 
     def _take(self, plan: Plan) -> Metrics:
         """Apply a plan if all processes hold the same."""
+        plan = plan if self.final is None else self.final.plan(plan, self.shapes, plan.iteration)
         if not self._agreed(plan):
             return self._keep(plan.iteration, "the plan's hash differs between processes")
         self._write(plan, "plans", plan.iteration)
         return self._apply(plan)
+
+    def _switch(self, iteration: int) -> Metrics:
+        """The late switch, once it is due, of whatever holds by then."""
+        if self.final is None or iteration < self.final.start:
+            return {}
+        now, row = self.plan or Plan(iteration, self._linears()), {"snip/final_precision": str(self.final)}
+        if (plan := self.final.plan(now, self.shapes, iteration)) is now:
+            return row
+        LOGGER.info(f"iteration {iteration}: the last iterations run in {self.final}")
+        self._write(plan, "plans", iteration)
+        return self._apply(plan) | row
+
+    def _linears(self) -> Mapping[str, LinearPrecision]:
+        """The precisions in force."""
+        warmup = LinearPrecision.parse(self.snip.snip_warmup_precision)
+        return self.plan.linears if self.plan else dict.fromkeys((shape.name for shape in self.shapes), warmup)
 
     def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
         """Rank 0 keeps a file for people; one that cannot be written is tried again with the next."""
@@ -350,48 +374,25 @@ class Coordinator:
         dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.mesh.world)
         return bool(pair[0] == number and pair[1] == -number)
 
-    def _set(self, plan: Plan) -> None:
-        for name, linear in self.linears.items():
-            linear.precision = plan.linears[name]
-        self.plan = plan
-
     def _apply(self, plan: Plan) -> Metrics:
         churn = self.plan.churn(plan) if self.plan else 1.0
         before = self.plan.linears if self.plan else {}
         changed = {name: str(precision) for name, precision in plan.linears.items() if before.get(name) != precision}
-        self._set(plan)
+        for name, linear in self.linears.items():
+            linear.precision = plan.linears[name]
+        self.plan = plan
         about = {"iteration": plan.iteration, "hash": plan.hash, "achieved": plan.achieved}
         self.history.append({**about, "changed": changed})
-        fp4 = achieved(self.shapes, plan.linears)
+        metrics = plan_metrics(plan, self.shapes, self.choices.measure, self.times, churn, len(self.history))
         LOGGER.info(
-            f"iteration {plan.iteration}: plan {plan.hash} takes effect, {fp4:.1%} of the linears' FLOPs in FP4, "
-            f"{churn:.0%} of linears changed, solver {plan.solver.status} in {plan.solver.seconds:.2f} s"
+            f"iteration {plan.iteration}: plan {plan.hash} takes effect, {plan.achieved:.1%} of the linears' FLOPs "
+            f"in FP4, {churn:.0%} of linears changed, solver {plan.solver.status} in {plan.solver.seconds:.2f} s"
         )
-        return {
-            "snip/achieved": fp4,
-            "snip/target": plan.target,
-            **modelled_metrics(plan, self.shapes, self.choices.measure, self.times),
-            "snip/objective": plan.solver.objective,
-            "snip/bound": plan.solver.bound,
-            "snip/gap": plan.solver.gap,
-            "snip/solver_seconds": plan.solver.seconds,
-            "snip/churn": churn,
-            "snip/plans_made": len(self.history),
-            "snip/solve_failed": 0,
-            **self.predicted_metrics(),
-        }
+        return metrics | self.predicted_metrics()
 
     def predicted_metrics(self) -> Metrics:
         """What the last statistics predict for the precisions in force; what is not known is left out."""
-        if self.predictions is None:
-            return {}
-        warmup = LinearPrecision.parse(self.snip.snip_warmup_precision)
-        linears = self.plan.linears if self.plan else dict.fromkeys((shape.name for shape in self.shapes), warmup)
-        totals = {
-            "snip/predicted_loss_divergence": self.predictions.total_loss_divergence(linears),
-            "snip/predicted_weight_divergence": self.predictions.total_weight_divergence(linears),
-        }
-        return {name: value for name, value in totals.items() if value is not None}
+        return predicted_metrics(self.predictions, self._linears())
 
     def _keep(self, iteration: int, why: str) -> Metrics:
         """The plan in force stays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import GemmTimes, achieved, by_stage
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
-from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
+from megatron_snip.snip.predict.divergence import Predictions, loss_divergence, weight_divergence
 from megatron_snip.snip.predict.sampling import cost_error, top_token
 from megatron_snip.snip.trial import Tried
 
@@ -49,6 +49,35 @@ def sampling_metrics(
     )
     found = {} if error is None else {"snip/cost_error": error}
     return {"snip/probe_tokens": tokens, "snip/top_token": float(shares[row]), **found}
+
+
+def plan_metrics(
+    plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes, churn: float, plans: int
+) -> Metrics:
+    """A plan that takes effect, the run's plan number ``plans``; measure and times: of what it saves."""
+    return {
+        "snip/achieved": achieved(shapes, plan.linears),
+        "snip/target": plan.target,
+        **modelled_metrics(plan, shapes, measure, times),
+        "snip/objective": plan.solver.objective,
+        "snip/bound": plan.solver.bound,
+        "snip/gap": plan.solver.gap,
+        "snip/solver_seconds": plan.solver.seconds,
+        "snip/churn": churn,
+        "snip/plans_made": plans,
+        "snip/solve_failed": 0,
+    }
+
+
+def predicted_metrics(predictions: Predictions | None, linears: Mapping[str, LinearPrecision]) -> Metrics:
+    """What the last statistics predict for these precisions; what is not known is left out."""
+    if predictions is None:
+        return {}
+    totals = {
+        "snip/predicted_loss_divergence": predictions.total_loss_divergence(linears),
+        "snip/predicted_weight_divergence": predictions.total_weight_divergence(linears),
+    }
+    return {name: value for name, value in totals.items() if value is not None}
 
 
 def modelled_metrics(plan: Plan, shapes: Sequence[LinearShape], measure: str, times: GemmTimes) -> Metrics:

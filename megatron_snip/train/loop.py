@@ -34,8 +34,8 @@ from megatron_snip.train.validate import check_restarts
 LOGGER = logging.getLogger("megatron_snip")
 #: Options that define a plan.  After a resume, the plan in force was made with the old values.
 _OF_A_PLAN = (
-    "snip_target", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity", "snip_objective",
-    "snip_stage_constraint",
+    "snip_target", "snip_target_unit", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity",
+    "snip_objective", "snip_stage_constraint", "snip_final_precision", "snip_final_iters",
 )  # fmt: skip
 
 
@@ -57,8 +57,7 @@ class Trainer(RunState):
             runtime.seed_iteration(t.seed, iteration)
             batch = parts.train_loader.batch(self.consumed)
             row: dict[str, Any] = {"iteration": iteration}
-            if parts.plan_hash is not None:
-                row["snip/plan_hash"] = parts.plan_hash
+            row |= self._fixed_precision(iteration)
             if self.guard is not None:
                 row |= self.guard.before_step(iteration)
             size = parts.train_loader.size(self.consumed)
@@ -252,6 +251,16 @@ class Trainer(RunState):
         if self.parts.mesh.rank == 0:
             drop_later_plans(Path(self.config.logging.run_dir), back)
         return True
+
+    def _fixed_precision(self, iteration: int) -> dict[str, Any]:
+        """Without a planner: the plan of a file, and the late switch once it is due."""
+        parts, final = self.parts, self.parts.final
+        row: dict[str, Any] = {} if parts.plan_hash is None else {"snip/plan_hash": parts.plan_hash}
+        if final is None or parts.coordinator is not None or iteration < final.start:
+            return row
+        if parts.switch():
+            LOGGER.info(f"iteration {iteration}: the last iterations run in {final}")
+        return row | {"snip/plan_hash": final.hash(parts.plan_hash), "snip/final_precision": str(final)}
 
     def _measured_divergence(self, bf16_loss: float | None, result: StepResult, plan: str) -> dict[str, Any]:
         """Cost of low precision for this batch and on average under this plan, with the statistics' prediction."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron_snip.config import Config, TrainingConfig
 from megatron_snip.errors import UserError
+from megatron_snip.snip.plan.final import Final
 
 #: --lr-wsd-decay-style -> height between --min-lr and --lr, by the fraction of the decay that is done.
 WSD_STYLES = {
@@ -66,6 +67,38 @@ def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
         return 1.0 if samples <= begin else WSD_STYLES[t.lr_wsd_decay_style](float(samples - begin) / float(spans.wsd))
     behind = float(samples - spans.warmup) / float(spans.decay - spans.warmup)
     return WSD_STYLES[t.lr_decay_style](behind)
+
+
+def decay_start(t: TrainingConfig) -> int | None:
+    """First iteration of WSD's final decay, the first whose rate is below the peak; None for other styles.
+
+    Skipped updates, which shift the schedule, are not foreseen.
+    """
+    if t.lr_decay_style != "WSD":
+        return None
+    spans = _spans(t)
+    begin, consumed, iteration = spans.decay - spans.wsd, 0, 1
+    ramp = t.rampup_batch_size[2] if t.rampup_batch_size else -1
+    while consumed <= min(begin, ramp):
+        consumed += t.batch_size(consumed)
+        iteration += 1
+    return iteration + max(0, begin - consumed + t.global_batch_size) // t.global_batch_size
+
+
+def final_switch(config: Config) -> Final | None:
+    """When and to what --snip-final-precision switches; None without it.  Raises UserError if either cannot be."""
+    text, count, t = config.snip.snip_final_precision, config.snip.snip_final_iters, config.training
+    if text is None:
+        return None
+    start = decay_start(t) if count == "decay" else t.train_iters - count + 1
+    if start is None:
+        raise UserError(
+            f"--snip-final-precision {text}: with --lr-decay-style {t.lr_decay_style} the rate decays from its warm-up "
+            "on, or never; give --snip-final-iters a number of iterations, or take WSD"
+        )
+    if start < 1:
+        raise UserError(f"--snip-final-iters is {count}, but --train-iters {t.train_iters}; give fewer")
+    return Final.parse(text, start)
 
 
 def weight_decay(t: TrainingConfig, samples: int) -> float:

@@ -40,12 +40,14 @@ from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options, read_choices, read_times
+from megatron_snip.snip.plan.final import Final
+from megatron_snip.snip.plan.options import device_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run.data_identity import Identity
 from megatron_snip.train.run.run_folder import Start
 from megatron_snip.train.run.trackers import check_trackers
+from megatron_snip.train.schedule import decay_start, final_switch
 from megatron_snip.train.step import Stepper
 from megatron_snip.train.validate import validate
 
@@ -91,8 +93,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
         plan.check_names(spec_of(m).linear_names(m.num_layers), str(p.precision_plan))
         plan.check_achieved(snip_shapes(config), str(p.precision_plan))
     elif p.precision == "snip":
-        if config.snip.snip_options == "auto":
-            config = config.replace(snip_options=auto_options(_device(config)))
+        config = config.replace(snip_options=device_options(config.snip.snip_options, _device(config)))
         check_snip(config.snip, snip_shapes(config))
     else:
         try:
@@ -126,7 +127,8 @@ def precisions_of(config: Config, plan: Plan | None) -> list[LinearPrecision]:
         found = {*choices.options, LinearPrecision.parse(config.snip.snip_warmup_precision)}
     else:
         found = {LinearPrecision.parse(kind)}
-    return sorted(found, key=str)
+    final = final_switch(config)
+    return sorted(found | {final.of(precision) for precision in found} if final else found, key=str)
 
 
 @dataclass
@@ -142,6 +144,7 @@ class Parts:
     coordinator: Coordinator | None
     first_on_node: bool  # whether this rank does the reading that one rank per node does
     plan_hash: str | None = None  # of the plan of --precision plan
+    final: Final | None = None  # the late switch
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
@@ -153,6 +156,15 @@ class Parts:
         """Weights and moments by their names in a checkpoint."""
         weights = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         return {**weights, **self.optimizer.tensors()}
+
+    def switch(self) -> bool:
+        """The late switch of all linears, for a run without a coordinator; returns whether it changed something."""
+        assert self.final is not None
+        changed = False
+        for linear in self.linears.values():
+            before, linear.precision = linear.precision, self.final.of(linear.precision)
+            changed |= linear.precision != before
+        return changed
 
 
 def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
@@ -232,7 +244,7 @@ def build_coordinator(config: Config, parts: Parts, device: torch.device) -> Coo
     )
     return Coordinator(
         config.snip, shapes, choices, probe, parts.linears, parts.mesh, Path(config.logging.run_dir), t.seed,
-        last_iteration=t.train_iters, times=read_times(config.snip),
+        last_iteration=t.train_iters, times=read_times(config.snip), final=parts.final, decay=decay_start(t),
     )  # fmt: skip
 
 
@@ -276,6 +288,7 @@ def build(
     stepper = Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
     parts.plan_hash = plan.hash if plan is not None else None
+    parts.final = final_switch(config)
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
@@ -305,6 +318,7 @@ def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch
                 by_format.setdefault(fmt, {}).setdefault(who, set()).add((name.rsplit(".", 1)[1], str(precision)))
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
+        LOGGER.info(f"GEMM times are {read_times(config.snip).told}")
     for line in _table(by_format):
         LOGGER.info(line)
 

@@ -17,7 +17,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
 from megatron_snip.model.stages import is_interleaved
 from megatron_snip.snip.max_loss import check_max_loss
-from megatron_snip.train.schedule import check_batches, check_samples, check_schedule
+from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
 #: Every numeric option by its range; None is accepted where an option allows it.
 RANGES: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "lr_decay_samples", "lr_wsd_decay_samples",
         "max_skipped_iterations", "exit_interval", "log_interval", "eval_interval", "save_interval", "keep_last",
         "keep_every", "profile_step_start", "profile_step_end",
-        "snip_interval", "snip_start", "snip_probe_tokens", "snip_trial_tokens", "snip_guard_patience", "world_size",
+        "snip_interval", "snip_start", "snip_final_iters", "snip_probe_tokens", "snip_trial_tokens",
+        "snip_guard_patience", "world_size",
     ),
     "0 or more": (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
@@ -71,7 +72,7 @@ def check_ranges(config: Config, *only: str) -> None:
             if only and groups[name] not in only:
                 continue
             value = getattr(getattr(config, groups[name]), name)
-            if value not in (None, "auto") and not (math.isfinite(value) and _WITHIN[kind](value)):
+            if value not in (None, "auto", "decay") and not (math.isfinite(value) and _WITHIN[kind](value)):
                 required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
@@ -134,6 +135,7 @@ def validate(config: Config, world_size: int) -> None:
     _validate_choices(config)
     _validate_pairs(config)
     check_schedule(config.training)
+    final_switch(config)
     _validate_recompute(config)
     _validate_dry_run(config)
 

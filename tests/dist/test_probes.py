@@ -13,7 +13,7 @@ ITERATIONS, PROBED = 3, {1, 3}
 #: NVFP4 has a scale of the whole tensor, for which tp's processes talk inside a cast.
 FOUR = {
     **SMALL, "num_layers": 2, "global_batch_size": 2, "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2, "sequence_parallel": True, "snip_options": "fp8,nvfp4_plain",
+    "pipeline_model_parallel_size": 2, "sequence_parallel": True, "snip_options": "fp8,nvfp4_plain,nvfp4",
 }  # fmt: skip
 
 

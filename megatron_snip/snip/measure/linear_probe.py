@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format, get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearShape, Operands
 from megatron_snip.quant.casts.hadamard import hadamard
@@ -32,6 +32,7 @@ from megatron_snip.snip.measure.updates import Updates, square
 OPERANDS = tuple(f"{gemm}/{role}" for gemm in GEMMS for role in REDUCTION_DIM[gemm])
 #: Number of a weight's output channels that suffices to measure wgrad's error.
 ENOUGH_ROWS = 256
+_OF_AN_OPERAND = ("error", "nonzero", "underflow", "saturated")
 
 
 def row_step(out_features: int) -> int:
@@ -94,7 +95,7 @@ def names_of_sums(formats: Sequence[str], *, updates: bool) -> set[str]:
     for fmt in formats:
         names |= {f"token/{fmt}", f"spread/{fmt}", f"top_token/{fmt}", *([f"own/{fmt}"] if updates else [])}
         for operand in _operands(updates=updates):
-            names |= {f"{kind}/{fmt}/{operand}" for kind in ("nonzero", "underflow", "saturated", "error")}
+            names |= {f"{kind}/{fmt}/{operand}" for kind in _OF_AN_OPERAND}
     return names
 
 
@@ -108,6 +109,20 @@ def _weight_is_shared(fmt: str) -> bool:
     form = get_format(fmt)
     drawn = form.stochastic("weight", 0) or form.stochastic("weight", 1)
     return form.block_shape("weight", 0) == form.block_shape("weight", 1) and not drawn
+
+
+def _casting_alike(formats: Sequence[str]) -> list[list[str]]:
+    """Groups of formats that cast fprop's input alike: they differ in weights' blocks and wgrad's transform alone."""
+    groups: list[tuple[Format, list[str]]] = []
+    for fmt in formats:
+        of_input = dataclasses.replace(get_format(fmt), name="", weight_block=None, hadamard=0)
+        for known, group in groups:
+            if of_input == known:
+                group.append(fmt)
+                break
+        else:
+            groups.append((of_input, [fmt]))
+    return [group for _, group in groups]
 
 
 def _count_nonzero(x: Tensor) -> Tensor:
@@ -143,6 +158,7 @@ class LinearProbe:
     ) -> None:
         self.shape, self.formats, self.place, self.device = shape, list(formats), place, device
         self.sums = Sums()
+        self._alike = _casting_alike(self.formats)
         # along tp, a tensor is either replicated, and counted once, or sharded
         once = 1.0 if place.tp.is_first else 0.0
         column = place.column_parallel
@@ -175,7 +191,9 @@ class LinearProbe:
         self._add_norms(x, w, g)
         judged_behind = self.shape.kind in ("q", "k", "v")
         output = matmul(x, w.T) if judged_behind and self.formats else None
-        found = {fmt: self._fprop_error(fmt, operands, dx, output) for fmt in self.formats}
+        found: dict[str, Tensor] = {}
+        for alike in self._alike:
+            found |= self._fprop_errors(alike, operands, dx, output)
         if self.updates:  # only now, because casts of W are as large, and freed by now
             rows = slice(self._rows.start, None, self._step)
             if self._step == 1 and operands.grad_weight is not None:
@@ -196,22 +214,36 @@ class LinearProbe:
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
         roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
         shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
+        shared += sum(len(alike) - 1 for alike in self._alike if alike[0] in tensors) * ("input" in cut)
         return len(tensors) * sum(role in cut for role in roles) - shared
 
-    def _fprop_error(self, fmt: str, operands: Operands, dx: Tensor, output: Tensor | None) -> Tensor:
-        """fprop's error per token [T]; or, given the ``output`` [T,N], the error of that [T,N]."""
-        qw, w = self._cast(operands, "fprop", "weight", fmt)
-        qx, x = self._cast(operands, "fprop", "input", fmt)
-        error = matmul(qx, qw.T).sub_(output) if output is not None else None
-        # in place of the weight cast: copies of a weight dominate a probe's memory
-        e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
-        if error is None:  # products are rounded to the compute dtype, which is negligible in a long sum
-            error = _row_sums(matmul(operands.grad_output, e_w).mul_(qx))
-            e_x = self._add_error(f"{fmt}/fprop/input", qx, x)
-            error.add_(_row_sums(e_x.mul_(dx)))
-        else:
-            self._add_error(f"{fmt}/fprop/input", qx, x)
-        return error
+    def _fprop_errors(
+        self, alike: Sequence[str], operands: Operands, dx: Tensor, output: Tensor | None
+    ) -> dict[str, Tensor]:
+        """fprop's error per token [T]; or, given the ``output`` [T,N], the error of that [T,N].
+
+        alike: formats that cast the input alike, which is done once.
+        """
+        qx, x = self._cast(operands, "fprop", "input", alike[0])
+        found = {}
+        for fmt in alike:
+            qw, w = self._cast(operands, "fprop", "weight", fmt)
+            error = matmul(qx, qw.T).sub_(output) if output is not None else None
+            # in place of the weight cast: copies of a weight dominate a probe's memory
+            e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
+            if error is None:  # products are rounded to the compute dtype, which is negligible in a long sum
+                error = _row_sums(matmul(operands.grad_output, e_w).mul_(qx))
+            found[fmt] = error
+            del qw, e_w
+        e_x = self._add_error(f"{alike[0]}/fprop/input", qx, x)
+        if output is None:
+            by_input = _row_sums(e_x.mul_(dx))
+            for error in found.values():
+                error.add_(by_input)
+        for fmt in alike[1:]:
+            for kind in _OF_AN_OPERAND:
+                self.sums.copy(f"{kind}/{alike[0]}/fprop/input", f"{kind}/{fmt}/fprop/input")
+        return found
 
     def _add_backward_errors(self, fmt: str, operands: Operands, exact: Tensor) -> None:
         """wgrad's error in some rows, summed over microbatches, and errors of dgrad's and wgrad's operands.
@@ -219,7 +251,7 @@ class LinearProbe:
         exact [R,K]: those rows of wgrad's product without quantisation.
         """
         if _weight_is_shared(fmt):
-            for kind in ("error", "nonzero", "underflow", "saturated"):
+            for kind in _OF_AN_OPERAND:
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
         else:
             qw, w = self._cast(operands, "dgrad", "weight", fmt)

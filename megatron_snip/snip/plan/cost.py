@@ -14,6 +14,9 @@ Times are per FLOP, relative to BF16's average over all measurements.  ``times``
 (out x in features of the whole model) overrides it for linears of that shape.  "about" and "shapes" are optional, and
 bf16 defaults to 1.  Nominal times are those of tensor cores on paper, proportional to the element's bits: BF16 1,
 FP8 1/2, FP4 1/4.
+
+Files in published/ hold times that others published, in the unit in which they did; "about" has the source, the date,
+the device and the shapes of each.  --gemm-times published:NAME reads one, and divides by its BF16's mean.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +39,7 @@ from numpy.typing import NDArray
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
 from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
-from megatron_snip.formats import get_format
+from megatron_snip.formats import format_names, get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 
 Floats = NDArray[np.float64]
@@ -44,6 +47,10 @@ Floats = NDArray[np.float64]
 GRANULARITIES = ("linear", "gemm", "fused")
 #: What ``efficiency`` counts: the share of FLOPs in FP4, or modelled GEMM time; and the names of both in plan files.
 MEASURES = {"fp4": "FP4 share", "time": "modelled time"}
+
+#: Tables that --gemm-times names in place of a file.
+PUBLISHED = "published:"
+_FOLDER = Path(__file__).parent / "published"
 
 VERSION = 1
 _WAY_OUT = "measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
@@ -96,14 +103,25 @@ class GemmTimes:
         formats = {"bf16", *self.times}
         return min(self.of(fmt, gemm, out_features, in_features) for fmt in formats)
 
+    @property
+    def told(self) -> str:
+        """One line for the log: whose times these are, and what they count."""
+        if self.times is None:
+            return "nominal: FP8 takes half of BF16's time, FP4 a quarter; --gemm-times takes other tables"
+        about = [str(self.about[key]) for key in ("device", "unit") if key in self.about]
+        return "; ".join([f"of {self.hardware}", *about])
+
     def check(self, formats: Iterable[str]) -> None:
         """Raise UserError unless the table has these formats."""
         if self.times is None:
             return
         if missing := sorted(set(formats) - {"bf16", *self.times}):
+            way_out = _WAY_OUT
+            if self.hardware.startswith(PUBLISHED):
+                way_out = "take it out of --snip-options, or give --gemm-times another table or a file"
             raise UserError(
                 f"the GEMM times of {self.hardware} have no format {missing[0]}; known: {', '.join(self.times)}; "
-                f"{_WAY_OUT}"
+                f"{way_out}"
             )
 
     def save(self, path: str | Path) -> None:
@@ -129,6 +147,31 @@ class GemmTimes:
         except JsonFileError as error:
             raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         return cls(found.hardware, times, shapes, found.about)
+
+    @classmethod
+    def published(cls, name: str) -> GemmTimes:
+        """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for another.
+
+        Formats with the same element and as many elements to a scale run the same GEMM.  Where only one of them was
+        published, the others take its times; their casts may differ.
+        """
+        known = sorted(path.stem for path in _FOLDER.glob("*.json"))
+        if name not in known:
+            tables = ", ".join(f"{PUBLISHED}{each}" for each in known)
+            raise UserError(f"--gemm-times {PUBLISHED}{name}: no such table; known: {tables}, or give a file")
+        found = cls.load(_FOLDER / f"{name}.json")
+        assert found.times is not None
+        unit = sum(found.times["bf16"].values()) / len(GEMMS)
+        times = {fmt: {gemm: time / unit for gemm, time in row.items()} for fmt, row in found.times.items()}
+        alike = {_kernel(fmt): fmt for fmt in reversed(times)}
+        others = {fmt: times[alike[_kernel(fmt)]] for fmt in format_names() if _kernel(fmt) in alike}
+        return replace(found, times={**others, **times})
+
+
+def _kernel(name: str) -> tuple[Any, int]:
+    """What decides the GEMM of a format: its element, and how many elements along the reduction dim share a scale."""
+    fmt = get_format(name)
+    return fmt.element, fmt.tile
 
 
 NOMINAL = GemmTimes()

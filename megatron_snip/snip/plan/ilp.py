@@ -32,6 +32,7 @@ from megatron_snip.snip.plan.program import (
     Program,
     check_feasible,
     checked,
+    dominated,
 )
 
 __all__ = ["InfeasibleTarget", "Solution", "check_target", "solve", "solve_pareto"]
@@ -106,7 +107,7 @@ def solve(
     if program.time is not None:
         makespan, status = _makespan(program, rows[0], limits)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
-    found = _solved(Model(np.where(program.allowed, program.cost - _least(program)[:, None], np.inf), rows), limits)
+    found = _solved(Model(_beyond_least(program), rows), limits)
     choice = found.choice[program.group]
     base = float(_least(program).sum())
     return Solution(
@@ -185,6 +186,12 @@ def _slowest(program: Program, choice: Ints) -> float:
     assert program.time is not None
     times = program.time[np.arange(len(choice)), choice]
     return max(float(times[groups].sum()) for groups in program.stages)
+
+
+def _beyond_least(program: Program) -> Floats:
+    """[G, O]: cost beyond each group's lowest; infinite for excluded options, and for those that another beats."""
+    allowed = program.allowed & ~dominated(program)
+    return np.where(allowed, program.cost - _least(program)[:, None], np.inf)
 
 
 def _least(program: Program) -> Floats:

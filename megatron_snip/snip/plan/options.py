@@ -23,6 +23,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, check_linear
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
+    PUBLISHED,
     GemmTimes,
     efficiency,
     fused_ties,
@@ -31,6 +32,7 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 
 Ints = NDArray[np.int64]
@@ -43,13 +45,14 @@ class Choices:
     """Columns of the matrices, and which linears may take them.
 
     ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
-    reserved [O]: true for options only for linears fixed to them.
+    reserved [O]: true for options only for linears fixed to them.  measure: the unit of a target, a key of MEASURES.
     """
 
     options: tuple[LinearPrecision, ...]
     ties: Ints | None
     fixed: Ints
     reserved: NDArray[np.bool_]
+    measure: str
 
     @property
     def free(self) -> list[LinearPrecision]:
@@ -61,30 +64,37 @@ class Choices:
         """All formats of all options."""
         return {getattr(option, gemm) for option in self.options for gemm in GEMMS}
 
-    @property
-    def measure(self) -> str:
-        """The unit of a target; see ``measure_of``."""
-        return measure_of(self.free)
 
+def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
+    """The unit of a target, from --snip-target-unit and what a linear may pick.
 
-def measure_of(options: Sequence[LinearPrecision]) -> str:
-    """The unit of a target: FP4's share of FLOPs, or modelled time if BF16 is an option, because then FP8 saves too."""
+    auto: FP4's share of FLOPs, or modelled time if BF16 is an option, because then FP8 saves too.
+    """
+    if unit != "auto":
+        return unit
     return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
 
 
-def auto_options(device: torch.device) -> str:
-    """Resolve --snip-options auto for a device."""
+def device_options(words: str, device: torch.device) -> str:
+    """--snip-options with auto and recipes resolved for a device."""
+    if words not in ("auto", RECIPES_WORD):
+        return words
     try:
         for name in BLOCK_SCALED.split(","):
             check_linear("scaled_mm", LinearPrecision.uniform(name), device)
     except ValueError:
-        return AUTO
-    return BLOCK_SCALED
+        return AUTO if words == "auto" else f"{RECIPES_WORD}:hopper"
+    return BLOCK_SCALED if words == "auto" else f"{RECIPES_WORD}:blackwell"
 
 
-def measured_options(formats: Iterable[str]) -> str:
-    """Resolve --snip-options auto from the formats in statistics."""
-    return BLOCK_SCALED if set(BLOCK_SCALED.split(",")) <= set(formats) else AUTO
+def measured_options(words: str, formats: Iterable[str]) -> str:
+    """--snip-options with auto and recipes resolved from the formats in statistics."""
+    if words not in ("auto", RECIPES_WORD):
+        return words
+    blackwell = set(BLOCK_SCALED.split(",")) <= set(formats)
+    if words == "auto":
+        return BLOCK_SCALED if blackwell else AUTO
+    return f"{RECIPES_WORD}:{'blackwell' if blackwell else 'hopper'}"
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
@@ -94,9 +104,12 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     Raises UserError for unknown formats, for fixes that match nothing, conflict, or split a tie, and for a granularity
     that ties nothing.
     """
-    words = AUTO if snip.snip_options == "auto" else snip.snip_options
+    words = {"auto": AUTO, RECIPES_WORD: f"{RECIPES_WORD}:hopper"}.get(snip.snip_options, snip.snip_options)
     try:
-        free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
+        if is_recipes(words):
+            free = recipe_options(words, measured=snip.snip_weight > 0)
+        else:
+            free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
     except UserError as error:
         raise UserError(f"--snip-options {snip.snip_options}: {error}") from None
     names = [shape.name for shape in shapes]
@@ -111,7 +124,8 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
                 "choose granularity linear, or attach transformers' own Llama or Qwen3"
             )
         fixed = _fix_whole_ties(ties, fixed, names, options)
-    return Choices(options, ties, fixed, np.arange(len(options)) >= len(free))
+    measure = measure_of(free, snip.snip_target_unit)
+    return Choices(options, ties, fixed, np.arange(len(options)) >= len(free), measure)
 
 
 def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:
@@ -156,8 +170,12 @@ def _fix_whole_ties(ties: Ints, fixed: Ints, names: Sequence[str], options: Sequ
 
 
 def read_times(snip: SnipConfig) -> GemmTimes:
-    """Load --gemm-times, or the nominal ones.  Raises UserError for an unusable file."""
-    return GemmTimes.load(snip.gemm_times) if snip.gemm_times else NOMINAL
+    """Load --gemm-times, or the nominal ones.  Raises UserError for an unusable file or an unknown table."""
+    if not snip.gemm_times:
+        return NOMINAL
+    if snip.gemm_times.startswith(PUBLISHED):
+        return GemmTimes.published(snip.gemm_times.removeprefix(PUBLISHED))
+    return GemmTimes.load(snip.gemm_times)
 
 
 def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:

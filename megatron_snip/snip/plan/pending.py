@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.options import measure_of
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
 
@@ -22,6 +21,7 @@ class Pending:
     options: tuple[str, ...]  # columns of the matrices
     objective: str
     request: SolveRequest
+    measure: str  # unit of the request's target, a key of MEASURES
     max_loss: float | None = None  # --snip-max-loss: the request's target is then the most that can be reached
 
     @property
@@ -31,11 +31,9 @@ class Pending:
 
     def plan_of(self, solution: Solution, shapes: Sequence[LinearShape], hardware: str) -> Plan:
         """The plan from a solution.  hardware: name of the GEMM times behind its efficiencies."""
-        options, reserved = self.precisions, self.request.reserved
-        free = [option for i, option in enumerate(options) if reserved is None or not reserved[i]]
         return build_plan(
-            solution, shapes, options, iteration=self.due, objective=self.objective, target=self.request.target,
-            measure=measure_of(free), gemm_times=hardware,
+            solution, shapes, self.precisions, iteration=self.due, objective=self.objective,
+            target=self.request.target, measure=self.measure, gemm_times=hardware,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,5 +44,5 @@ class Pending:
     def from_dict(cls, values: Mapping[str, Any]) -> Pending:
         """Read the value from `to_dict`."""
         request = SolveRequest.from_dict(values["request"])
-        asked = values["objective"], request, values["max_loss"]
+        asked = values["objective"], request, values["measure"], values["max_loss"]
         return cls(values["probed"], values["due"], tuple(values["options"]), *asked)

@@ -20,6 +20,8 @@ Bools = NDArray[np.bool_]
 
 #: Tolerance of a budget, relative to the largest reachable savings, only for the rounding of e.
 BUDGET_TOLERANCE = 1e-9
+#: Savings that differ by less, relative to the largest, are the same sum in another order.
+_SAME = 1e-12
 
 
 class InfeasibleTarget(UserError):
@@ -88,6 +90,21 @@ class Program:
             slack = BUDGET_TOLERANCE * float(np.abs(most).sum())
             budgets.append(Budget(int(self.stage[groups[0]]), groups, wanted, float(most.sum()), full, slack))
         return budgets
+
+
+def dominated(program: Program) -> Bools:
+    """[G, O]: options that no best plan takes, as another costs the group less, saves as much and takes no longer.
+
+    Options of equal cost are left to the solver.
+    """
+    cost, saved = program.cost, program.saved + _SAME * np.abs(program.saved).max()
+    found = np.zeros_like(program.allowed)
+    for other in range(cost.shape[1]):
+        better = (cost[:, [other]] < cost) & (saved[:, [other]] >= program.saved) & program.allowed[:, [other]]
+        if program.time is not None:
+            better &= program.time[:, [other]] <= program.time
+        found |= better
+    return found
 
 
 def check_feasible(program: Program) -> None:

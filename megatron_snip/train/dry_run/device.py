@@ -24,7 +24,7 @@ from megatron_snip.quant.linears.operands import Backend
 from megatron_snip.quant.linears.precision import GEMMS
 from megatron_snip.snip.measure import updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import auto_options
+from megatron_snip.snip.plan.options import device_options
 from megatron_snip.train.setup import precisions_of
 
 _BACKENDS: dict[str, tuple[type[Backend], ...]] = {
@@ -37,8 +37,8 @@ def device_of(config: Config) -> str:
     """Either "hopper", "blackwell" if only Blackwell has a format of the run, or "cpu" if no GPU is requested."""
     if config.parallel.distributed_backend == "gloo" and config.parallel.device != "cuda":
         return "cpu"
-    if config.snip.snip_options == "auto" and torch.cuda.is_available():
-        config = config.replace(snip_options=auto_options(torch.device("cuda")))
+    if torch.cuda.is_available():
+        config = config.replace(snip_options=device_options(config.snip.snip_options, torch.device("cuda")))
     hopper, *blackwell = (backend() for of in _BACKENDS.values() for backend in of)
     with contextlib.suppress(ValueError):  # an unknown precision; `check` refuses it
         plan = Plan.load(str(config.precision.precision_plan)) if config.precision.precision == "plan" else None

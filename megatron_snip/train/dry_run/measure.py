@@ -231,6 +231,8 @@ class _Stretches:
             stretches.append(self._stretch(PROBE, self._probe, self._batches()))
             if trial_passes(self.config):
                 stretches.append(self._trial())
+        if self.parts.final is not None and self.parts.switch():
+            stretches.append(self._stretch(f"iteration, {self.parts.final}", self._iteration))
         return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches))
 
     def _stretch(

@@ -12,6 +12,7 @@ from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.trial import samples_of
 from megatron_snip.train.dry_run.counts import KINDS, Measured, Stretch
 from megatron_snip.train.dry_run.device import device_of
+from megatron_snip.train.schedule import final_switch
 from megatron_snip.train.setup import snip_shapes
 
 _GIB = 2**30
@@ -124,6 +125,10 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
         f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
         f"a plan: {linears} linears x {options} options",
     ]
+    if (final := final_switch(config.with_iterations())) is not None:
+        iterations = config.with_iterations().training.train_iters
+        count = iterations - final.start + 1
+        lines.append(f"the last {count} of {iterations} iterations, {count / iterations:.1%}, run in {final}")
     if config.training.compile:
         lines.append("blocks are counted as without --compile, under which launches and memory differ")
     for one in measured:

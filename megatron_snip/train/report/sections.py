@@ -219,8 +219,7 @@ def _planner(run: Run, stats: Statistics) -> Planner:
     """Plans of the statistics as the run's options ask for them."""
     groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
     config = parse([], saved_options({"config": run.options}, groups))
-    if config.snip.snip_options == "auto":
-        config = config.replace(snip_options=measured_options(stats.formats))
+    config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
     shapes = snip_shapes(config)
     if [shape.name for shape in shapes] != list(stats.names):
         raise UserError("config.json and the statistics are of different models")

@@ -107,6 +107,7 @@ class _Pending(_Strict, frozen=True):
     options: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
     objective: Text
     request: dict[Text, Any]
+    measure: Literal["fp4", "time"]
     max_loss: Finite | None
 
 

@@ -50,7 +50,9 @@ def make(lone_mesh, tmp_path):
     """Call it with SNIP options: a coordinator over four linears of one size, closed at the end."""
     made = []
 
-    def coordinator(probe: FakeProbe | None = None, *, options=("fp8", "fp4"), last=None, **snip) -> Coordinator:
+    def coordinator(
+        probe: FakeProbe | None = None, *, options=("fp8", "fp4"), last=None, final=None, decay=None, **snip
+    ) -> Coordinator:
         snip = {
             "snip_target": 0.5,
             "snip_interval": 4,
@@ -72,6 +74,8 @@ def make(lone_mesh, tmp_path):
                 tmp_path,
                 seed=1,
                 last_iteration=last,
+                final=final,
+                decay=decay,
             )
         )
         return made[-1]

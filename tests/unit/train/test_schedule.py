@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_snip.config import Config, TrainingConfig
-from megatron_snip.train.schedule import learning_rate, weight_decay
+from megatron_snip.train.schedule import decay_start, final_switch, learning_rate, weight_decay
 
 BATCH = 4
 SCHEDULE = {"lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 10, "train_iters": 110, "global_batch_size": BATCH}
@@ -170,3 +171,24 @@ def test_batches_and_rates_of_a_ramp_are_megatrons(ramp, samples, calculator, sc
 def test_samples_without_a_ramp_are_whole_batches():
     t = TrainingConfig(global_batch_size=64, train_samples=1000)
     assert Config(training=t).with_iterations().training.train_iters == 15 and t.batch_size(10**6) == 64
+
+
+@pytest.mark.parametrize("ramp", [(), (2, 2, 11)])
+@pytest.mark.parametrize(("batch", "decay", "final"), list(itertools.product((4, 6), (20, 33), (3, 7))))
+def test_the_decay_begins_with_the_first_lower_rate(batch, decay, final, ramp):
+    t = TrainingConfig(lr=1.0, global_batch_size=batch, lr_decay_style="WSD", rampup_batch_size=ramp)
+    length = {"train_samples": decay * batch, "lr_wsd_decay_samples": final * batch}
+    t = dataclasses.replace(t, **length if ramp else {"train_iters": decay, "lr_wsd_decay_iters": final})
+    consumed, iteration = 0, 1
+    while learning_rate(t, consumed) >= 1.0:
+        consumed, iteration = consumed + t.batch_size(consumed), iteration + 1
+    assert decay_start(t) == iteration
+    assert decay_start(dataclasses.replace(t, lr_decay_style="cosine")) is None
+
+
+def test_when_the_late_switch_comes():
+    wsd = {"train_iters": 20, "global_batch_size": 2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 5}
+    late = Config().replace(snip_final_precision="bf16/plan/plan", **wsd)
+    assert final_switch(late).start == 17 and final_switch(late.replace(snip_final_iters=3)).start == 18
+    assert final_switch(late.replace(snip_final_iters=20, lr_decay_style="cosine")).start == 1
+    assert final_switch(Config()) is None

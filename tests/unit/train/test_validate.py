@@ -256,6 +256,17 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
             "--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4; change one",
         ),
+        (
+            {"snip_final_precision": "bf16"},
+            "--snip-final-precision bf16: with --lr-decay-style cosine the rate decays from its warm-up on, or never; "
+            "give --snip-final-iters a number of iterations, or take WSD",
+        ),
+        (
+            {"snip_final_precision": "bf16", "snip_final_iters": 10**6},
+            "--snip-final-iters is 1000000, but --train-iters",
+        ),
+        ({"snip_final_precision": "fp9", "snip_final_iters": 1}, "--snip-final-precision fp9: fprop: unknown format"),
+        ({"snip_final_iters": 0}, "--snip-final-iters is 0; give a positive number"),
         ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint needs --load"),
         (
             {"device": "cpu", "distributed_backend": "nccl"},

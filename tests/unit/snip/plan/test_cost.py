@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.formats import format_names, get_format
+from megatron_snip.formats.element import E2M1
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.plan import cost
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
+    PUBLISHED,
     GemmTimes,
     achieved,
     by_stage,
@@ -194,3 +200,53 @@ def test_each_fault_is_named(values, said, tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none.json: cannot read the table of GEMM times .*profile_gemms"):
         GemmTimes.load(tmp_path / "none.json")
+
+
+FILES = sorted((Path(cost.__file__).parent / "published").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_published_table_says_where_its_figures_are_from(path):
+    values = json.loads(path.read_text())
+    assert values["hardware"] == f"{PUBLISHED}{path.stem}" and "bf16" in values["times"]
+    assert {"device", "source", "read", "shapes", "unit", "formats"} <= values["about"].keys()
+    found = GemmTimes.published(path.stem)
+    assert np.mean(list(found.times["bf16"].values())) == pytest.approx(1.0)
+    assert found.told.startswith(f"of published:{path.stem}; ") and values["about"]["device"] in found.told
+    for fmt, row in values["times"].items():
+        for gemm, time in row.items():
+            ratio = time / np.mean(list(values["times"]["bf16"].values()))
+            assert found.of(fmt, gemm, 4096, 4096) == pytest.approx(ratio) and 0.2 < ratio < 1.1
+
+
+def test_published_ratios_by_hand():
+    """Transformer Engine's own summary of its figures: 1.42 and 1.98 on B300, 1.40 on H200; Megatron-Bridge's 1.35."""
+    whole = {name: GemmTimes.published(name).times for name in ("b300", "h200", "gb200")}
+    for name, fmt, speedup in (
+        ("b300", "mxfp8", 1.42), ("b300", "nvfp4", 1.98), ("h200", "fp8_pow2", 1.40), ("gb200", "mxfp8", 1.35),
+    ):  # fmt: skip
+        assert 3 / sum(whole[name][fmt].values()) == pytest.approx(speedup, abs=0.006)
+
+
+def test_formats_of_one_kernel_share_published_times():
+    found = GemmTimes.published("b300")
+    for fmt in format_names():
+        if get_format(fmt).element == E2M1 and get_format(fmt).tile == 16:
+            assert found.times[fmt] == found.times["nvfp4"]
+    assert found.times["mxfp8_floor"] == found.times["mxfp8"]
+    assert not {"fp4", "mxfp4", "fp8", "mxfp8_e5m2"} & found.times.keys(), "other kernels"
+    b200 = GemmTimes.published("b200").times
+    assert b200["mxfp8_floor"]["fprop"] < b200["mxfp8"]["fprop"], "each has its own figure"
+    with pytest.raises(UserError, match=r"published:b200 have no format nvfp4; .* give --gemm-times another table"):
+        GemmTimes.published("b200").check(["nvfp4"])
+
+
+def test_an_unknown_published_table_names_the_known_ones():
+    with pytest.raises(UserError, match=r"published:tpu: no such table; known: published:b200, .*, or give a file"):
+        GemmTimes.published("tpu")
+    with pytest.raises(UserError, match="no such table"):
+        GemmTimes.published("../published/b200")
+
+
+def test_nominal_times_are_told():
+    assert NOMINAL.told.startswith("nominal: FP8 takes half of BF16's time")

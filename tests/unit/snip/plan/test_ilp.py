@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_snip.errors import UserError
+from megatron_snip.quant import LinearShape
 from megatron_snip.snip.plan import ilp
+from megatron_snip.snip.plan.cost import GemmTimes, efficiency
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, solve, solve_pareto
 from megatron_snip.snip.plan.milp import Answer
-from megatron_snip.snip.plan.program import checked
+from megatron_snip.snip.plan.program import checked, dominated
+from megatron_snip.snip.plan.recipes import recipe_options
 from tests.unit.snip.plan.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
 
 SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
@@ -275,3 +278,60 @@ def test_stdout_stays_clean(capfd):
     for limits in ({}, {"node_limit": 1}):
         solve(quality, saved, 0.6, gap=0, **limits)
     assert capfd.readouterr() == ("", "")
+
+
+def recipes_instance(linears: int, seed: int):
+    """Costs and saved time of the recipes of Blackwell: heavy-tailed costs of fprop's format, none of the others."""
+    rng = np.random.default_rng(seed)
+    options = recipe_options("recipes:blackwell", measured=False)
+    scale = {"bf16": 0.0, "mxfp8": 0.01, "nvfp4": 1.0, "nvfp4_4over6": 0.9, "nvfp4_plain": 1.0}
+    size = np.exp(2 * rng.standard_normal((linears, 1)))
+    noise = {fmt: rng.uniform(0.7, 1.3, (linears, 1)) for fmt in scale}
+    cost = np.hstack([size * noise[option.fprop] * scale[option.fprop] for option in options])
+    shapes = [LinearShape(str(i), int(rng.integers(1, 5)), 128) for i in range(linears)]
+    return cost, efficiency(shapes, options, "time", GemmTimes.published("b300"))
+
+
+@pytest.mark.parametrize("linears", [7, 224, 560])
+def test_options_that_another_beats_change_no_plan(linears, monkeypatch):
+    """They are left out before the solve, with the same objective; of the recipes few are left."""
+    for seed, target in ((0, 0.5), (1, 0.9)):
+        cost, saved = recipes_instance(linears, seed)
+        left = ~dominated(checked(cost, saved, target))
+        assert left.sum(axis=1).max() <= 20 < cost.shape[1], "of each linear"
+        found = solve(cost, saved, target, gap=1e-6)
+        with monkeypatch.context() as patch:
+            patch.setattr(ilp, "dominated", lambda program: np.zeros_like(program.allowed))
+            whole = solve(cost, saved, target, gap=1e-6)
+        assert found.objective == pytest.approx(whole.objective, rel=1e-5)
+        assert left[np.arange(linears), found.choice].all()
+        if linears == 7:
+            best, _ = exhaustive_by_linear(cost, saved, target)
+            assert found.objective == pytest.approx(best, rel=1e-5)
+
+
+def exhaustive_by_linear(cost, saved, target):
+    """The lowest cost, by adding one linear after the other and keeping only what nothing beats."""
+    front = [(0.0, 0.0)]
+    for row in range(len(cost)):
+        every = sorted({(c + a, -(s + b)) for c, s in front for a, b in zip(cost[row], saved[row], strict=True)})
+        front, most = [], -np.inf
+        for c, s in every:
+            if -s > most:
+                front.append((c, -s))
+                most = -s
+    return min((c, s) for c, s in front if s >= target * (1 - 1e-9))
+
+
+def test_what_beats_an_option():
+    """More is saved for less; equal cost, a longer time, a reserved or a fixed option beat nothing."""
+    cost, saved = [[1.0, 2.0, 2.0, 3.0]], [[0.5, 0.5, 0.7, 0.6]]
+    assert dominated(checked(cost, saved, 0.1)).tolist() == [[False, True, False, True]]
+    assert not dominated(checked([[1.0, 1.0]], [[0.5, 0.2]], 0.1)).any(), "the solver's to choose"
+    slow = [[2.0, 1.0, 1.0, 1.0]]
+    assert dominated(checked(cost, saved, 0.1, time=slow, stage=[0])).tolist() == [[False, False, False, True]]
+    reserved = dominated(checked(cost, saved, 0.1, reserved=[True, False, False, False]))
+    assert reserved.tolist() == [[False, False, False, True]]
+    assert not dominated(checked(cost, saved, 0.1, fixed=[3]))[0, 3]
+    tied = dominated(checked([*cost, [5.0, 1.0, 9.0, 9.0]], [*saved, *saved], 0.1, ties=[0, 0]))
+    assert tied.tolist() == [[True, False, False, True]], "by the sums over what is tied"

@@ -15,9 +15,9 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
 from megatron_snip.snip.plan.cost import GemmTimes, by_stage
 from megatron_snip.snip.plan.options import (
-    auto_options,
     changed_gemms,
     check_choices,
+    device_options,
     measure_of,
     measured_options,
     read_choices,
@@ -25,6 +25,7 @@ from megatron_snip.snip.plan.options import (
     read_times,
     solve_request,
 )
+from megatron_snip.snip.plan.recipes import RECIPES
 
 #: Twelve blocks on two stages, every linear as large as any other, and nothing besides them.
 SHAPES = [
@@ -66,13 +67,16 @@ def test_auto_follows_the_device(capability, cuda, options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     index = int(f"{capability[0]}{cuda[-1]}")  # answers are kept by device
-    assert auto_options(torch.device("cuda", index)) == options
-    assert auto_options(torch.device("cpu")) == "fp8,fp4"
+    assert device_options("auto", torch.device("cuda", index)) == options
+    assert device_options("auto", torch.device("cpu")) == "fp8,fp4"
+    recipes = "recipes:blackwell" if options.startswith("mx") else "recipes:hopper"
+    assert device_options("recipes", torch.device("cuda", index)) == recipes
+    assert device_options("fp8", torch.device("cpu")) == "fp8", "what is named stays"
 
 
 def test_auto_follows_the_statistics_where_there_is_no_device():
-    assert measured_options(["mxfp8", "nvfp4"]) == "mxfp8,nvfp4"
-    assert measured_options(["fp4", "fp8"]) == measured_options(["nvfp4"]) == "fp8,fp4"
+    assert measured_options("auto", ["mxfp8", "nvfp4"]) == "mxfp8,nvfp4"
+    assert measured_options("auto", ["fp4", "fp8"]) == measured_options("auto", ["nvfp4"]) == "fp8,fp4"
 
 
 def test_fused_linears_get_one_precision_in_every_stage():
@@ -272,3 +276,49 @@ def test_what_snip_can_save_is_checked():
     check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.6), SHAPES)
     with pytest.raises(ValueError, match=r"--snip-target 0.7 is more than the options bf16,fp8 can save \(0.667\)"):
         check_snip(SnipConfig(snip_options="bf16,fp8", snip_target=0.7), SHAPES)
+
+
+def test_a_target_may_be_a_share_of_time_with_any_options(tmp_path):
+    """Of FP8 and FP4 alone, FP8 saves two thirds of the time by nominal times, and what a table says by a table."""
+    time = SnipConfig(snip_target_unit="time", snip_target=2 / 3)
+    choices = read_choices(time, SHAPES)
+    assert choices.measure == "time" and read_choices(SnipConfig(), SHAPES).measure == "fp4"
+    mixed = SnipConfig(snip_options="bf16,fp8,fp4", snip_target_unit="fp4")
+    assert read_choices(mixed, SHAPES).measure == "fp4"
+    quality = np.tile([0.0, 1.0], (len(NAMES), 1))
+    assert set(solved(time, quality).values()) == {FP8}
+    half = SnipConfig(snip_target_unit="time", snip_target=5 / 6)
+    assert 0 < sum(option == FP4 for option in solved(half, quality).values()) < len(NAMES)
+    slow = SnipConfig(gemm_times=table(tmp_path / "t.json", fp8=0.5, fp4=0.5), snip_target=1.0)
+    assert set(solved(slow, quality, times=read_times(slow)).values()) == {FP4}
+    by_time = dataclasses.replace(slow, snip_target_unit="time")
+    assert set(solved(by_time, quality, times=read_times(by_time)).values()) == {FP8}, "FP4 saves no more time"
+
+
+def test_a_published_table_is_an_option_like_a_file():
+    snip = SnipConfig(gemm_times="published:b300", snip_options="bf16,mxfp8,nvfp4", snip_target=0.8)
+    assert read_times(snip) == GemmTimes.published("b300")
+    check_choices(snip, SHAPES)
+    with pytest.raises(ValueError, match="--gemm-times published:h100: no such table; known: published:b200"):
+        check_choices(dataclasses.replace(snip, gemm_times="published:h100"), SHAPES)
+
+
+def test_recipes_are_options_by_gemm():
+    blackwell = read_choices(SnipConfig(snip_options="recipes:blackwell"), SHAPES)
+    table = RECIPES["blackwell"]
+    assert len(blackwell.options) == len(table["fprop"]) * len(table["dgrad"]) * len(table["wgrad"])
+    assert blackwell.measure == "time" and str(blackwell.options[0]) == "bf16"
+    weighed = read_choices(SnipConfig(snip_options="recipes:blackwell", snip_weight=1.0), SHAPES)
+    assert {o.wgrad for o in weighed.options} - {o.wgrad for o in blackwell.options} == {*table["wgrad, measured"]}
+    assert read_choices(SnipConfig(snip_options="recipes"), SHAPES).formats == {*RECIPES["hopper"]["fprop"]}
+    fused = read_choices(SnipConfig(snip_options="recipes:hopper", snip_granularity="fused"), SHAPES)
+    assert fused.ties is not None and len(fused.options) == 45
+    with pytest.raises(ValueError, match=r"--snip-options recipes:tpu: no such table of recipes; known: recipes for"):
+        read_choices(SnipConfig(snip_options="recipes:tpu"), SHAPES)
+    for device, name in (("blackwell", "published:b300"), ("blackwell", "published:gb200")):
+        check_choices(SnipConfig(snip_options=f"recipes:{device}", gemm_times=name), SHAPES)
+
+
+def test_recipes_follow_the_statistics():
+    assert measured_options("recipes", ["mxfp8", "nvfp4"]) == "recipes:blackwell"
+    assert measured_options("recipes", ["fp8"]) == "recipes:hopper" and measured_options("fp4", ["fp8"]) == "fp4"

@@ -33,7 +33,7 @@ SNIP = {
     "plan": PLAN.to_dict(),
     "pending": {
         "probed": 5, "due": 6, "options": ["fp8", "fp4"], "objective": "snip", "request": REQUEST.to_dict(),
-        "max_loss": None,
+        "measure": "fp4", "max_loss": None,
     },
     "history": [
         {"iteration": 4, "hash": PLAN.hash, "achieved": 1.0, "changed": {"a": "fp4"}},
@@ -118,6 +118,7 @@ FORGED: list[tuple[str, Any, str]] = [
     ("snip|unwritten", {"plans/iter_0000001.json\n": "x"}, "field snip.unwritten"),
     ("snip|unwritten", {"plans/iter_0000001.json": 5}, "field snip.unwritten"),
     ("snip|unwritten", {f"plans/iter_{i:07d}.json": "" for i in range(200)}, "field snip.unwritten is"),
+    ("snip|pending|measure", "joules", "field snip.pending.measure is 'joules'"),
     ("snip|pending|due", "6", "field snip.pending.due is '6'"),
     ("snip|pending|options", ["fp8"], "field snip.pending.options: there are 1, but the request has 2"),
     ("snip|pending|options", ["fp8", "fp5"], "field snip.pending.options: fprop: unknown format 'fp5'"),

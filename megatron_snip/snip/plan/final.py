@@ -1,0 +1,71 @@
+"""The late switch (--snip-final-precision): a run's last iterations in another precision, GEMM by GEMM.
+
+    bf16/plan/plan    fprop in BF16, dgrad and wgrad in the formats that each linear has by then
+
+Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), app. D: most of what FP4 costs is fprop's,
+and a switch of fprop alone to BF16 recovers most of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_snip.errors import UserError
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
+from megatron_snip.snip.plan.cost import achieved
+from megatron_snip.snip.plan.plan_file import Plan
+
+#: Stands for the format that a GEMM has already.
+PLANNED = "plan"
+
+
+@dataclass(frozen=True)
+class Final:
+    """The precision of all linears from iteration ``start`` on: a format for each GEMM, or PLANNED."""
+
+    start: int
+    gemms: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, start: int) -> Final:
+        """Read "FORMAT" or "FPROP/DGRAD/WGRAD", where a format may be "plan".  Raises UserError for anything else."""
+        words = text.split("/")
+        try:
+            LinearPrecision.parse("/".join("bf16" if word == PLANNED else word for word in words))
+        except UserError as error:
+            raise UserError(f"--snip-final-precision {text}: {error}; {PLANNED} keeps a GEMM as planned") from None
+        gemms = tuple(words * len(GEMMS) if len(words) == 1 else words)
+        if set(gemms) == {PLANNED}:
+            raise UserError(f"--snip-final-precision {text} changes nothing; name a format, as in bf16/plan/plan")
+        return cls(start, gemms)
+
+    def __str__(self) -> str:
+        return self.gemms[0] if len(set(self.gemms)) == 1 else "/".join(self.gemms)
+
+    @property
+    def formats(self) -> set[str]:
+        """The formats that it names."""
+        return set(self.gemms) - {PLANNED}
+
+    @property
+    def plans_fprop(self) -> bool:
+        """Whether fprop, whose errors plans weigh, still has its planned format."""
+        return self.gemms[0] == PLANNED
+
+    def of(self, precision: LinearPrecision) -> LinearPrecision:
+        """What a linear of this precision runs in after the switch; the same when it is applied again."""
+        now = [getattr(precision, gemm) for gemm in GEMMS]
+        return LinearPrecision(*(old if word == PLANNED else word for word, old in zip(self.gemms, now)))
+
+    def hash(self, before: str | None) -> str:
+        """A name, as a plan's hash, for what a run without a planner has after the switch; before: its plan's hash."""
+        return hashlib.sha256(f"{before} {self}".encode()).hexdigest()[:16]
+
+    def plan(self, plan: Plan, shapes: Sequence[LinearShape], iteration: int) -> Plan:
+        """A plan after the switch, which takes effect at this iteration; a plan for an earlier one is left as it is."""
+        linears = {name: self.of(precision) for name, precision in plan.linears.items()}
+        if iteration < self.start or linears == plan.linears:
+            return plan
+        return replace(plan, iteration=iteration, linears=linears, achieved=achieved(shapes, linears), trial=None)
