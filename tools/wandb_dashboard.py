@@ -20,7 +20,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line
 
 MEASURED = "snip/measured_loss_divergence"
-#: Section -> panels; what is logged, and when, stands in docs/architecture.md.
+#: Section -> panels; docs/run_folder.md says what is logged, and when.
 PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "Training": (
         ("loss", ["lm loss", "lm loss validation"]),
