@@ -50,7 +50,7 @@ def top_token(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:
 def cost_error(stats: Statistics, options: Sequence[LinearPrecision], request: SolveRequest) -> float | None:
     """Standard error of the plan's loss divergence, as a share of it; None where there is no plan or no divergence.
 
-    The plan is one for the target, whatever the stages, the same on every process.
+    The plan is one for the target, whatever the stages, the same on every rank.
     """
     try:
         whole = dataclasses.replace(request, stage=None, time=None)
