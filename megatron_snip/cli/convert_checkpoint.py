@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.add_argument("--load", type=path_word, required=True, help="a folder of checkpoints, or an iter_ folder")
     out.add_argument("--ckpt-step", type=int, help="iteration to export (default: the newest)")
     out.add_argument("--hf", type=path_word, required=True, help="new folder for the model")
-    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 for a --bf16 run, else float32)")
+    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 after --bf16, else float32)")
     for one in (into, out):
         one.add_argument("--dry-run", action="store_true", help="print what would be written, but write nothing")
     own = parser.parse_args(argv)
