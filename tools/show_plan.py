@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
+from megatron_snip.cli.tables import aligned
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line, path_word
 from megatron_snip.model.spec import linear_place
@@ -42,9 +43,7 @@ def table(plan: Plan, other: Plan | None = None) -> str:
             rest.append(f"{name}  {cell}")
     heads = ["block", *kinds]
     lines = [[str(block), *(row.get(kind, "-") for kind in kinds)] for block, row in sorted(rows.items())]
-    widths = [max(map(len, column)) for column in zip(heads, *lines)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)) for line in [heads, *lines]]
-    return "\n".join(line.rstrip() for line in [*text, *rest])
+    return "\n".join([aligned([heads, *lines]), *rest])
 
 
 def overview(plan: Plan, other: Plan | None = None) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli.tables import aligned
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
@@ -258,8 +259,7 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
 def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
     """The scores as a table for the terminal."""
     heads, rows = score_rows([Evaluation(iteration, {precision: dict(scores)})])
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
+    return aligned([heads, *rows])
 
 
 def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
 from megatron_snip.cli.collect_stats import prepare
+from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
@@ -177,8 +178,7 @@ def table(rows: dict[str, dict[str, Any]], objective: str, measure: str) -> str:
         ]
         shares = [f"{row['saved']:.2%}"] * len(saved) + [f"{row['fp4_share']:.2%}"]
         lines.append([name, *shares, *known, f"{row['gap']:.1e}"])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def generate(
