@@ -27,7 +27,7 @@ def prefixes_of(inputs: Sequence[str]) -> list[str]:
         stems = {path.stem for path in Path(name).iterdir() if path.suffix in (".bin", ".idx")}
         found = sorted(stem for stem in stems if not stem.startswith("."))
         if not found:
-            raise UserError(f"--input {name} holds no .bin/.idx pair")
+            raise UserError(f"--input {name} holds no .bin/.idx pair; give another folder, or prefixes")
         result.extend(os.path.join(name, stem) for stem in found)
     return result
 

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         missing = [name for name in arguments.input if not Path(name).is_file()]
         if missing:
-            raise UserError(f"--input {missing[0]} does not exist")
+            raise UserError(f"--input {missing[0]} does not exist; check the path")
         train(arguments)
     except (UserError, OSError) as error:
         print(f"train_tokenizer: {one_line(error)}", file=sys.stderr)
