@@ -251,7 +251,7 @@ class SnipConfig:
     snip_trial_tokens: int = 8192  # Tokens of each such pass, rounded up to full microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
-    # each: every pipeline stage meets the target; makespan: make the slowest stage fast; auto: each if several.
+    # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
     gemm_times: Optional[str] = None  # Table from tools/profile_gemms.py; by default BF16 1, FP8 1/2, FP4 1/4.

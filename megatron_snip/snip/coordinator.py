@@ -293,7 +293,7 @@ class Coordinator:
         return best, metrics
 
     def _take(self, plan: Plan) -> Metrics:
-        """Apply a plan if it is the same on all ranks."""
+        """Apply a plan if all processes hold the same."""
         if not self._agreed(plan):
             return self._keep(plan.iteration, "the plan's hash differs between ranks")
         self._write(plan, "plans", plan.iteration)
