@@ -35,7 +35,7 @@ def check_max_loss(snip: SnipConfig) -> None:
 
 
 def stays_below(one: Tried, nats: float) -> bool:
-    """Whether the increase is finite and below ``nats``, beyond its error."""
+    """Whether the increase is below so many nats beyond doubt; one that is not finite is not."""
     return one.increase + CERTAIN * one.error < nats
 
 
@@ -61,7 +61,7 @@ def proposals(
 
 
 def judgement(best: Plan, nats: float | None) -> str:
-    """Why a plan was taken, for the log."""
+    """What a plan that was taken is, for a line in the log."""
     if nats is None:
         return "best"
     assert best.trial is not None
