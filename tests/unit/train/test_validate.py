@@ -178,7 +178,7 @@ CASES = [
     ({"snip_max_loss": 0.0}, ["--snip-max-loss is 0.0; give a number above 0"]),
     ({"snip_max_loss": -0.1}, ["--snip-max-loss is -0.1; give a number above 0"]),
     ({"snip_max_loss": float("nan")}, ["--snip-max-loss is nan"]),
-    ({"snip_max_loss": 0.1, "snip_trials": 0}, ["--snip-max-loss 0.1 needs trials", "--snip-trials is 0; give 3 or more"]),
+    ({"snip_max_loss": 0.1, "snip_trials": 0}, ["--snip-max-loss 0.1 needs trials", "--snip-trials is 0; give 3"]),
     ({"snip_guard": True, "max_skipped_iterations": 5}, ["--snip-guard-patience is 5", "--max-skipped-iterations 5"]),
     ({"snip_guard": True, "spike_window": 15}, ["--snip-guard-patience is 5", "--spike-window 15"]),
     ({"snip_apply_lag": -1}, ["--snip-apply-lag is -1"]),
