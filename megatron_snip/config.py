@@ -66,25 +66,25 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout of the model and the batch over processes."""
+    """Layout of the model and the batch over ranks."""
 
-    tensor_model_parallel_size: int = 1  # Processes that share each linear.
-    pipeline_model_parallel_size: int = 1  # Processes that share the blocks.
+    tensor_model_parallel_size: int = 1  # Ranks that shard each linear.
+    pipeline_model_parallel_size: int = 1  # Ranks that share the blocks.
     num_layers_per_virtual_pipeline_stage: Optional[int] = None  # Blocks per chunk, for interleaved 1F1B.
-    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks per process, in place of blocks per chunk.
-    decoder_first_pipeline_num_layers: Optional[int] = None  # Blocks of the first process of a pipeline.
-    decoder_last_pipeline_num_layers: Optional[int] = None  # Blocks of the last process; the others share the rest.
+    num_virtual_stages_per_pipeline_rank: Optional[int] = None  # Chunks per rank, instead of blocks per chunk.
+    decoder_first_pipeline_num_layers: Optional[int] = None  # Blocks on the first pipeline rank.
+    decoder_last_pipeline_num_layers: Optional[int] = None  # Blocks on the last one; the others share the rest.
     account_for_embedding_in_pipeline_split: bool = False  # Count the embedding as a block of the first stage.
     account_for_loss_in_pipeline_split: bool = False  # Count output layer and loss as a block of the last stage.
-    context_parallel_size: int = 1  # Processes that share the tokens of each sequence.
-    sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor parallel processes.
-    # Sharded over data parallel processes: nothing; the optimiser state; gradients too; weights too.  Each saves more
+    context_parallel_size: int = 1  # Ranks that share the tokens of each sequence.
+    sequence_parallel: bool = False  # Shard norms and residuals along the tokens, over tensor-parallel ranks.
+    # What data-parallel ranks shard: nothing; the optimiser state; also gradients; also weights.  Each saves more
     # memory than the one before; the last two also communicate more.
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
-    # Shard within this many groups of data parallel processes, such as nodes; each group holds a full copy.
+    # Shard within this many groups of data-parallel ranks, such as nodes; each group holds a full copy.
     num_distributed_optimizer_instances: int = 1
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, unless the backend is gloo.
-    # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several processes share a GPU, for testing.
+    # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several ranks share a GPU, for testing.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     distributed_timeout_minutes: float = 10.0  # The run ends if a collective takes longer.
 
@@ -93,12 +93,12 @@ class ParallelConfig:
 class TrainingConfig:
     """Batches, optimiser, schedule and the end of a run."""
 
-    micro_batch_size: int = 1  # Sequences that a process runs at once.
-    global_batch_size: int = 0  # Sequences in one iteration, over all processes (required).
+    micro_batch_size: int = 1  # Sequences that a rank runs at once.
+    global_batch_size: int = 0  # Sequences in one iteration, over all ranks (required).
     # START INCREMENT SAMPLES: the batch grows from START in steps of INCREMENT over SAMPLES; needs train-samples.
     rampup_batch_size: tuple[int, ...] = ()
     train_iters: int = 0  # Iterations of the whole run (required, unless you give train-samples).
-    train_samples: Optional[int] = None  # Sequences of the whole run, in place of train-iters.
+    train_samples: Optional[int] = None  # Sequences of the whole run, instead of train-iters.
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
     # Schedule after warm-up; train/schedule.py has the curves.
@@ -108,7 +108,7 @@ class TrainingConfig:
     lr_warmup_iters: int = 0  # Iterations of linear warm-up.
     lr_warmup_samples: int = 0  # The same in sequences, with train-samples.
     lr_warmup_fraction: Optional[float] = None  # The same as a fraction of the decay (lr-decay-iters).
-    lr_warmup_init: float = 0.0  # Learning rate at which the warm-up starts.
+    lr_warmup_init: float = 0.0  # Learning rate at the start of the warm-up.
     lr_wsd_decay_iters: Optional[int] = None  # WSD: iterations of the final decay.
     lr_wsd_decay_samples: Optional[int] = None  # The same in sequences, with train-samples.
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"  # WSD: its curve.
@@ -125,7 +125,7 @@ class TrainingConfig:
     clip_grad: float = 1.0  # Clip the global gradient norm to this; 0: no clipping.
     seed: int = 1234  # Seed of weights, data order and stochastic rounding.
     deterministic_mode: bool = False  # Use deterministic algorithms of torch, cuBLAS and NCCL; slower on GPUs.
-    manual_gc: bool = False  # Collect garbage only at --manual-gc-interval, so that processes pause together.
+    manual_gc: bool = False  # Collect garbage only at --manual-gc-interval, so that ranks pause together.
     manual_gc_interval: int = 0  # Iterations between two collections under --manual-gc; 0: only at the start.
     bf16: bool = False  # Compute in BF16 with FP32 master weights; without it, in float32.
     recompute_granularity: Literal["none", "full", "selective"] = "none"  # What backward recomputes to save memory.
@@ -166,15 +166,15 @@ class DataConfig:
     """Sources of tokens."""
 
     data_path: tuple[str, ...] = ()  # Prefix of a .bin/.idx pair, or weight prefix weight prefix ...
-    train_data_path: tuple[str, ...] = ()  # The same for training only, in place of --data-path.
-    valid_data_path: tuple[str, ...] = ()  # The same for validation only, in place of --data-path.
+    train_data_path: tuple[str, ...] = ()  # The same for training only, instead of --data-path.
+    valid_data_path: tuple[str, ...] = ()  # The same for validation only, instead of --data-path.
     split: str = "969,30,1"  # Shares of --data-path for training, validation, test.
     data_cache_path: Optional[str] = None  # Folder that keeps sample indices between runs.
-    num_workers: int = 0  # Worker processes that read ahead, per process; 0: two threads of the process itself.
+    num_workers: int = 0  # Worker processes per rank that read ahead; 0: two threads of the rank itself.
     reset_position_ids: bool = False  # Restart positions after each end of document.
     reset_attention_mask: bool = False  # Let tokens attend only to their own document.
     eod_mask_loss: bool = False  # Do not train on the token after an end of document.
-    mock_data: bool = False  # Use made-up tokens, to try out a layout.
+    mock_data: bool = False  # Use synthetic tokens, to try out a layout.
     tokenizer_type: str = "NullTokenizer"  # SentencePieceTokenizer, HuggingFaceTokenizer, ...
     tokenizer_model: Optional[str] = None  # File or folder of the tokenizer.
 
@@ -217,21 +217,21 @@ class CheckpointConfig:
     no_load_optim: bool = False  # Do not load the optimiser state; start it from zero.
     finetune: bool = False  # Load only the weights; iteration, data and optimiser start from zero.
     exit_on_missing_checkpoint: bool = False  # Fail if --load holds no checkpoint.
-    accept_changed_data: bool = False  # Continue although the data differs from what the checkpoint was trained on.
+    accept_changed_data: bool = False  # Continue even if the data differs from what the checkpoint was trained on.
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Precision of the linears."""
 
-    precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen in training.
+    precision: str = "bf16"  # bf16, fp8, fp4 or another format; plan: from a file; snip: chosen during training.
     precision_plan: Optional[str] = None  # The plan file of --precision plan.
-    linear_impl: str = "auto"  # auto (the best that is available), built_in, emulated, scaled_mm, transformer_engine.
+    linear_impl: str = "auto"  # auto (the best available), built_in, emulated, scaled_mm, transformer_engine.
 
 
 @dataclass(frozen=True)
 class SnipConfig:
-    """When and how precision is planned (--precision snip)."""
+    """When and how to plan precision (--precision snip)."""
 
     snip_target: float = 0.75  # Share of the linears' FLOPs that a plan must put in FP4, or of the time to save.
     # fp4: the share of FLOPs in FP4.  time: modelled time saved, as a share of what the fastest format would save
@@ -246,12 +246,12 @@ class SnipConfig:
     snip_options: str = "auto"
     snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
-    snip_objective: str = "snip"  # What a plan minimises; see docs/architecture.md for the names.
-    # A probe takes whole batches until it has seen this many tokens; auto: 8192, or more while the plan's cost is not
+    snip_objective: str = "snip"  # What a plan minimises; see docs/glossary.md for the names.
+    # A probe takes whole batches until it has seen this many tokens; auto: 8192, or more until the plan's cost is
     # known within a tenth.
     snip_probe_tokens: Union[int, Literal["auto"]] = 8192
-    snip_trials: int = 16  # Forward passes that measure plans before one takes effect; 0: the solver's plan, untried.
-    snip_trial_tokens: int = 8192  # Tokens of each such pass, or a little more to fill microbatches.
+    snip_trials: int = 16  # Forward passes that measure plans before one takes effect; 0: no trials.
+    snip_trial_tokens: int = 8192  # Tokens of each such pass, rounded up to full microbatches.
     snip_weight: float = 0.0  # Weight of the weight divergence in the objective; 0: not measured.
     snip_warmup_precision: str = "bf16"  # Format of all linears until the first plan takes effect.
     # Precision of a run's last iterations, under any --precision: a format, or one for each of fprop/dgrad/wgrad, where
@@ -282,8 +282,8 @@ class DryRunConfig:
     """What a run would need, without running it."""
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
-    world_size: Optional[int] = None  # With --dry-run: number of processes of the run; by default torchrun's.
-    memory_gib: Optional[float] = None  # With --dry-run: fail if a process needs more than this many GiB.
+    world_size: Optional[int] = None  # With --dry-run: number of ranks of the run; by default torchrun's.
+    memory_gib: Optional[float] = None  # With --dry-run: fail if a rank needs more than this many GiB.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rules of the source tree, each a function over source text so that a bad snippet can show it going red.
 
-Import order, sizes and the rest are told in docs/architecture.md and CONTRIBUTING.md.
+docs/architecture.md has the import order, CONTRIBUTING.md the other rules.
 """
 
 from __future__ import annotations

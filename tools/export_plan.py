@@ -3,14 +3,14 @@ r"""Write a plan in the form that another trainer or quantiser reads.
     python tools/export_plan.py PLAN.json --to megatron --output DIR [--pipeline-model-parallel-size 4]
     python tools/export_plan.py PLAN.json --to torchtitan|transformer-engine|modelopt|torchao --output DIR
 
-If the other program cannot express something, a note says so, and the more precise choice is made: a linear whose
-GEMMs differ takes its most precise format, and so do linears that it fuses (q, k and v; gate and up).  A
+If the other program cannot express something, a note says so, and you get the more precise choice: a linear whose
+GEMMs differ takes its most precise format, and so do linears that the program fuses (q, k and v; gate and up).  A
 format without a counterpart becomes the nearest one.  Plans with --snip-granularity fused and --snip-options
 mxfp8,nvfp4 lose the least.  Files and notes say how much FP4 is left: as a share of FLOPs if you name the model (by
 --load or the trainer's options), else by number of GEMMs.
 
-Programs change: what is written is for the version that is installed here, or the newest known one.  --for-version
-names another (of Transformer Engine for --to megatron).
+Programs change: the files are for the version that is installed here, or else the newest one that we know.  To choose
+another version (of Transformer Engine for --to megatron), give --for-version.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_snip.train.setup import snip_shapes
 
 
 def version_of(target: Target, wanted: str | None) -> Version:
-    """The version to write for: ``wanted``, or the installed one, or the newest known.
+    """The version to write for: ``wanted``, the installed one, or the newest one that we know.
 
-    Raises UserError if it is not known.
+    Raises UserError for an unknown version.
     """
     text, source = wanted, f"--for-version {wanted}"
     if text is None:
@@ -59,10 +59,10 @@ def version_of(target: Target, wanted: str | None) -> Version:
 
 
 def request_of(path: str, words: Sequence[str], version: Version) -> Request:
-    """What to write, from a plan's file and the trainer's options.  Raises UserError for a plan of another model."""
+    """Read the plan and the trainer's options.  Raises UserError for a plan of another model."""
     plan, config = Plan.load(path), parse(words)
     if others := [name for name in plan.linears if linear_place(name) is None]:
-        raise UserError(f"{path}: {others[0]!r} is no linear of a Llama's or Qwen3's blocks; give a plan of one")
+        raise UserError(f"{path}: {others[0]!r} is not a linear of a Llama or Qwen3; give a plan for one of these")
     parallel = config.parallel
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model",))
@@ -74,14 +74,14 @@ def request_of(path: str, words: Sequence[str], version: Version) -> Request:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
     parser.add_argument("--to", choices=TARGETS, required=True, help="the program that will read it")
     parser.add_argument("--output", type=path_word, required=True, help="output folder")
-    parser.add_argument("--for-version", metavar="X.Y", help="its version")
+    parser.add_argument("--for-version", metavar="X.Y", help="version of that program")
     options, rest = parser.parse_known_args(arguments)
     try:
         target = TARGETS[options.to]

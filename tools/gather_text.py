@@ -1,8 +1,8 @@
-"""Collect real text that is already on this machine, for a first training run without any download.
+"""Collect text that is already on this machine, for a first training run without a download.
 
-Sources: CPython's standard library and the system's documentation folder.  Order, split and duplicates are
-decided by paths and contents alone, so one machine always gives the same files: ``train.jsonl`` and
-``valid.jsonl``, one ``{"text": ...}`` per file found.
+Sources: CPython's standard library and the system's documentation folder.  Order, split and duplicates depend only on
+paths and contents, so a machine always gives the same files: ``train.jsonl`` and ``valid.jsonl``, with one
+``{"text": ...}`` per file found.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import atomic_output, one_line, path_word
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
-# Installed packages differ between machines; test folders hold broken files and tables on purpose.
+# Installed packages differ between machines, and test folders contain broken files on purpose.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-LARGEST_FILE = 256 << 10  # Bytes; beyond it lie tables, logs and pictures, of which one outweighs a hundred pages.
+LARGEST_FILE = 256 << 10  # Bytes.  Larger files are tables, logs and pictures, and one outweighs a hundred pages.
 SMALLEST_FILE = 64
 
 
 def source_files(folder: Path) -> Iterator[Path]:
-    """The regular files below ``folder`` in a fixed order; links are not followed."""
+    """Regular files below ``folder`` in a fixed order.  Does not follow links."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
         for name in sorted(names):
@@ -40,7 +40,7 @@ def source_files(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, unpacked if its name ends in .gz; None if it is no UTF-8 text of a sensible size."""
+    """The file's text, unpacked if its name ends in .gz; None if it is not UTF-8 text of a sensible size."""
     try:
         if path.stat().st_size > LARGEST_FILE:
             return None
@@ -55,8 +55,8 @@ def read_text(path: Path) -> str | None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
-    parser = argparse.ArgumentParser(description="Collect real text that is already on this machine.")
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Collect text that is already on this machine.")
     parser.add_argument("--output", required=True, type=path_word, help="folder for train.jsonl and valid.jsonl")
     parser.add_argument(
         "--min-bytes", type=int, default=4_000_000, help="fail if there is less text (default: 4000000)"
@@ -79,7 +79,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
-    """Write the two files; {name: [files, bytes]}.  Raises UserError if there is too little text."""
+    """Write the two files.  Returns {name: [files, bytes]}.  Raises UserError if there is too little text."""
     totals = {"train": [0, 0], "valid": [0, 0]}
     seen: set[bytes] = set()
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns the exit status."""
+    """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
     try:
         totals = gather(arguments)

@@ -1,7 +1,7 @@
-"""Merge indexed datasets of one dtype into one, the documents in the order of the inputs.
+"""Merge indexed datasets of the same dtype into one, with the documents in the order of the inputs.
 
-Source: Megatron-LM's tools/merge_datasets.py, whose options and order (prefixes of a folder sorted by name)
-are kept; prefixes may also be given one by one.
+Options and order (the prefixes of a folder sorted by name) are those of Megatron-LM's tools/merge_datasets.py.  You can
+also list prefixes one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_snip.files.io import check_output, one_line, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:
-    """Prefixes, folders replaced by what they hold.  Raises UserError for a folder without any pair."""
+    """Prefixes, with folders replaced by the pairs in them.  Raises UserError for a folder without a pair."""
     result: list[str] = []
     for name in inputs:
         if not Path(name).is_dir():
@@ -27,13 +27,13 @@ def prefixes_of(inputs: Sequence[str]) -> list[str]:
         stems = {path.stem for path in Path(name).iterdir() if path.suffix in (".bin", ".idx")}
         found = sorted(stem for stem in stems if not stem.startswith("."))
         if not found:
-            raise UserError(f"--input {name} holds no .bin/.idx pair")
+            raise UserError(f"--input {name} holds no .bin/.idx pair; give another folder, or prefixes")
         result.extend(os.path.join(name, stem) for stem in found)
     return result
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
-    """Write the merged pair and open it.  Raises UserError if an input is broken or of another dtype."""
+    """Write the merged pair and open it.  Raises UserError if an input is broken or has another dtype."""
     check_output("--output-prefix", Path(f"{output_prefix}.idx"))
     with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
         for prefix in prefixes:
@@ -42,7 +42,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns the exit status."""
+    """Command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(description="Merge indexed datasets into one.")
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_word, help="a folder of .bin/.idx pairs, or prefixes"

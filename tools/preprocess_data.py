@@ -2,9 +2,9 @@
 
 Inputs are JSON lines (plain, .gz or .zst), parquet, datasets that Hugging Face's `save_to_disk` wrote, .txt files
 with one document each, and folders of these.  Options, names and results are those of Megatron-LM's
-tools/preprocess_data.py.  Results are written in the order of the input, so they do not depend on --workers.  Outputs
-get their names when they are complete, so you never see half a file.  Work in progress is in
-``{output_prefix}.partial/``: if it is killed, the same command continues from there, and gives the same bytes.
+tools/preprocess_data.py.  The output keeps the order of the input, whatever --workers is.  Output files appear only
+when they are complete.  Work in progress is in ``{output_prefix}.partial/``: if you kill the command and repeat it, it
+continues from there and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line, parse_json, path_word
 
-PENDING_PER_WORKER = 4  # Tasks under way per worker; bounds the results that wait for their turn.
-MARK_SECONDS = 30.0  # The most that a kill costs.
-#: Options of Megatron-LM's script that have nothing to do here, and what to do instead.
+PENDING_PER_WORKER = 4  # Tasks per worker in progress; limits the results that wait for their turn.
+MARK_SECONDS = 30.0  # Most work that a kill can lose.
+#: Options of Megatron-LM's script that do not apply here, and what to do instead.
 REFUSED = {
-    "--split-sentences": "documents are trained on whole here, as GPT's and Llama's are; leave it out",
+    "--split-sentences": "documents stay whole here, as for GPT and Llama; leave it out",
     "--keep-newlines": "documents keep their newlines; leave it out",
-    "--find-optimal-num-workers": "give --workers as many as there are cores",
+    "--find-optimal-num-workers": "set --workers to the number of cores",
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know; it is sent with each piece, so it is small."""
+    """Settings for a worker; small, because every piece carries them."""
 
     tokenizer_type: str
     tokenizer_model: str | None
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of one piece: for each key the ids as bytes and the documents' lengths."""
+    """The documents of one piece: per key, the ids as bytes and the lengths of the documents."""
 
     ids: dict[str, bytes]
     lengths: dict[str, array[int]]
@@ -77,14 +77,14 @@ def _tokenizer(tokenizer_type: str, model: str | None, vocab_size: int | None) -
 
 
 def _is_chosen(job: Job, text: str) -> bool:
-    """Whether a document belongs to the sample: a hash of its text says so, wherever it lies."""
+    """Whether a document belongs to the sample, by a hash of its text."""
     seed = job.sample_seed.to_bytes(8, "little")
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=seed).digest()
     return int.from_bytes(digest, "little") < job.sample_fraction * 2**64
 
 
 def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> dict[str, list[int]]:
-    """The ids of a document by key; nothing at all where it does not belong to the sample."""
+    """The ids of a document by key; empty if it does not belong to the sample."""
     record = parse_json(record) if isinstance(record, bytes) else record
     if not isinstance(record, dict):
         raise UserError(f"it is a {type(record).__name__}, not an object")
@@ -105,7 +105,7 @@ def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> d
 
 
 def encode_piece(job: Job, piece: Piece) -> Encoded:
-    """Tokenise one piece.  Raises UserError naming the file and line that is bad."""
+    """Tokenise one piece.  Raises UserError with the file and line of a bad record."""
     tokenizer = _tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
     ids: dict[str, list[bytes]] = {key: [] for key in job.keys}
@@ -122,19 +122,19 @@ def encode_piece(job: Job, piece: Piece) -> Encoded:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the main process, and end when that one is gone."""
+    """Ignore Ctrl-C, which the main process handles, and end when the main process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
 
 
 @contextmanager
 def encoded_pieces(job: Job, tasks: Iterator[Piece], workers: int) -> Iterator[Iterator[Encoded]]:
-    """All pieces' results in the order of the input."""
+    """The results of all pieces, in the order of the input."""
     work = partial(encode_piece, job)
     if workers == 1:
         yield map(work, tasks)
         return
-    # Unlike multiprocessing.Pool, this one notices a worker that was killed.
+    # Unlike multiprocessing.Pool, this notices a killed worker.
     pool = ProcessPoolExecutor(workers, initializer=_start_worker)
     try:
         yield _in_order(pool, work, tasks, PENDING_PER_WORKER * workers)
@@ -143,7 +143,7 @@ def encoded_pieces(job: Job, tasks: Iterator[Piece], workers: int) -> Iterator[I
 
 
 def _in_order(pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[Piece], most: int) -> Iterator[Encoded]:
-    """Results in the order of the tasks, of which at most ``most`` are under way."""
+    """Results in the order of the tasks, with at most ``most`` tasks in progress."""
     pending: deque[Future[Encoded]] = deque()
     for task in tasks:
         pending.append(pool.submit(work, task))
@@ -154,13 +154,13 @@ def _in_order(pool: Executor, work: Callable[[Piece], Encoded], tasks: Iterator[
 
 
 def _stamp(path: str | Path) -> list[Any]:
-    """What tells a file from another of its name."""
+    """Path, size and time, to recognise a changed file."""
     state = Path(path).stat()
     return [os.path.abspath(path), state.st_size, state.st_mtime_ns]
 
 
 def _identity(job: Job, paths: Sequence[str]) -> dict[str, Any]:
-    """What the result depends on, for the next go of a killed run."""
+    """Everything that the result depends on, so that a repeated command continues only the same work."""
     model = Path(job.tokenizer_model) if job.tokenizer_model else None
     files = sorted(path for path in (model.iterdir() if model.is_dir() else [model]) if path.is_file()) if model else []
     return {
@@ -171,7 +171,7 @@ def _identity(job: Job, paths: Sequence[str]) -> dict[str, Any]:
 
 
 class _Progress:
-    """What is done: pieces and bytes of the input, documents; a bar that shows it, and marks every half a minute."""
+    """Counts pieces, bytes and documents that are done, shows a bar, and marks the progress every half minute."""
 
     def __init__(self, builders: ResumableBuilders, total: int, log_interval: int) -> None:
         self._builders, self._log_interval, self._started = builders, log_interval, time.perf_counter()
@@ -181,7 +181,7 @@ class _Progress:
         self.bar = tqdm(total=total, initial=self.at["bytes"], unit="B", unit_scale=True, desc="tokenise")
 
     def advance(self, input_bytes: int, documents: int) -> None:
-        """A piece has been added to the builders."""
+        """Count a piece that was added to the builders."""
         self.at = {
             "pieces": self.at["pieces"] + 1,
             "bytes": self.at["bytes"] + input_bytes,
@@ -197,7 +197,7 @@ class _Progress:
             self.mark()
 
     def mark(self) -> None:
-        """A kill from now on costs what follows alone."""
+        """Save the progress so far."""
         self._builders.mark(self.at)
         self._marked = time.perf_counter()
 
@@ -205,7 +205,7 @@ class _Progress:
         return (self.at[what] - self._found[what]) / (time.perf_counter() - self._started)
 
     def summary(self) -> str:
-        """Time and speed of this go."""
+        """Time and speed since the command started."""
         seconds = time.perf_counter() - self._started
         bytes_, documents = self._per_second("bytes"), self._per_second("documents")
         return f"{seconds:.1f} s, {bytes_ / 1e6:.2f} MB/s, {documents:,.0f} docs/s"
@@ -233,7 +233,7 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
             progress.advance(encoded.input_bytes, len(encoded.lengths[job.keys[0]]))
         tokens = {key: builder.num_tokens for key, builder in builders.items()}
         if not any(tokens.values()):
-            raise UserError(f"--input {' '.join(paths)} holds no text{_in_the_sample(job)}; nothing is written")
+            raise UserError(f"--input {' '.join(paths)} holds no text{_in_the_sample(job)}; wrote nothing")
         all_builders.finalize(progress.at)
     for prefix, count in zip(prefixes, tokens.values()):
         print(f"{prefix}: {progress.at['documents']:,} documents, {count:,} tokens, {dtype.name}")
@@ -245,7 +245,7 @@ def _in_the_sample(job: Job) -> str:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_word, help="files or folders; * and ? are expanded"
@@ -254,28 +254,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output-prefix", required=True, type=path_word, help="writes PREFIX_KEY_document.bin and .idx"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys, or columns, to tokenise, a dataset each"
+        "--json-keys", nargs="+", default=["text"], help="keys or columns to tokenise, one dataset each (default: text)"
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default: 1)")
+    parser.add_argument("--workers", type=int, default=1, help="number of worker processes (default: 1)")
     parser.add_argument(
         "--partitions",
         type=int,
         default=1,
-        help="kept for Megatron's scripts; it has no effect, as the input is always cut into pieces",
+        help="accepted for Megatron's scripts, without effect: the input is always cut into pieces",
     )
     parser.add_argument(
-        "--keep-sequential-samples", action="store_true", help="kept for Megatron's scripts; order is always kept"
+        "--keep-sequential-samples", action="store_true", help="accepted for Megatron's scripts; order is always kept"
     )
     parser.add_argument(
-        "--sample-fraction", type=float, default=1.0, help="share of the documents to take, such as 0.01, by a hash"
+        "--sample-fraction",
+        type=float,
+        default=1.0,
+        help="share of the documents to take, chosen by a hash (default: 1)",
     )
-    parser.add_argument("--sample-seed", type=int, default=0, help="another seed takes other documents (default: 0)")
+    parser.add_argument("--sample-seed", type=int, default=0, help="seed of that choice (default: 0)")
     parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
     parser.add_argument("--tokenizer-model", default=None, help="the tokenizer's file or folder")
     parser.add_argument("--vocab-size", type=int, default=None, help="for NullTokenizer")
     parser.add_argument(
-        "--log-interval", type=int, default=1000, help="documents between two lines of progress (default: 1000)"
+        "--log-interval", type=int, default=1000, help="documents between two updates of the progress (default: 1000)"
     )
     for name in REFUSED:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
@@ -304,7 +307,7 @@ def _expand(inputs: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns the exit status."""
+    """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
     try:
         job = Job(
@@ -330,7 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(arguments: argparse.Namespace, message: str) -> int:
     kept = f"{arguments.output_prefix}.partial"
-    rest = f"; {kept} keeps what is done, the same command goes on" if os.path.exists(f"{kept}/progress.json") else ""
+    done = os.path.exists(f"{kept}/progress.json")
+    rest = f"; {kept} keeps what is done, and the same command continues it" if done else ""
     print(f"preprocess_data: {message}{rest if kept not in message else ''}", file=sys.stderr)
     return 1
 

@@ -1,4 +1,4 @@
-"""Show a plan as a table of blocks and linears, what it saves, and what changed against another plan.
+"""Show a plan as a table of blocks and linears, its savings, and its differences from another plan.
 
     python tools/show_plan.py PLAN.json [--against OTHER.json]
     python tools/show_plan.py PLAN.json --load runs/my/checkpoints
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
+from megatron_snip.cli.tables import aligned
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line, path_word
 from megatron_snip.model.spec import linear_place
@@ -28,7 +29,7 @@ from megatron_snip.train.setup import snip_shapes
 
 
 def table(plan: Plan, other: Plan | None = None) -> str:
-    """A line per block and a column per kind of linear; linears outside blocks follow, one a line."""
+    """A line per block and a column per kind of linear, then a line for each linear outside blocks."""
     places = {name: linear_place(name) for name in plan.linears}
     kinds = [kind for kind in KINDS if any(place and place[1] == kind for place in places.values())]
     rows: dict[int, dict[str, str]] = {}
@@ -42,13 +43,11 @@ def table(plan: Plan, other: Plan | None = None) -> str:
             rest.append(f"{name}  {cell}")
     heads = ["block", *kinds]
     lines = [[str(block), *(row.get(kind, "-") for kind in kinds)] for block, row in sorted(rows.items())]
-    widths = [max(map(len, column)) for column in zip(heads, *lines)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)) for line in [heads, *lines]]
-    return "\n".join(line.rstrip() for line in [*text, *rest])
+    return "\n".join([aligned([heads, *lines]), *rest])
 
 
 def overview(plan: Plan, other: Plan | None = None) -> str:
-    """What the plan is, what it saves and how it was found, one fact a line."""
+    """The plan's origin, savings and solver, one fact per line."""
     counts = Counter(str(precision) for precision in plan.linears.values())
     shares = ", ".join(f"{option} {number}" for option, number in counts.most_common())
     mean = sum(saving(p) for p in plan.linears.values()) / max(1, len(plan.linears))
@@ -75,7 +74,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
 
 
 def stages(plan: Plan, words: Sequence[str]) -> str:
-    """A line per pipeline stage of the model that the trainer's options tell; UserError if it is another model."""
+    """A line per pipeline stage of the model in the trainer's options.  Raises UserError if the plan does not fit."""
     config = parse(words)
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model", "parallel"))
@@ -88,7 +87,7 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -15,11 +15,11 @@ from pathlib import Path
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import atomic_output, check_output, one_line, parse_json, path_word
 
-LONGEST_LINE = 1 << 14  # Bytes; sentencepiece leaves out longer lines, so they are cut.
+LONGEST_LINE = 1 << 14  # Bytes.  sentencepiece ignores longer lines, so we cut them.
 
 
 def texts(paths: Sequence[str], key: str) -> Iterator[str]:
-    """The texts under ``key`` of all lines.  Raises UserError naming the file and line that has none."""
+    """The text under ``key`` in each line.  Raises UserError with the file and line if there is none."""
     for name in paths:
         with open(name, "rb") as stream:
             for number, line in enumerate(stream, start=1):
@@ -35,7 +35,7 @@ def texts(paths: Sequence[str], key: str) -> Iterator[str]:
 
 
 def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[str]:
-    """Lines for the trainer, at most about ``max_bytes`` in all."""
+    """Lines for the trainer, about ``max_bytes`` in total at most."""
     taken = 0
     for text in texts(paths, key):
         for line in text.split("\n"):
@@ -49,13 +49,13 @@ def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[s
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a sentencepiece BPE tokenizer with byte fallback.")
     parser.add_argument("--input", nargs="+", required=True, type=path_word, help="JSON lines files")
-    parser.add_argument("--json-key", default="text", help="key of the text")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, with 3 control pieces and 256 bytes")
+    parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: 4096)")
     parser.add_argument("--output-prefix", required=True, type=path_word, help="writes PREFIX.model and PREFIX.vocab")
-    parser.add_argument("--max-bytes", type=int, default=200_000_000, help="text used at most, from the start")
+    parser.add_argument("--max-bytes", type=int, default=200_000_000, help="most text to use, from the start")
     return parser.parse_args(argv)
 
 
@@ -66,7 +66,7 @@ def train(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         raise UserError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
     check_output("--output-prefix", Path(f"{arguments.output_prefix}.model"))
-    # Read first: sentencepiece would hide what goes wrong in an iterator of ours.
+    # Read first, because sentencepiece hides errors in our iterator.
     lines = list(training_lines(arguments.input, arguments.json_key, arguments.max_bytes))
     model = io.BytesIO()
     try:
@@ -106,12 +106,12 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns the exit status."""
+    """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
     try:
         missing = [name for name in arguments.input if not Path(name).is_file()]
         if missing:
-            raise UserError(f"--input {missing[0]} does not exist")
+            raise UserError(f"--input {missing[0]} does not exist; check the path")
         train(arguments)
     except (UserError, OSError) as error:
         print(f"train_tokenizer: {one_line(error)}", file=sys.stderr)

@@ -1,10 +1,10 @@
-r"""Make a wandb workspace of a project's runs: loss, pace, and what SNIP plans, predicts and measures, side by side.
+r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicted and measured divergences.
 
     python tools/wandb_dashboard.py --project my-project --entity my-team
     python tools/wandb_dashboard.py --project my-project --entity my-team --dry-run
 
-It is saved as a new view of the project, at the address that is printed; runs of --wandb-project my-project show in
-it as they are synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
+Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
+synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
 
 Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
 """
@@ -20,7 +20,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line
 
 MEASURED = "snip/measured_loss_divergence"
-#: Section -> panels; what is logged, and when, stands in docs/architecture.md.
+#: Section -> panels; docs/run_folder.md says what is logged, and when.
 PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "Training": (
         ("loss", ["lm loss", "lm loss validation"]),
@@ -29,8 +29,8 @@ PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
         ("iterations without an update", ["skipped"]),
     ),
     "Pace": (
-        ("TFLOP/s a GPU (--log-throughput)", ["throughput"]),
-        ("seconds an iteration", ["iteration-time"]),
+        ("TFLOP/s per GPU (--log-throughput)", ["throughput"]),
+        ("seconds per iteration", ["iteration-time"]),
         ("bytes (--log-memory)", ["/mem-.*/"]),
     ),
     "Plans": (
@@ -71,13 +71,13 @@ PANELS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
         ("solves that failed", ["snip/solve_failed"]),
     ),
 }
-#: What is drawn as lines around a mean: two standard errors to either side.
+#: Lines at two standard errors above and below the mean.
 BAND = [f"${{{MEASURED}_mean}} {sign} 2 * ${{{MEASURED}_standard_error}}" for sign in "+-"]
 HEATMAP, TABLE = "snip/plan_heatmap", "snip/plan"
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
-    """The workspace, not saved.  UserError without wandb-workspaces."""
+    """The workspace, not saved yet.  Raises UserError without wandb-workspaces."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -106,14 +106,14 @@ def workspace(entity: str, project: str, name: str) -> Any:
 
 
 def as_json(made: Any) -> str:
-    """A workspace as indented JSON, without what is at its default."""
+    """A workspace as indented JSON, without default values."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(type(made)).dump_json(made, indent=1, exclude_defaults=True).decode()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"wandb_dashboard: {error}", file=sys.stderr)
         return 1
-    except Exception as error:  # whatever wandb and the network raise
+    except Exception as error:  # wandb and the network raise all kinds
         said = f"--project {own.project} of {own.entity}: the workspace was not saved: {one_line(error)}"
         print(f"wandb_dashboard: {said}; `wandb login`, or look with --dry-run", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_snip import __version__
 
-#: Command -> (module whose ``main`` takes the words behind it, what it does).
+#: Command -> (module whose ``main`` takes the remaining words, description).
 COMMANDS = {
     "train": ("megatron_snip.cli.train", "pretrain a Llama or Qwen3 (pretrain_llama.py)"),
     "probe": ("megatron_snip.cli.collect_stats", "statistics of a checkpoint (tools/collect_stats.py)"),
@@ -23,13 +23,13 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What there is."""
+    """The help text."""
     lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: megatron-snip COMMAND ...", "", *lines, "", "COMMAND --help lists its options."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status, 2 for one that does not exist."""
+    """Run a command.  Returns the exit status, 2 for an unknown command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -38,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if words[0] not in COMMANDS:
-        print(f"there is no command {words[0]!r}; give one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"unknown command {words[0]!r}; give one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     name, rest = words[0], words[1:]
-    sys.argv = [f"megatron-snip {name}", *rest]  # argparse tells its name by this
+    sys.argv = [f"megatron-snip {name}", *rest]  # argparse shows this name
     module = importlib.import_module(COMMANDS[name][0])
-    if name in ("train", "report"):  # these end by themselves, with a line for each error
+    if name in ("train", "report"):  # these print their errors themselves
         return module.main(rest) or 0
     from megatron_snip.runtime import report_errors
 

@@ -47,20 +47,20 @@ class Batches(Protocol):
     """The coming batches of a checkpoint."""
 
     def __call__(self, ahead: int, samples: int | None = None) -> Batch:
-        """The batch so many after the coming one, or so many samples from there on."""
+        """The batch ``ahead`` after the coming one, or this many samples from there on."""
         ...
 
 
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
-    """Options with which a probe, and nothing else, is built."""
-    t = config.training  # a run that has ended has no next batch; one in samples tells its iterations by them
+    """Options to build a run that only probes."""
+    t = config.training  # a finished run has no next batch; --train-samples determines the iterations
     longer = {"train_iters": 0 if t.train_samples else max(t.train_iters, iteration + batches)}
     return config.replace(
         precision="snip",
         precision_plan=None,
         snip_target=0.0,  # nothing is planned
         snip_max_loss=None,
-        snip_objective="snip",  # whatever the run's was called
+        snip_objective="snip",  # the run's own may be unknown here
         eval_interval=None,
         wandb_project=None,
         **longer,
@@ -68,16 +68,15 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
 
 
 def prepare(config: Config, start: Start, batches: int, *, updates: bool = True) -> tuple[Parts, Batches, int]:
-    """The run of a checkpoint: its parts, its coming batches by how far ahead they are, the coming iteration.
+    """Build a checkpoint's run: its parts, its coming batches, and the next iteration.
 
-    updates: whether the probe looks at updates, and so at the optimiser's moments.  Every rank calls it.
-    UserError for bad input.
+    updates: whether the probe needs the optimiser's moments.  Every rank must call it.  Raises UserError for bad input.
     """
     assert start.load is not None
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
     config = with_defaults(config)
     state = start.state or new_state("", config)
-    alone = state["weights_alone"]  # the probe is then of the first update
+    alone = state["weights_alone"]  # then the probe is of the first update
     if start.state is None:
         check_model(start.load, config.model)
     else:
@@ -87,7 +86,7 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     start = agree_on(config, start)
     parts = build(config, here, None, draw=False, moments=updates)
     assert parts.coordinator is not None
-    if not updates:  # nobody asks for the linears' weight gradients: a third of the pass
+    if not updates:  # skip the linears' weight gradients, a third of the pass
         for linear in parts.coordinator.probe.linears.values():
             cast(nn.Module, linear).requires_grad_(False)
     assert start.load is not None
@@ -106,9 +105,9 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
 
 
 def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
-    """Build the run from its checkpoint and probe: the statistics, and whether this rank is to write them.
+    """Build the run from its checkpoint, and probe.  Returns the statistics, and whether this rank writes them.
 
-    Every rank calls it.  UserError for bad input.
+    Every rank must call it.  Raises UserError for bad input.
     """
     size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
     batches = batches_of(config.snip, size * config.model.seq_length)
@@ -133,9 +132,9 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
 
 
 def write(stats: Statistics, output: Path, load: Path) -> None:
-    """Save, and say what there is and what is next."""
+    """Save the statistics, and print a summary and the next command."""
     if bad := stats.not_finite:
-        LOGGER.warning(f"statistics not finite, plans hold them at the base option: {', '.join(bad)}")
+        LOGGER.warning(f"statistics are not finite, so plans hold these linears at the base option: {', '.join(bad)}")
     stats.save(output)
     print(
         f"{output}: {len(stats.shapes)} linears in {', '.join(stats.formats)}, before iteration {stats.iteration}, "
@@ -145,12 +144,12 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; UserError for bad input."""
+    """Command line.  Raises UserError for bad input."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--output", type=path_word, default="stats.json", help="for tools/generate_plan.py (default: stats.json)"
+        "--output", type=path_word, default="stats.json", help="file of the statistics (default: stats.json)"
     )
     own, rest = parser.parse_known_args(arguments)
     output = Path(own.output)

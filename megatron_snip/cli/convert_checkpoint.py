@@ -55,16 +55,16 @@ from megatron_snip.train.run.run_folder import find_checkpoint, saved_options
 from megatron_snip.train.run.state_file import new_state, read_state
 
 PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
-#: What our checkpoints put before a weight's name.
+#: Prefix of a weight's name in our checkpoints.
 OURS = "model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Bytes of one file of an export: what it needs of memory beside one tensor.
+#: Largest file of an export in bytes, which export holds in memory.
 MOST_OF_A_FILE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of an export: our name and theirs, shape, bytes as written, and the file that it goes to."""
+    """A tensor of an export: our name and theirs, shape, bytes on disk, and index of its file."""
 
     ours: str
     theirs: str
@@ -74,7 +74,7 @@ class Entry:
 
 
 class _Lazy(DefaultSavePlanner):
-    """Asks for each tensor when it is written, so that one is in memory at a time."""
+    """Reads each tensor when it is written, so that one is in memory at a time."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Lazy(DefaultSavePlanner):
 
 
 def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize: int, most: int) -> list[Entry]:
-    """Distribute tensors over files of at most ``most`` bytes, in order; a larger tensor has a file of its own."""
+    """Distribute tensors over files of at most ``most`` bytes, in order.  A larger tensor gets its own file."""
     entries, file, used = [], 0, 0
     for name, shape in shapes.items():
         size = math.prod(shape) * itemsize
@@ -97,7 +97,7 @@ def plan_entries(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, itemsize:
 
 
 def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
-    """A table of names, shapes and files, and how much there is."""
+    """A table of names, shapes and files, with the total size."""
     lines = [f"{name:<48} {'x'.join(map(str, shape)):>14}  {file}" for name, shape, file in rows]
     return "\n".join([*lines, f"{len(rows)} tensors, {total / 1e9:.2f} GB"])
 
@@ -105,7 +105,7 @@ def told(rows: Sequence[tuple[str, Sequence[int], str]], total: int) -> str:
 def weights_of(config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Every weight of the whole model by our name, without memory.
 
-    One block is made and stands for all, as a stranger's config.json may tell of any number of them.
+    Builds one block and repeats its names, because a stranger's config.json may ask for any number of blocks.
     """
     m = config.model
     build = Build(m, mesh, Region(mesh.tp, False), 0, torch.float32, torch.device("cpu"))
@@ -126,7 +126,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     """Write a checkpoint of iteration 0 with the weights of a Hugging Face folder, in float32."""
     if not is_hf_folder(hf):
         raise UserError(
-            f"--hf {hf} holds no model (config.json with .safetensors files); give the folder of a Hugging Face model"
+            f"--hf {hf} has no model (config.json and .safetensors files); give the folder of a Hugging Face model"
         )
     options = model_options(hf)
     beside = read_files(hf)
@@ -148,7 +148,7 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     if save.exists() and any(save.iterdir()):
         raise UserError(f"--save {save} is not empty; give a new folder")
     saver = Saver(save, CheckpointConfig(), mesh, secrets.token_hex(8), 0)
-    with tqdm(total=2 * total, unit="B", unit_scale=True, desc="import") as bar:  # looked at, then written
+    with tqdm(total=2 * total, unit="B", unit_scale=True, desc="import") as bar:  # every tensor is read twice
 
         def read(name: str) -> Tensor:
             tensor = torch.empty(shapes[name])
@@ -170,8 +170,8 @@ def import_hf(hf: Path, save: Path, *, dry_run: bool) -> None:
     write_files(beside, save)
     if behind:
         print(
-            f"{hf}: {len(behind)} tensors do not belong to the model that its config.json describes, and are left out, "
-            f"such as {behind[0]}", file=sys.stderr,
+            f"{hf}: {len(behind)} tensors do not belong to the model that its config.json describes, and were "
+            f"left out, such as {behind[0]}", file=sys.stderr,
         )  # fmt: skip
     write_atomic(save / "model.toml", "".join(f"{key} = {toml_value(value)}\n" for key, value in options.items()))
     print(
@@ -199,7 +199,7 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
         print(told([(entry.theirs, entry.shape, names[entry.file]) for entry in entries], total))
         return
     if not hf.name:
-        raise UserError(f"--hf {hf} has no name of its own; give a new folder")
+        raise UserError(f"--hf {hf} does not end in a name; give a new folder")
     if hf.exists() and any(hf.iterdir()):
         raise UserError(f"--hf {hf} is not empty; give a new folder")
     aside = hf.with_name(f"{hf.name}.partial")
@@ -220,7 +220,7 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
 
 
 def write_file(path: Path, entries: Sequence[Entry], folder: Path, manifest: Manifest, dtype: str, bar: Any) -> None:
-    """One file of an export."""
+    """Write one file of an export."""
     try:
         from safetensors.torch import save_file
     except ImportError:
@@ -233,15 +233,15 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, manifest: Man
         tensors[entry.theirs] = tensor.to(DTYPES[dtype])
         bar.update(entry.size)
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets its user alone read a file
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
 
 
 def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str) -> None:
-    """config.json, tokenizer, plan and model card."""
+    """Write config.json, tokenizer, plan and model card."""
     tied = not config.model.untie_embeddings_and_output_weights
     settings = hf_config(config.model, tied=tied)
     rope = settings["rope_parameters"]
-    older = {"rope_theta": rope["rope_theta"]}  # where releases before transformers 5, and other programs, look
+    older = {"rope_theta": rope["rope_theta"]}  # for transformers before 5, and for other programs
     if rope["rope_type"] != "default":
         older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     spec = spec_of(config.model)
@@ -254,23 +254,23 @@ def write_beside(hf: Path, config: Config, state: Mapping[str, Any], dtype: str)
 
 
 def write_tokenizer(config: Config, hf: Path) -> dict[str, int | None]:
-    """The run's tokenizer, in the form that transformers reads as the same tokens; returns its BOS and EOS.
+    """Write the run's tokenizer in a form that transformers reads as the same tokens.  Returns BOS and EOS.
 
-    They are None where it is not there, or transformers would take 1 and 2.
+    They are None if the tokenizer is missing; otherwise transformers would assume 1 and 2.
     """
     d, ends = config.data, dict[str, int | None](bos_token_id=None, eos_token_id=None)
-    if d.tokenizer_model is None or d.tokenizer_type == "NullTokenizer":  # which reads no file
+    if d.tokenizer_model is None or d.tokenizer_type == "NullTokenizer":  # reads no file
         return ends
-    source = Path(d.tokenizer_model)  # the checkpoint says it, and may be a stranger's
+    source = Path(d.tokenizer_model)  # from the checkpoint, which may be a stranger's
     if not source.exists():
         print(f"the tokenizer {source} no longer exists; copy it to {hf.name} by hand", file=sys.stderr)
         return ends
     try:
         tokenizer = copy_tokenizer(d.tokenizer_type, source, hf)
     except UserError as error:
-        print(f"no tokenizer is written, and config.json names no EOS: {error}", file=sys.stderr)
+        print(f"wrote no tokenizer, and config.json has no EOS: {error}", file=sys.stderr)
         return ends
-    print(f"the tokenizer is a copy of {source.resolve()}, which the checkpoint names")
+    print(f"copied the tokenizer from {source.resolve()}, as the checkpoint says")
     if source.is_file() and d.tokenizer_type != "HuggingFaceTokenizer":
         try:
             for name, value in tokenizer_files(hf / "tokenizer.model").items():
@@ -281,7 +281,7 @@ def write_tokenizer(config: Config, hf: Path) -> dict[str, int | None]:
 
 
 def card(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str:
-    """A model card: what was trained, how, and in which precision."""
+    """A model card: the model, its training, and its precision."""
     m = config.model
     trained = {} if state["weights_alone"] else _training(config, state, plan)
     rows = {
@@ -319,21 +319,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; UserError for bad input."""
+    """Command line.  Raises UserError for bad input."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     which = parser.add_subparsers(dest="which", required=True)
     into = which.add_parser("import", help="Hugging Face to a checkpoint")
-    into.add_argument("--hf", type=path_word, required=True, help="folder of config.json and safetensors")
-    into.add_argument("--save", type=path_word, required=True, help="a new folder of checkpoints")
+    into.add_argument("--hf", type=path_word, required=True, help="folder with config.json and safetensors files")
+    into.add_argument("--save", type=path_word, required=True, help="new folder for the checkpoint")
     out = which.add_parser("export", help="a checkpoint to Hugging Face")
     out.add_argument("--load", type=path_word, required=True, help="a folder of checkpoints, or an iter_ folder")
-    out.add_argument("--ckpt-step", type=int, help="the iteration (default: the newest)")
-    out.add_argument("--hf", type=path_word, required=True, help="a new folder")
-    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 of a --bf16 run, else float32)")
+    out.add_argument("--ckpt-step", type=int, help="iteration to export (default: the newest)")
+    out.add_argument("--hf", type=path_word, required=True, help="new folder for the model")
+    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 after --bf16, else float32)")
     for one in (into, out):
-        one.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+        one.add_argument("--dry-run", action="store_true", help="print what would be written, but write nothing")
     own = parser.parse_args(argv)
     if own.which == "import":
         import_hf(Path(own.hf), Path(own.save), dry_run=own.dry_run)

@@ -6,12 +6,12 @@ r"""Score a model on benchmarks of EleutherAI's lm-evaluation-harness, unquantis
         --tasks mmlu --num-fewshot 5
     python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
-MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names,
-files of tasks, and the list ``zero-shot``.  Without --plan nothing is quantised.  --plan FILE, or --plan own for the
-checkpoint's plan or the run's --precision, quantises the linears' forward as in training.  Scores go into
-evaluations/iter_0001000.json of the run folder, report.html, and wandb and TensorBoard if the run logs there; with
---output FILE they go only there.  Tasks in which the model generates text are refused.  You can add
-options of the trainer.
+MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names, task
+files, and the preset ``zero-shot``.  By default nothing is quantised.  --plan FILE quantises the linears' forward as in
+training; --plan own does so with the checkpoint's plan, or the run's --precision.  Scores go to
+evaluations/iter_0001000.json in the run folder, report.html, and wandb and TensorBoard if the run logs there; with
+--output FILE they go only to that file.  Tasks in which the model generates text are refused.  You can add options of
+the trainer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli.tables import aligned
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
@@ -53,27 +54,27 @@ from megatron_snip.train.run.trackers import check_trackers, start_trackers
 from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Lists of tasks by a name of ours.  zero-shot: the benchmarks of TinyLlama's model card, on whose checkpoints SNIP's
+#: Our presets: name -> tasks.  zero-shot: the benchmarks of TinyLlama's model card, on whose checkpoints SNIP's
 #: authors train (https://huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1195k-token-2.5T).
 PRESETS = {"zero-shot": ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "boolq", "piqa")}
-#: Kinds of requests that are scored.
+#: Kinds of requests that we can score.
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
-#: The plan beside an exported model.
+#: Name of the plan file in an exported model's folder.
 HF_PLAN = "precision_plan.json"
 
 
 def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
-    """lm-eval's task manager, and the tasks that the words name; UserError for what cannot be scored."""
+    """lm-eval's task manager, and the names of the tasks.  Raises UserError for tasks that cannot be scored."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path} is not a folder; give one that holds tasks' YAML files")
+        raise UserError(f"--include-path {include_path} is not a folder; give one with YAML files of tasks")
     names = [task for word in words.split(",") for task in PRESETS.get(word.strip(), (word.strip(),))]
     manager = _manager(names, include_path)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
             near = difflib.get_close_matches(name, [*PRESETS, *manager.all_tasks], n=1, cutoff=0.0)[0]
-            raise UserError(f"--tasks names no task {name!r}; did you mean {near}? --include-path DIR adds your own")
+            raise UserError(f"--tasks: unknown task {name!r}; did you mean {near}? --include-path DIR adds your own")
     try:
         found = manager.load(names)["tasks"]
     except Exception as error:  # datasets, its files and the network fail in many ways
@@ -82,29 +83,29 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     for name, task in found.items():
         if (kind := task.get_config("output_type")) not in SCORED:
             raise UserError(
-                f"--tasks: {name} is of kind {kind}, and this tool only scores text; leave it out, or export the "
-                "model with tools/convert_checkpoint.py and use lm_eval's own command"
+                f"--tasks: {name} is of kind {kind}, but this tool only scores text; leave it out, or export the "
+                "model with tools/convert_checkpoint.py and run lm_eval itself"
             )
     return manager, names
 
 
 def _manager(names: Sequence[str], include_path: str | None) -> Any:
-    """lm-eval's index of tasks.  Its own takes ten seconds, which tasks of one's own need not wait for."""
+    """lm-eval's index of tasks, reduced to your own tasks if these suffice; the full index takes ten seconds."""
     from lm_eval.tasks import TaskManager
 
     own = TaskManager(include_path=include_path, include_defaults=False)
     kinds = {name: own.task_index[name].kind.name for name in names if name in own.all_tasks}
     if all(kinds.get(name) == "TASK" or (name not in kinds and Path(name).is_file()) for name in names):
-        return own  # a group may name tasks of lm-eval's
+        return own  # a group might include lm-eval's own tasks
     return TaskManager(include_path=include_path)
 
 
 def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Plan | None]:
-    """What the linears' forward runs in: the options' --precision, or the plan that --plan names."""
+    """The plan of the linears' forward, from --plan; None means the --precision of the returned config."""
     if word is None:
         return config, None
     if config.precision.precision != "bf16":
-        raise UserError(f"--plan {word} and --precision {config.precision.precision} are given; drop one")
+        raise UserError(f"you gave both --plan {word} and --precision {config.precision.precision}; drop one")
     if word != "own":
         return config, Plan.load(word)
     if start.state is None:
@@ -122,34 +123,34 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
 
 
 def check_plan(plan: Plan, config: Config, device: Any) -> None:
-    """UserError if a plan is of another model or cannot run here."""
+    """Raise UserError if a plan is for another model or cannot run here."""
     plan.check_names(spec_of(config.model).linear_names(config.model.num_layers), "--plan")
     for precision in set(plan.linears.values()):
         check_linear(config.precision.linear_impl, precision, device)
 
 
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start, int]:
-    """Options of the model, its compute and its layout, where its weights are, and tokens that are read at once.
+    """The config, where the weights are, and the context length in tokens.
 
-    UserError for what does not go together.
+    Raises UserError for options that do not go together.
     """
     words = ["--load", own.model, *rest]
     try:
         config, start = with_saved_options(words, ("model", "data"))
-    except UserError as error:  # the caller has given a folder, and no --load
+    except UserError as error:  # the user gave a folder, not --load
         raise UserError(str(error).removeprefix("--load ")) from None
     if start.state is not None:
         config, start = with_saved_options([*words, *_compute(start.state, rest)], ("model", "data"))
     elif config.data.tokenizer_model is None:
         config = config.replace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=own.model)
     if config.data.tokenizer_type == "NullTokenizer":
-        raise UserError(f"{own.model} names no tokenizer; give --tokenizer-type and --tokenizer-model")
+        raise UserError(f"{own.model} has no tokenizer; give --tokenizer-type and --tokenizer-model")
     world, p = runtime.environment_world_size(), config.parallel
     if p.pipeline_model_parallel_size > 1 or world != p.tensor_model_parallel_size:
         raise UserError(
-            f"{world} processes, --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
+            f"{world} ranks, --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
             f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; only tensor parallelism is supported: "
-            "start as many processes as --tensor-model-parallel-size says"
+            "start as many ranks as --tensor-model-parallel-size says"
         )
     m = config.model
     longest = m.max_position_embeddings or m.seq_length
@@ -164,13 +165,13 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 
 def _compute(state: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
-    """--bf16 where the run computed in it and the options say nothing else."""
+    """--bf16 if the run used it and the options do not override it."""
     said = {word.partition("=")[0] for word in rest} & {"--bf16", "--no-bf16"}
     return ["--bf16"] if state["config"]["training"]["bf16"] and not said else []
 
 
 def run_folder_of(start: Start) -> Path | None:
-    """The folder of the checkpoint's run, where it stood or beside its checkpoints; None if it is not there."""
+    """The run folder of the checkpoint: its original place, or the parent of its checkpoints; None if gone."""
     if start.state is None or start.load is None:
         return None
     for folder in (start.load.parent, Path(start.state["config"]["logging"]["run_dir"])):
@@ -183,7 +184,7 @@ def run_folder_of(start: Start) -> Path | None:
 
 
 def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Runtime) -> LlamaStage:
-    """The model with its weights, each linear at its precision.  Every rank calls it."""
+    """The model with its weights, each linear at its precision.  Every rank must call it."""
     if start.state is None:
         assert start.load is not None
         check_model(start.load, config.model)
@@ -200,15 +201,15 @@ def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Ru
 
 
 def asked(own: argparse.Namespace) -> str:
-    """What a task's name gets, so that a try, or other examples, never passes for the task itself."""
+    """Suffix for task names, so that a quick test or other few-shot examples are not mistaken for the task itself."""
     said = {"num-fewshot": own.num_fewshot, "limit": own.limit}
     return "".join(f", {name} {value}" for name, value in said.items() if value is not None)
 
 
 def scores_of(results: Mapping[str, Mapping[str, Any]], more: str = "") -> dict[str, Scores]:
-    """lm-eval's results: task -> metric -> (value, standard error); another filter than none is part of the name.
+    """lm-eval's results as task -> metric -> (value, standard error).  A filter becomes part of the metric's name.
 
-    more: what every task's name ends with.
+    more: suffix for the names of tasks.
     """
     found: dict[str, Scores] = {}
     for task, values in results.items():
@@ -226,7 +227,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]], more: str = "") -> dict[
 
 
 def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> dict[str, Scores]:
-    """lm-eval over all tasks; the scores on rank 0, nothing elsewhere.  Every rank calls it."""
+    """Run lm-eval on all tasks.  Returns the scores on rank 0 and nothing elsewhere.  Every rank must call it."""
     import lm_eval
 
     begin = time.perf_counter()
@@ -241,12 +242,12 @@ def run(own: argparse.Namespace, model: Any, manager: Any, names: list[str]) -> 
 
 
 def model_of(start: Start) -> str:
-    """What tells a model from another of its iteration: its run's id, or where the Hugging Face folder is."""
+    """Identifies the model: its run's id, or the path of the Hugging Face folder."""
     return str(start.load.resolve()) if start.state is None and start.load else start.run_id
 
 
 def known(path: Path, iteration: int, model: str) -> Evaluation:
-    """What the file of scores holds already; UserError if it is another checkpoint's."""
+    """The scores already in the file.  Raises UserError if it is another checkpoint's."""
     found = Evaluation.load(path) if path.is_file() else Evaluation(iteration)
     if found.iteration != iteration:
         raise UserError(f"{path} is from iteration {found.iteration}, not {iteration}; give another --output")
@@ -256,14 +257,13 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
 
 
 def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
-    """The scores for the terminal."""
+    """The scores as a table for the terminal."""
     heads, rows = score_rows([Evaluation(iteration, {precision: dict(scores)})])
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
+    return aligned([heads, *rows])
 
 
 def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
-    """The run's report, wandb and TensorBoard; the scores' file is there whatever fails here."""
+    """Add the scores to the report, wandb and TensorBoard.  Errors only warn, as the file of scores is written."""
     assert start.state is not None
     try:
         write_report(run_dir)
@@ -276,9 +276,9 @@ def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
 
 
 def tracked(state: Mapping[str, Any]) -> Config:
-    """The run's own options, which say where it logs to.
+    """The run's own options, which say where it logs.
 
-    A checkpoint may be a stranger's, so of the folders that it names only those count in which a run has logged before.
+    A checkpoint may come from a stranger, so folders that it names count only if a run has logged there before.
     """
     config = Config().replace(**saved_options(dict(state), [f.name for f in dataclasses.fields(Config)]))
     log = config.logging
@@ -290,16 +290,16 @@ def tracked(state: Mapping[str, Any]) -> Config:
 
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This command's options, and the trainer's."""
+    """Split the arguments into this command's options and the trainer's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", type=path_word, help="a folder of checkpoints, one of them, or a Hugging Face folder")
     parser.add_argument(
-        "--tasks", required=True, help=f"of lm-eval, by comma; also {', '.join(PRESETS)}, and YAML files"
+        "--tasks", required=True, help=f"comma-separated tasks of lm-eval; also {', '.join(PRESETS)}, and YAML files"
     )
-    parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan's FILE, or own")
-    parser.add_argument("--include-path", type=path_word, help="folder of your own tasks")
+    parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan FILE, or own")
+    parser.add_argument("--include-path", type=path_word, help="folder with your own tasks")
     parser.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=int, help="questions per task, for a quick test (default: all)")
     parser.add_argument("--batch-size", type=int, default=8, help="requests that run at once (default: 8)")
@@ -319,7 +319,7 @@ def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list
 
 
 def check_own(own: argparse.Namespace) -> None:
-    """UserError for a number out of range."""
+    """Raise UserError for a number out of range."""
     for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1), ("max_length", 2), ("bootstrap", 0)):
         value = getattr(own, name)
         if value is not None and value < least:
@@ -327,15 +327,15 @@ def check_own(own: argparse.Namespace) -> None:
 
 
 def bos_of(own: argparse.Namespace, tokenizer: Tokenizer, *, hf: bool) -> int | None:
-    """What texts begin with; UserError if it is asked for and the tokenizer has none."""
+    """The token before each text, if any.  Raises UserError if --add-bos is given but the tokenizer has none."""
     wanted = own.add_bos if own.add_bos is not None else hf
     if own.add_bos and tokenizer.bos is None:
-        raise UserError("--add-bos is given, and the tokenizer puts nothing before a text; drop it")
+        raise UserError("you gave --add-bos, but the tokenizer puts nothing before a text; drop it")
     return tokenizer.bos if wanted else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; UserError for bad input."""
+    """Command line.  Raises UserError for bad input."""
     own, rest = parse_own(arguments)
     check_own(own)
     config, start, length = options_of(own, rest)
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_trackers(tracked(start.state))
     before = known(path, start.iteration, model_of(start))
     config, plan = plan_of(own.plan, config, start)
-    config, given = check(config, runtime.environment_world_size())  # a plan by --precision plan
+    config, given = check(config, runtime.environment_world_size())  # the plan of --precision plan
     plan, config = plan or given, with_defaults(config)
     manager, names = load_tasks(own.tasks, own.include_path)
     p, d = config.parallel, config.data
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if plan is not None:
         check_plan(plan, config, here.device)
     tokenizer = build_tokenizer(d.tokenizer_type, d.tokenizer_model, config.model.vocab_size)
-    LOGGER.info(f"tokenizer: {d.tokenizer_model}")  # the checkpoint may name it
+    LOGGER.info(f"tokenizer: {d.tokenizer_model}")  # the checkpoint may have chosen it
     bos = bos_of(own, tokenizer, hf=is_hf_folder(Path(own.model)))
     stage = make_model(config, start, plan, here)
     from megatron_snip.interop.lm_eval_model import SnipLM  # lm-eval is known to be here
@@ -363,7 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scores = run(own, model, manager, names)
     if here.rank == 0:
         precision = f"plan {plan.hash}" if plan else config.precision.precision
-        print(f"{table(start.iteration, precision, scores)}\n\n{path}", flush=True)  # seen whatever fails below
+        # printed first, in case something fails below
+        print(f"{table(start.iteration, precision, scores)}\n\n{path}", flush=True)
         evaluation = before.with_scores(precision, scores)
         try:
             evaluation.save(path)

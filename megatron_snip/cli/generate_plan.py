@@ -1,24 +1,23 @@
-r"""Make plans from statistics: SNIP's, baselines to compare with, and a picture of the trade-off.
+r"""Make plans from statistics: SNIP's, baselines for comparison, and a picture of the trade-off.
 
     python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
         --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
 Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
---snip-objective, by default snip), random_0.json ..., layer_id.json, layer_type.json and, if the statistics have what
-they need, abs_err.json and rel_err.json.  pareto.json and pareto.html have the quality loss for each share saved.
-In pareto.json, quality_loss and bound are those of --snip-objective, for every plan; objective, gap and status are
-each plan's own.
+--snip-objective, by default snip), random_0.json ..., layer_id.json, layer_type.json and, if the statistics suffice,
+abs_err.json and rel_err.json.  pareto.json and pareto.html have the quality loss for each share saved.  In
+pareto.json, quality_loss and bound are those of --snip-objective for every plan; objective, gap and status are the
+plan's own.
 
-The statistics contain the model's shape.  If --load, the run folder of the statistics
-(RUN_DIR/stats/iter_0000100.json) or options also give it, it must be the same.  Pipeline stages and SNIP's options
-come from the trainer's options, on the command line or by --config FILE.  --efficiency-saving, --options and
---granularity are other names of --snip-target, --snip-options and --snip-granularity; --snip-fix, --gemm-times,
---snip-stage-constraint and the rest work as in training.
+The statistics contain the model's shape.  If you also give it (by --load, by options, or because the statistics are in
+a run folder), it must be the same.  You set pipeline stages and SNIP's options as in training, on the command line or
+by --config FILE.  --efficiency-saving, --options and --granularity are short for --snip-target, --snip-options and
+--snip-granularity.
 
-With --try, best.json is what a run would apply: --snip-trials forward passes of the weights of --load compare the
-plan with others if it costs more than predicted.  They read the data of its run, or of --data-path, after the
-batches that --snip-probe-tokens covers.  The file has what was measured ("trial").  --snip-max-loss NATS in place of
-a saving takes the largest share that measures below, and implies --try.  Start it with torchrun for several processes.
+With --try, best.json is what a run would apply: up to --snip-trials forward passes with the weights of --load compare
+the plan with others if it costs more than predicted.  They read the run's data, or that of --data-path, after the
+batches that --snip-probe-tokens covers.  The file records the measurements ("trial").  --snip-max-loss NATS replaces a
+saving: it takes the largest share that measures below NATS, and implies --try.  For several ranks, use torchrun.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
 from megatron_snip.cli.collect_stats import prepare
+from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
@@ -64,7 +64,7 @@ _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granul
 
 
 def read_config(words: Sequence[str], stats: Path) -> Config:
-    """The options of a command line, with the model of --load or of the run folder that the statistics lie in."""
+    """Parse the options; the model comes from --load, or from the run folder of the statistics."""
     config, run = parse(words), stats.parent.parent / "config.json"
     if config.checkpoint.load:
         config, _ = with_saved_options(words, ("model",))
@@ -76,28 +76,28 @@ def read_config(words: Sequence[str], stats: Path) -> Config:
 
 
 def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:
-    """The options of a command line with model, training and data of --load, and its weights; None to try nothing."""
+    """Parse the options, with model, training and data from --load; None if there is nothing to try."""
     config = parse(words)
     if not trying and config.snip.snip_max_loss is None:
         return None
     option = "--try" if trying else "--snip-max-loss"
     check_trials(config, option)
     if not config.checkpoint.load:
-        raise UserError(f"{option} runs the model, and --load names none; give a folder of checkpoints")
+        raise UserError(f"{option} runs the model, so it needs --load; give a folder of checkpoints")
     return with_saved_options(words, ("model", "training", "data"))
 
 
 def make_planner(config: Config, path: Path) -> Planner:
-    """Read the statistics and check the options against them; UserError names what does not fit."""
+    """Read the statistics and check the options against them.  Raises UserError if they do not fit."""
     stats = Statistics.load(path)
     sizes = {shape.name: (shape.out_features, shape.in_features) for shape in stats.shapes}
     shapes = snip_shapes(config, stats.shapes if config.model.num_layers < 1 else None)
     told = {shape.name: (shape.out_features, shape.in_features) for shape in shapes}
     if odd := [name for name in {**told, **sizes} if told.get(name) != sizes.get(name)]:
         raise UserError(
-            f"{path}: statistics of {len(sizes)} linears, the model has {len(told)}; {odd[0]} is "
+            f"{path} has {len(sizes)} linears, the model has {len(told)}; {odd[0]} is "
             f"{_size(sizes, odd[0])} in the statistics and {_size(told, odd[0])} in the model; give the options of the "
-            "model that they were collected from, or none"
+            "model that they come from, or none"
         )
     check_ranges(config, "snip")
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
@@ -109,12 +109,12 @@ def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
 
 
 def try_best(planner: Planner, plan: Plan, start: Start) -> tuple[Plan, list[Tried], int]:
-    """What a run would apply in place of a plan, what was tried, and on how many tokens; every rank calls it."""
+    """Run a trial: the plan that a run would apply, all tried plans, the number of tokens.  Every rank must call it."""
     config = planner.config
     if start.iteration + 1 != planner.stats.iteration:
         LOGGER.warning(
-            f"the statistics are of iteration {planner.stats.iteration}, and --load has the weights before iteration "
-            f"{start.iteration + 1}; give --ckpt-step for others"
+            f"the statistics are of iteration {planner.stats.iteration}, but --load has the weights before iteration "
+            f"{start.iteration + 1}; give --ckpt-step for another one"
         )
     size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
     probed = batches_of(config.snip, size * config.model.seq_length)
@@ -134,7 +134,7 @@ def try_best(planner: Planner, plan: Plan, start: Start) -> tuple[Plan, list[Tri
 
 
 def make_plans(planner: Planner, best: Plan, num_random: int, seed: int) -> dict[str, Plan]:
-    """File name -> plan; the best first."""
+    """File name -> plan, the best first."""
     plans = {"best": best}
     plans |= {f"random_{i}": planner.solve("random", seed + i) for i in range(num_random)}
     return plans | {name: planner.solve(name) for name in planner.baselines}
@@ -143,10 +143,9 @@ def make_plans(planner: Planner, best: Plan, num_random: int, seed: int) -> dict
 def describe(
     planner: Planner, plan: Plan, predictions: Predictions, request: SolveRequest, bound: float
 ) -> dict[str, Any]:
-    """A plan in numbers, for the table and pareto.json.
+    """A plan as numbers, for the table and pareto.json.
 
-    quality_loss is that of the request, and no plan of this target is below ``bound`` in it; gap and status are those
-    of the plan's own objective.
+    quality_loss and ``bound`` refer to the request, gap and status to the plan's own objective.
     """
     return {
         "objective": plan.objective,
@@ -164,9 +163,9 @@ def describe(
 
 
 def table(rows: dict[str, dict[str, Any]], objective: str, measure: str) -> str:
-    """A line per plan; the quality loss of all is that of the best's objective, the gap that of its own.
+    """A line per plan.  All quality losses are in the best plan's objective, each gap in the plan's own.
 
-    Where the target counts modelled time, what each saves of it has a column too.
+    If the target counts modelled time, a column shows the time saved.
     """
     saved = ["time saved"] if measure == "time" else []
     heads = ["plan", *saved, "FP4 share", "loss div. (nats)", "weight div.", f"quality loss ({objective})", "gap"]
@@ -178,16 +177,15 @@ def table(rows: dict[str, dict[str, Any]], objective: str, measure: str) -> str:
         ]
         shares = [f"{row['saved']:.2%}"] * len(saved) + [f"{row['fp4_share']:.2%}"]
         lines.append([name, *shares, *known, f"{row['gap']:.1e}"])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def generate(
     config: Config, stats: Path, output_dir: Path, num_random: int, seed: int, start: Start | None = None
 ) -> str:
-    """Write everything to a folder; returns the table.  UserError for bad input, before anything is written.
+    """Write all files to a folder and return the table.  Raises UserError for bad input, before it writes anything.
 
-    start: weights to try the plan with; every rank then calls it, and rank 0 writes.
+    start: weights for a trial.  Then every rank must call it, and rank 0 writes.
     """
     if num_random < 0 or seed < 0:
         raise UserError(f"--num-random is {num_random}, --random-seed {seed}; give 0 or more")
@@ -230,7 +228,7 @@ def generate(
 
 
 def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) -> str:
-    """What a trial found, in a line."""
+    """The result of a trial, in one line."""
     assert best.trial is not None
     return (
         f"of {len(tried)} plans on {tokens} tokens {best.trial.name!r} is {judgement(tried, nats)}: "
@@ -239,23 +237,23 @@ def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) ->
 
 
 def measured_section(planner: Planner, tried: Sequence[Tried], said: str) -> Section:
-    """The measured curve, and what was made of it."""
+    """The measured curve, with the result of the trial."""
     points = points_of(tried, Predictions.of(planner.stats), planner.saved_by)
     figure = measured_curve(points, WHAT[planner.choices.measure])
     return Section("Measured", f"{said}. {where_it_breaks(points)}", [figure])
 
 
 def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
-    """What is wrong if an option is given by its short name and by the trainer's: one of the two would be lost."""
+    """The error if an option has both its short and its full name on the command line; None if none has."""
     given = {word.partition("=")[0].replace("_", "-") for word in words}
     for short, name in ((f"--{a}".replace("_", "-"), f"--{b}".replace("_", "-")) for a, b in _SHORT.items()):
         if getattr(own, short[2:].replace("-", "_")) is not None and name in given:
-            return f"{short} and {name} are one option, and both are given; drop one"
+            return f"{short} and {name} are the same option; drop one"
     return None
 
 
 def in_own_words(message: str, own: argparse.Namespace) -> str:
-    """An error with the options' names as they were given."""
+    """An error message with the short names of options where you gave these."""
     for short, name in _SHORT.items():
         if getattr(own, short) is not None:
             message = message.replace(f"--{name.replace('_', '-')}", f"--{short.replace('_', '-')}")
@@ -273,12 +271,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
     )
-    parser.add_argument("--options", help="precisions a linear may take, comma-separated")
+    parser.add_argument("--options", help="comma-separated precisions that a linear may take (default: --snip-options)")
     parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
-    parser.add_argument("--try", dest="trying", action="store_true", help="measure with the weights of --load")
-    parser.add_argument("--num-random", type=int, default=5, help="random plans (default: 5)")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of the first of them (default: 0)")
-    parser.add_argument("--output-dir", type=path_word, default="plans", help="folder of the plans (default: plans)")
+    parser.add_argument("--try", dest="trying", action="store_true", help="run a trial with the weights of --load")
+    parser.add_argument("--num-random", type=int, default=5, help="number of random plans (default: 5)")
+    parser.add_argument("--random-seed", type=int, default=0, help="seed of the first random plan (default: 0)")
+    parser.add_argument("--output-dir", type=path_word, default="plans", help="output folder (default: plans)")
     own, rest = parser.parse_known_args(arguments)
     is_first = runtime.environment_rank() == 0
     if twice := given_twice(own, rest):
@@ -296,10 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_first:
             print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
         else:
-            time.sleep(3.0)  # torchrun ends all as soon as one has failed; the first one has to tell
+            time.sleep(3.0)  # torchrun ends all ranks when one fails; let rank 0 print its line first
         return 1
     if is_first:
-        print(f"{text}\nplans and pareto.html are in {own.output_dir}")
+        print(f"{text}\nwrote plans and pareto.html to {own.output_dir}")
     if start is not None:
         runtime.stop()
     return 0

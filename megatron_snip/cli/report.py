@@ -1,10 +1,10 @@
-"""Print a run's summary and write report.html with pictures, from its folder, also while the run goes on.
+"""Print a run's summary and write report.html, from the run folder.  The run may still be in progress.
 
     python tools/report.py runs/my
     python tools/report.py runs/snip runs/bf16 runs/fp8 --compare
 
-Each run gets its own report.  With --compare you get one report of the first run, with the others' losses and the
-difference from each: compare.html in the first run's folder, unless --output names another file.
+Each run gets its own report.  --compare writes one report for the first run, with the losses of the others and the
+difference from each: compare.html in the first run's folder, unless you give --output.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_snip.train.report.sections import write_report
 
 
 def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
-    """Write the reports; returns what the terminal shows.  UserError for options that do not go together."""
+    """Write the reports and return the text for the terminal.  Raises UserError for conflicting options."""
     if compare and len({Path(run).resolve() for run in runs}) < max(2, len(runs)):
-        raise UserError(f"--compare needs different runs, two or more, and got {' '.join(runs)}; name another folder")
+        raise UserError(f"--compare needs two or more different runs, but got {' '.join(runs)}; name another folder")
     if output and not compare and len(runs) > 1:
-        raise UserError(f"--output {output} is one file for {len(runs)} reports; give --compare, or one run")
+        raise UserError(f"--output {output} is one file, but there are {len(runs)} reports; give --compare, or one run")
     name = "compare.html" if compare else "report.html"
     jobs = [(runs[0], runs[1:])] if compare else [(run, ()) for run in runs]
     shown = []
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
     parser.add_argument("--compare", action="store_true", help="one report that compares the first run with the others")
-    parser.add_argument("--output", type=path_word, metavar="FILE", help="the report's file")
+    parser.add_argument("--output", type=path_word, metavar="FILE", help="file of the report")
     own = parser.parse_intermixed_args(arguments)
     try:
         print(report(own.runs, own.compare, own.output))

@@ -1,4 +1,4 @@
-"""Plans of rising shares from one probe: predicted, tried, and shown as a table and a measured curve."""
+"""Plans of rising shares from one probe: predicted loss, trials, a table and a measured curve."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
 from megatron_snip.train.report.page import Section
 from megatron_snip.train.setup import snip_shapes
 
-#: What the table's columns are.
+#: Explains the columns of the table.
 ABOUT = (
-    "Predicted: the sum over single linears. Regret: by how much plans of resampled batches are worse in the mean. "
+    "Predicted: the sum over single linears. Regret: by how much plans from resampled batches are worse, on average. "
     "Measured: the loss above BF16's."
 )
 
 
 def shown(mean: float, error: float) -> str:
-    """A figure with its standard error."""
+    """A number with its standard error."""
     return f"{mean:.2e}" + ("" if math.isnan(error) else f" +- {error:.0e}")
 
 
 def planner_of(config: Config, stats: Statistics) -> Planner:
-    """Plans of the statistics."""
+    """The planner of these statistics."""
     shapes = snip_shapes(config, stats.shapes)
     return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
 
 
 def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:
-    """A plan for each share of the FLOPs, by the name of its file."""
+    """File name -> plan, one for each share of the FLOPs."""
     return {
         f"plan_{100 * share:.10g}": planner_of(config.replace(snip_target=share), stats).solve("snip")
         for share in shares
@@ -48,7 +48,7 @@ def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict
 
 @dataclass(frozen=True)
 class Planned:
-    """Plans by the names of their files, with the regret of each in nats, and what was tried on so many tokens."""
+    """Plans and their regrets in nats, by file name, and the trial's results with its number of tokens."""
 
     plans: Mapping[str, Plan]
     regrets: Mapping[str, float | None]
@@ -57,7 +57,7 @@ class Planned:
     tokens: int = 0
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """A row for each plan."""
+        """Heads and rows of a table, one row per plan."""
         predictions, rows = Predictions.of(self.planner.stats), []
         for name, plan in self.plans.items():
             regret, trial = self.regrets[name], plan.trial
@@ -69,7 +69,7 @@ class Planned:
         return ["plan", "in FP4", "predicted (nats)", "regret", "measured (nats)", "linears without FP4"], rows
 
     def curve(self) -> list[Section]:
-        """The measured curve, where it was."""
+        """The measured curve; empty without a trial."""
         if not self.tried:
             return []
         points = points_of(self.tried, Predictions.of(self.planner.stats), self.planner.saved_by)
@@ -78,9 +78,9 @@ class Planned:
 
 
 def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[float], trials: Trials | None) -> Planned:
-    """Plans of the statistics of some batches; every rank calls it, with trials or without.
+    """Plan for each share, and try the plans if ``trials`` is given.  Every rank must call it.
 
-    It may raise TrialFailed, on every rank.
+    each: statistics of single batches.  May raise TrialFailed, on every rank.
     """
     stats, snip, tried, tokens = Statistics.mean(each), config.snip, [], 0
     planner, plans = planner_of(config.replace(snip_target=0.0), stats), plans_of(config, stats, shares)
@@ -97,5 +97,5 @@ def plan_and_try(config: Config, each: Sequence[Statistics], shares: Sequence[fl
 
 
 def regret(config: Config, stats: Statistics, plan: Plan, each: Sequence[Statistics]) -> float | None:
-    """`Planner.regret` of the solver's plan of a target."""
+    """`Planner.regret` of the solver's plan for a target."""
     return planner_of(config.replace(snip_target=plan.target, snip_max_loss=None), stats).regret(plan, each)

@@ -1,4 +1,4 @@
-"""Trials outside a run: a checkpoint's weights, and sequences after those that its probe reads."""
+"""Trials outside a run, with a checkpoint's weights, on sequences after those that its probe reads."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ LOGGER = logging.getLogger("megatron_snip")
 
 
 def trial_samples(config: Config) -> int:
-    """Sequences of --snip-trial-tokens, or a little more to fill microbatches and pipeline stages."""
+    """Number of sequences for --snip-trial-tokens, rounded up to full microbatches and pipeline stages."""
     together = config.training.micro_batch_size * config.data_parallel_size(runtime.environment_world_size())
     stages = config.parallel.pipeline_model_parallel_size
     return samples_of(config.snip.snip_trial_tokens, config.model.seq_length, together, stages)
 
 
 def check_trials(config: Config, option: str) -> None:
-    """UserError for trials that would measure no plan; option: what asks for them."""
+    """Raise UserError if --snip-trials is too small to measure a plan.  option: the option that needs trials."""
     check_max_loss(config.snip)
     if config.snip.snip_trials < 2:
         raise UserError(f"{option} runs BF16 and plans, and --snip-trials is {config.snip.snip_trials}; give 2 or more")
 
 
 def make_trials(config: Config, parts: Parts, batch: Batches, ahead: int, iteration: int) -> Trials:
-    """Trials on the sequences from a batch so far ahead on; every rank calls it.  It may raise TrialFailed."""
+    """Trials on data from the batch ``ahead`` on.  Every rank must call it.  May raise TrialFailed."""
     assert parts.coordinator is not None
     run = parts.stepper.trial_runner(batch(ahead, trial_samples(config)), iteration)
     return Trials(run, parts.linears, parts.mesh, parts.coordinator.probe.device)
 
 
 def asked_of(planner: Planner) -> Pending:
-    """What a run would ask its solver for these statistics."""
+    """The solve that a run would start with these statistics."""
     snip, at = planner.config.snip, planner.stats.iteration
     options = tuple(str(option) for option in planner.choices.options)
     request = planner.request(snip.snip_objective)
@@ -53,7 +53,7 @@ def asked_of(planner: Planner) -> Pending:
 
 
 def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
-    """What a run would try before ``solved`` takes effect, the plan that it would take the last one taken."""
+    """Run the trial that a run would run before ``solved`` takes effect."""
     pending, passes = asked_of(planner), planner.config.snip.snip_trials
     propose = proposals(pending, solved, planner.shapes, planner.times.hardware, None, planner.config.training.seed)
     judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
@@ -61,7 +61,7 @@ def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
 
 
 def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list[Tried]:
-    """Plans of the frontier: those of shares, its ends, and others where its curve is steep."""
+    """Try plans on the frontier: the given shares, both ends, and more where the curve is steep."""
     pending, passes = asked_of(planner), planner.config.snip.snip_trials
     plan_of = partial(pending.plan_of, shapes=planner.shapes, hardware=planner.times.hardware)
     first = [*shares, pending.request.most(), 0.0]
@@ -69,7 +69,7 @@ def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list
 
 
 def _told(propose: Propose, passes: int) -> Propose:
-    """The same with a line in the log for each trial."""
+    """``propose``, with a line in the log for each plan that was run."""
 
     def telling(tried: Sequence[Tried]) -> Proposal | None:
         if tried:
@@ -84,9 +84,9 @@ def _told(propose: Propose, passes: int) -> Propose:
 
 
 def best_for(plan: Plan, planner: Planner, tried: Sequence[Tried], tokens: int) -> Plan:
-    """A plan that was tried with what was measured of it, or of one that saves as much and is better beyond errors.
+    """The plan with its measurement; or a plan that saves as much and measures better, beyond errors.
 
-    One that was not tried, or has no finite loss as all that save as much, stays as it is.
+    Returns the plan unchanged if it was not tried, or if no plan that saves as much has a finite loss.
     """
     own = next((one for one in tried if one.plan.linears == plan.linears), None)
     if own is None:

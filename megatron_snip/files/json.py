@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import atomic_output, parse_json, read_file, shown
+from megatron_snip.files.io import MOST_BYTES, atomic_output, parse_json, read_file, shown
 
 _T = TypeVar("_T")
 _LARGEST = sys.float_info.max
@@ -39,9 +39,13 @@ class JsonFileError(UserError):
     """A missing, unknown or invalid field.  The caller adds the file's name and the way out."""
 
 
-def read_json(path: str | Path, what: str, way_out: str) -> dict[str, Any]:
-    """The object in a file.  Raises UserError with the file's name if it is unreadable, truncated or not an object."""
-    data = read_file(path, what, way_out)
+def read_json(path: str | Path, what: str, way_out: str, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The object in a file of at most ``most`` bytes.  Raises UserError with the file's name if there is none."""
+    return json_object(read_file(path, what, way_out, most), path, what, way_out)
+
+
+def json_object(data: bytes, path: str | Path, what: str, way_out: str) -> dict[str, Any]:
+    """The object in a file's content.  Raises UserError with the file's name if it is truncated or not an object."""
     try:
         values = parse_json(data)
     except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError

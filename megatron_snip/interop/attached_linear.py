@@ -1,4 +1,4 @@
-"""What computes in place of an ``nn.Linear`` of a model that is not ours."""
+"""Replaces the forward of an ``nn.Linear`` in a model that is not ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OUTPUT = "lm_head"
 
 
 class Attached(Protocol):
-    """Whose linears they are: what a pass under way has for all of them."""
+    """The owner of attached linears: settings of the current pass, shared by all of them."""
 
     seed: int
     iteration: int
@@ -34,9 +34,9 @@ class Attached(Protocol):
 
 
 class AttachedLinear:
-    """What runs in place of an ``nn.Linear``'s forward.
+    """Runs in place of an ``nn.Linear``'s forward.
 
-    keeps: whether the weight stays where it is between its uses, so that its casts may be kept.
+    keeps: whether the weight keeps its memory between uses, so that its casts can be kept too.
     """
 
     split_dim = 0
@@ -44,14 +44,14 @@ class AttachedLinear:
     def __init__(self, snip: Attached, name: str, module: nn.Linear, *, keeps: bool) -> None:
         self.snip, self.name, self.module = snip, name, module
         self.precision = PLAIN_PRECISION
-        self.rows_seen = 0  # tokens since the last update, by which stochastic rounding draws
+        self.rows_seen = 0  # tokens since the last update, a part of the rounding key
         self.casts = Casts() if keeps else None
         self._stream = name_stream(name)
         module.forward = self  # type: ignore[method-assign,assignment]
 
     def __reduce__(self) -> Any:
         """A copied or pickled model's linear computes as it did before ``attach``."""
-        return getattr, (self.module, "forward")  # the class's: nothing is in a copy yet
+        return getattr, (self.module, "forward")  # the class's own: a copy has no override yet
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -59,11 +59,11 @@ class AttachedLinear:
         precision, observer = context.precision or self.precision, context.observers.get(self.name)
         if observer is None and precision == PLAIN_PRECISION:
             return F.linear(x, module.weight, module.bias)
-        weight = module.weight  # made anew at each reading where it is parametrised
+        weight = module.weight  # if parametrised, every access computes it again
         if isinstance(weight, DTensor):
             raise UserError(
                 f"{self.name}: the weight is a DTensor in forward, as under tensor parallelism, which attach does not "
-                "know; leave it out of linears"
+                "support; leave it out of linears"
             )
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if dtype not in (torch.bfloat16, torch.float32):

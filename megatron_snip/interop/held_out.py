@@ -1,4 +1,4 @@
-"""Batches that a probe did not see, in a training loop that is not ours: what trials run there."""
+"""Trials in a training loop that is not ours: they run on batches that the probe did not see."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from megatron_snip.snip.trial import TrialFailed
 
 #: Runs the model forward over a batch and returns the losses of its tokens [...].
 TokenLosses = Callable[[], Tensor]
-_WAY_OUT = (
-    'the losses of its tokens, as token_losses(logits, labels) or cross_entropy(..., reduction="none") gives them'
-)
+_WAY_OUT = 'the losses of its tokens, as from token_losses(logits, labels) or cross_entropy(..., reduction="none")'
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Losses [T] in nats of next tokens: logits [..., S, V] at a token are judged by the label [..., S] after it.
+    """Losses [T] in nats of next tokens: the logits [..., S, V] at a token predict the next one's label [..., S].
 
-    Tokens before the label ``ignore_index`` are left out.  Labels are those that transformers' models take.
+    Leaves out tokens whose next label is ``ignore_index``.  Labels are as transformers' models expect them.
     """
     logits, labels = logits[..., :-1, :].flatten(0, -2).float(), labels[..., 1:].flatten().to(logits.device)
     counted = labels != ignore_index
@@ -31,7 +29,7 @@ def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Te
 
 
 def check_held_out(held_out: TokenLosses | Sequence[TokenLosses] | None) -> list[TokenLosses]:
-    """The functions; UserError for anything else."""
+    """The functions as a list.  Raises UserError for anything else."""
     if held_out is None:
         return []
     losses = list(held_out) if isinstance(held_out, Sequence) else [held_out]
@@ -43,10 +41,10 @@ def check_held_out(held_out: TokenLosses | Sequence[TokenLosses] | None) -> list
 
 
 def losses_of(held_out: Sequence[TokenLosses], mesh: Mesh, device: torch.device) -> Tensor:
-    """Losses [T] of this process's tokens, without gradients; every call draws the same random numbers.
+    """Losses [T] of this rank's tokens, without gradients.  Every call draws the same random numbers.
 
-    Every process calls it.  TrialFailed on every process if something fails on one, unless others already wait for it
-    within the model's forward, as in any iteration; UserError for another result.
+    Every rank must call it.  Raises TrialFailed on every rank if one fails, unless other ranks already wait for it
+    inside the model's forward, as in any iteration.  Raises UserError if a function returns something else.
     """
     found, failed = [], ""
     try:
@@ -55,7 +53,7 @@ def losses_of(held_out: Sequence[TokenLosses], mesh: Mesh, device: torch.device)
                 found.append(_checked(loss()))
     except UserError:
         raise
-    except Exception as error:  # whatever it is, the others wait
+    except Exception as error:  # must not be raised here: the other ranks wait in the collective
         failed = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     texts: list[str | None] = [failed]
     if mesh.world_size > 1:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import open_file, parse_json, read_file, shown
-from megatron_snip.files.json import checked
+from megatron_snip.files.io import open_file, read_file, shown
+from megatron_snip.files.json import checked, read_json
 from megatron_snip.model.rotary import rotate
 from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend
@@ -137,7 +137,7 @@ def model_options(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     known = {spec.architecture: spec for spec in MODELS.values()}
     way_out = f"give the folder of a {' or '.join(known)}"
-    found = _found(path, way_out)
+    found = read_json(path, "model's configuration", way_out, _MOST_CONFIG)
     given = _checked(path, found, _Kind).architectures
     spec = next((known[name] for name in given or () if name in known), None)
     if spec is None:
@@ -162,18 +162,6 @@ def model_options(folder: Path) -> dict[str, Any]:
     options["untie_embeddings_and_output_weights"] = not fields.tie_word_embeddings
     options["make_vocab_size_divisible_by"] = math.gcd(options["vocab_size"], 128)
     return options | _rope_options(path, fields)
-
-
-def _found(path: Path, way_out: str) -> dict[str, Any]:
-    """The object in a config.json."""
-    data = read_file(path, "model's configuration", way_out, most=_MOST_CONFIG)
-    try:
-        found = parse_json(data)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: it is {shown(found)}, not an object; {way_out}")
-    return found
 
 
 def _checked(path: Path, found: dict[str, Any], schema: type[_T]) -> _T:

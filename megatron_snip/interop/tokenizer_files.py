@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_snip.data.tokenizer import MOST_BYTES, Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import parse_json, read_file
+from megatron_snip.files.io import read_file
+from megatron_snip.files.json import json_object
 
 #: Files of a Hugging Face folder that are copied with the weights.
 TOKENIZER = (
@@ -36,12 +37,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
         _check_link(path)
         found[name] = read_file(path, "tokenizer", "give another folder, or move it away", most=MOST_BYTES)
         if path.suffix == ".json":
-            try:
-                values = parse_json(found[name])
-            except ValueError as error:
-                raise UserError(f"{path} is not JSON ({error}); move it away") from None
-            if not isinstance(values, dict):
-                raise UserError(f"{path} is not a JSON object; move it away")
+            json_object(found[name], path, "file", "move it away")
     return found
 
 

@@ -10,11 +10,6 @@ from megatron_snip.config import ModelConfig
 from megatron_snip.model.spec import linear_shapes, spec_of
 
 
-def linear_flops_per_token(m: ModelConfig) -> int:
-    """FLOPs per token of one GEMM of every quantisable linear."""
-    return sum(shape.gemm_flops for shape in linear_shapes(m))
-
-
 def parameters(m: ModelConfig, *, tied: bool) -> int:
     """Parameters of the whole model, including vocabulary padding."""
     linears = sum(shape.out_features * shape.in_features for shape in linear_shapes(m))

@@ -1,7 +1,7 @@
 """Kinds of model: `MODELS` maps --model-name to a `ModelSpec`.
 
 Everything that differs between models is in the spec, for training, planning, FLOPs, the dry run and conversion.  To
-add a model, write a file that registers a spec; see docs/architecture.md.
+add a model, write a file that registers a spec; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations

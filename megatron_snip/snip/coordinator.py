@@ -1,13 +1,12 @@
-"""When to probe, solve and swap: one coordinator a process, all of them in step.
+"""When to probe, solve and swap.  Each rank has a coordinator, and all of them act in step.
 
-    before iteration i:      probe -> statistics, the same on every process
-                             quality_loss, efficiency -> rank 0 starts the solver in the background
-    before iteration i + lag: rank 0 broadcasts the plan; a trial runs it beside others (--snip-trials); all compare the
-                             hash of the best; all apply it, or none does
+    before iteration i:       probe -> statistics, the same on every rank
+                              quality_loss, efficiency -> rank 0 starts the solver in the background
+    before iteration i + lag: rank 0 broadcasts the plan; a trial compares it with others (--snip-trials); all ranks
+                              compare the hash of the best one, and all of them apply it or none does
 
-A solve that fails, is late or is infeasible, and a trial that fails, keep the plan in force, and say so in log and
-metrics.
-What is under way (matrices and due iteration) is part of the checkpoint.
+If a solve fails, is late or is infeasible, or a trial fails, the current plan stays in force.  Log and metrics say so.
+A checkpoint includes a running solve: its matrices and the iteration at which the plan is due.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffic
 from megatron_snip.snip.trial import TrialFailed, TrialRunner, Trials, try_plan
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Plans and files of statistics that are kept while they cannot be written; one more in a row ends the run.
+#: Plans and statistics kept in memory while they cannot be written.  One more in a row ends the run.
 FILES_KEPT = 100
 
 
 def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """What the options let these linears take.
+    """The options that these linears may take.
 
-    UserError for an unknown objective, an option that cannot be read, or a target beyond the options.
+    Raises UserError for an unknown objective, an invalid option, or a target out of reach.
     """
     get_objective(snip.snip_objective)
     try:
@@ -72,7 +71,7 @@ def check_snip(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
 
 
 class Coordinator:
-    """Plans the precision of this process's `linears`, together with all other processes."""
+    """Plans the precision of this rank's ``linears``, together with all other ranks."""
 
     def __init__(
         self,
@@ -98,11 +97,11 @@ class Coordinator:
         self.last_iteration = last_iteration  # no probe whose plan would hold only after it
         self.plan: Plan | None = None
         self.pending: Pending | None = None
-        # {iteration, hash, achieved, changed} of every plan applied; changed: the precisions that were not so before
+        # {iteration, hash, achieved, changed} of every applied plan; changed: the precisions that differ from before
         self.history: list[dict[str, Any]] = []
-        self.predictions: Predictions | None = None  # of the last statistics
+        self.predictions: Predictions | None = None  # from the last statistics
         self._solver: BackgroundSolver | None = None
-        self._unwritten: dict[str, str] = {}  # content of files by their names in the run folder
+        self._unwritten: dict[str, str] = {}  # path in the run folder -> content
         self._failed = FailedWrites(f"plans and statistics in {run_dir}", limit=FILES_KEPT)
 
     def before_step(
@@ -112,10 +111,10 @@ class Coordinator:
         zero_grad: Callable[[], None],
         trial_runner: Callable[[int], TrialRunner] | None = None,
     ) -> Metrics:
-        """Apply what is due and probe what is due; every process calls it before every iteration.
+        """Apply a plan that is due, and probe if a probe is due.  Every rank calls it before every iteration.
 
-        trial_runner: reads what a trial runs, from the batch so many after the coming one on.  It may raise
-        ProbeFailed, on all processes.  None: plans are applied untried.
+        trial_runner: n -> a runner for a trial on data from the n-th batch after the coming one on.  It may raise
+        ProbeFailed, on every rank.  Without it, plans are applied without a trial.
         """
         metrics = self._finish_if_due(iteration, trial_runner)
         since = iteration - self.snip.snip_start
@@ -127,7 +126,7 @@ class Coordinator:
         return {**metrics, "snip/plan_hash": self.plan.hash if self.plan else ""}
 
     def close(self) -> None:
-        """End a solve under way, and write what could not be written before."""
+        """Cancel a running solve, and write the files that could not be written before."""
         self._cancel()
         if self._unwritten:
             self._failed.attempt(self._write_all)
@@ -139,11 +138,11 @@ class Coordinator:
 
     @property
     def reason(self) -> str | None:
-        """Why the run must end: too many files in a row could not be written.  None while it may go on."""
+        """Why the run must end: too many failed writes in a row.  None while it may continue."""
         return self._failed.reason
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; files that could not be written yet among it, or a run that goes on lacks them."""
+        """State for a checkpoint.  It includes files not written yet, or a resumed run would lack them."""
         return {
             "unwritten": dict(self._unwritten),
             "plan": self.plan.to_dict() if self.plan else None,
@@ -153,7 +152,7 @@ class Coordinator:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, a solve under way started anew; one that cannot be read changes and writes nothing."""
+        """Restore ``state`` and restart a running solve.  A state that cannot be read changes and writes nothing."""
         plan = Plan.from_dict(state["plan"], "checkpoint") if state["plan"] else None
         if plan:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
@@ -170,12 +169,12 @@ class Coordinator:
             self._start(pending)
 
     def write_plan_in_force(self) -> None:
-        """Rank 0 keeps the file of a plan that holds already, in a run folder that does not have it."""
+        """On rank 0, write the current plan to a run folder that lacks it."""
         if self.plan and not (self.run_dir / f"plans/iter_{self.plan.iteration:07d}.json").exists():
             self._write(self.plan, "plans", self.plan.iteration)
 
     def fall_back(self, plan: Plan, why: str) -> Metrics:
-        """Apply a plan that nobody solved for and drop a solve under way; every process calls it with the same plan."""
+        """Apply a plan without a solve, and cancel a running one.  Every rank calls it with the same plan."""
         self._cancel()
         self.pending = None
         self._write(plan, "plans", plan.iteration)
@@ -187,7 +186,7 @@ class Coordinator:
     def measure(
         self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None], batches: int
     ) -> Statistics | None:
-        """A probe of what the objective asks for; None where it asks for nothing.  May raise ProbeFailed, on all."""
+        """Probe what the objective needs; None if it needs nothing.  May raise ProbeFailed, on every rank."""
         objective = get_objective(self.snip.snip_objective)
         if not objective.needs_stats:
             return None
@@ -196,14 +195,14 @@ class Coordinator:
         return self.probe.run(run_pass, zero_grad, iteration, batches, updates=everything, enough=enough)
 
     def _suffices(self, stats: Statistics, tokens: int) -> bool:
-        """Whether so many tokens determine the plan's cost; alike on every process."""
+        """Whether this many tokens determine the plan's cost; the same on every rank."""
         try:
             return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._request(stats)[0])
-        except ValueError:  # told when the plan is asked for
+        except ValueError:  # `_begin` meets it again and reports it
             return True
 
     def _request(self, stats: Statistics | None) -> tuple[SolveRequest, Ints]:
-        """What the solver is asked, and options of linears that cannot be judged; UserError without an objective."""
+        """The solver's request, and the options at which linears are held.  UserError if Q cannot be computed."""
         inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
         quality, held = quality_loss(self.snip.snip_objective, inputs)
         current = self.plan.linears if self.plan else None
@@ -211,7 +210,7 @@ class Coordinator:
         return ask(times=self.times, held=held, current=current), held
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
-        """Measure and start a solve.  What goes wrong here goes wrong alike on every process."""
+        """Measure, and start a solve.  Errors here are the same on every rank."""
         start = time.perf_counter()
         try:
             stats = self.measure(iteration, run_pass, zero_grad, self._batches(iteration))
@@ -237,7 +236,7 @@ class Coordinator:
         return metrics
 
     def _batches(self, iteration: int) -> int:
-        """How many of the coming batches a probe takes: enough for --snip-probe-tokens, and no more than there are."""
+        """Number of batches for a probe: enough for --snip-probe-tokens, at most what is left of the run."""
         wanted = batches_of(self.snip, self.probe.tokens)
         return wanted if self.last_iteration is None else min(wanted, self.last_iteration - iteration + 1)
 
@@ -247,7 +246,7 @@ class Coordinator:
         if self.mesh.rank == 0:
             try:
                 self._solver = BackgroundSolver(pending.request)
-            except Exception as error:  # whatever it is (no disk, no threads), it is told when due, on every process
+            except Exception as error:  # no disk or no threads, for example; when due, all ranks learn of it
                 LOGGER.warning(f"iteration {pending.probed}: {error}")
 
     def _finish_if_due(self, iteration: int, trial_runner: Callable[[int], TrialRunner] | None) -> Metrics:
@@ -276,7 +275,7 @@ class Coordinator:
     def _try(
         self, pending: Pending, plan: Plan, trial_runner: Callable[[int], TrialRunner] | None
     ) -> tuple[Plan | None, Metrics]:
-        """The plan that measures best, None where the one in force stays, and what was measured."""
+        """Run a trial.  Returns the best plan, None if the current one stays, and the metrics."""
         begin, propose = time.perf_counter(), None
         try:
             if trial_runner is None:
@@ -304,7 +303,7 @@ class Coordinator:
         """Apply a plan if all processes hold the same."""
         plan = plan if self.final is None else self.final.plan(plan, self.shapes, plan.iteration)
         if not self._agreed(plan):
-            return self._keep(plan.iteration, "the plan's hash differs between processes")
+            return self._keep(plan.iteration, "the plan's hash differs between ranks")
         self._write(plan, "plans", plan.iteration)
         return self._apply(plan)
 
@@ -325,7 +324,7 @@ class Coordinator:
         return self.plan.linears if self.plan else dict.fromkeys((shape.name for shape in self.shapes), warmup)
 
     def _write(self, what: Statistics | Plan, kind: str, iteration: int) -> None:
-        """Rank 0 keeps a file for people; one that cannot be written is tried again with the next."""
+        """On rank 0, write a file for people to read.  If that fails, retry with the next file."""
         if self.mesh.rank == 0:
             self._unwritten[f"{kind}/iter_{iteration:07d}.json"] = what.to_json()
             self._failed.attempt(self._write_all)
@@ -336,9 +335,9 @@ class Coordinator:
             del self._unwritten[name]
 
     def _answer(self, pending: Pending) -> tuple[float, dict[str, Any] | str]:
-        """Rank 0: seconds that training stood still for the solver, and the plan or why there is none.
+        """On rank 0: seconds that training waited for the solver, and the plan or why there is none.
 
-        An answer that has come is not waited for: 0.0, whatever it takes to read it.
+        The wait is 0.0 if the answer is already there, however long it takes to read.
         """
         solver, self._solver = self._solver, None
         if solver is None:
@@ -352,13 +351,13 @@ class Coordinator:
         try:
             solution = self._solution(solver, pending)
             return pending.plan_of(solution, self.shapes, self.times.hardware).to_dict()
-        except Exception as error:  # whatever it is, the others wait for an answer
+        except Exception as error:  # must not be raised: the other ranks are blocked in the broadcast
             return str(error) or repr(error)
         finally:
             solver.cancel()
 
     def _solution(self, solver: BackgroundSolver, pending: Pending) -> Solution:
-        """The solver's answer, or another's to the same request where somebody killed it: the plan is the same."""
+        """The solver's answer.  If the solver was killed, solve again; the plan is the same."""
         end = time.monotonic() + self.snip.snip_solve_timeout
         try:
             return solver.result(self.snip.snip_solve_timeout)
@@ -368,7 +367,7 @@ class Coordinator:
                 return again.result(max(0.0, end - time.monotonic()))
 
     def _agreed(self, plan: Plan) -> bool:
-        """Whether every process holds this very plan; every process calls it."""
+        """Whether all ranks have the same plan.  Every rank must call it."""
         number = int(plan.hash[:15], 16)  # 60 bits fit an int64
         pair = torch.tensor([number, -number], device=self.probe.device)
         dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.mesh.world)
@@ -395,6 +394,6 @@ class Coordinator:
         return predicted_metrics(self.predictions, self._linears())
 
     def _keep(self, iteration: int, why: str) -> Metrics:
-        """The plan in force stays."""
+        """Keep the current plan, and say why."""
         LOGGER.warning(f"iteration {iteration}: no new plan, keeping the current one: {why}")
         return {"snip/solve_failed": 1, "snip/solve_error": why}

@@ -1,4 +1,4 @@
-"""The measured curve: what plans of rising shares cost, beside what was predicted, and where it breaks."""
+"""The measured curve: measured and predicted loss of plans of rising shares, and where the curve breaks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Tried
 
-#: The least part of the loss of a curve, and the most of its share, that a step is.
+#: A step has at least this part of the curve's loss, and at most this range of its share.
 STEEP, WIDE = 0.1, 0.1001
-_ROUNDING = 1e-6  # nats, of losses in float32
+_ROUNDING = 1e-6  # nats: rounding of float32 losses
 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan that was run: what it saves in the target's unit, and its loss above BF16's in nats.
+    """A plan that was run: its share of savings in the target's unit, and its loss above BF16's in nats.
 
-    predicted: the sum over single linears, None if a format was not measured; increase and its standard error: NaN
-    if the loss was not finite.
+    predicted: the sum over single linears, None if a format was not measured.  increase and its standard error: NaN if
+    the loss is not finite.
     """
 
     share: float
@@ -33,9 +33,9 @@ class Point:
 def points_of(
     tried: Sequence[Tried], predictions: Predictions | None, share: Callable[[Plan], float] = lambda plan: plan.target
 ) -> list[Point]:
-    """The points of plans that were tried, by rising share.
+    """The plans of a trial as points, by rising share.
 
-    share: what a plan saves; by default what was asked for.
+    share: what a plan saves; by default its target.
     """
     found = []
     for one in tried:
@@ -45,11 +45,11 @@ def points_of(
 
 
 def where_it_breaks(points: Sequence[Point]) -> str:
-    """One sentence on a curve, by rising share: its steepest step, and where sums of single linears fail.
+    """One sentence on a curve: its steepest step, and where sums over single linears predict too little.
 
-    A curve breaks at a step that costs more than all before, beyond its error, and STEEP of the whole curve; of several
-    steps, at the one that exceeds what was before by most.  A step goes from a point to the next, or over WIDE in share
-    at most.
+    A curve breaks at a step that costs more than all steps before it, beyond its error, and at least STEEP of the whole
+    curve.  Of several such steps, it is the one that exceeds the steps before it by most.  A step goes from a point to
+    the next one, or spans at most WIDE of share.
     """
     if not points:
         return "Nothing was measured."
@@ -83,7 +83,7 @@ def _exceeds(point: Point) -> bool:
 
 
 def _excess(first: Point, before: Point, after: Point) -> float:
-    """Nats by which a step costs more than all before; 0 if that is within its error."""
+    """Nats by which a step costs more than all steps before it; 0 if that is within its error."""
     excess = (after.increase - before.increase) - max(0.0, before.increase - first.increase)
     error = math.sqrt(first.error**2 + 4 * before.error**2 + after.error**2)
     return excess if excess > CERTAIN * error + _ROUNDING else 0.0

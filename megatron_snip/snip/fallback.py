@@ -18,7 +18,7 @@ Linears = Mapping[str, LinearPrecision]
 
 
 def linears_of(history: Sequence[Mapping[str, Any]], names: Collection[str]) -> list[Linears | None]:
-    """The linears of each plan in a history of changes; None where they are not fully known."""
+    """The linears of each plan in a history of changes; None for a plan that is only partly known."""
     held: dict[str, LinearPrecision] = {}
     out: list[Linears | None] = []
     for entry in history:

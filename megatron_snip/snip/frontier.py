@@ -1,4 +1,4 @@
-"""Trials along the frontier: the solver's plans of target after target, each chosen by what others measured."""
+"""Trials along the frontier: the solver's plans for several targets; each result decides the next target."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.trial import Proposal, Tried
 
-#: Targets nearer to each other than this are not told apart.
+#: Smallest distance between two targets.
 RESOLUTION = 0.01
-#: What was tried by target -> the next target, None for no more.
+#: Target -> the plan tried for it; returns the next target, or None to stop.
 Next = Callable[[Mapping[float, Tried]], float | None]
 
 
 class AlongFrontier:
-    """What rank 0 proposes: plans of one request for other and other targets, none twice.
+    """Rank 0's proposals: plans of one request for several targets, none twice.
 
-    plan_of: the plan of a solution.  first: the targets to begin with.
+    plan_of: solution -> plan.  first: the first targets.  following: the targets after them.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class AlongFrontier:
         self._plans: dict[float, Plan] = {}  # by target
 
     def __call__(self, tried: Sequence[Tried]) -> Proposal | None:
-        """The next plan; None if no more targets are asked for."""
+        """The next plan, or None to stop."""
         found = {one.plan.target: one for one in tried}
         while True:
             target = next((target for target in self._first if target not in found), None)
@@ -51,7 +51,7 @@ class AlongFrontier:
 
 
 def refined(found: Mapping[float, Tried]) -> float | None:
-    """The middle of two neighbours on the curve: those with the largest product of share and loss between them."""
+    """The middle of the two neighbours on the curve that span the largest area of share times loss."""
     gaps = [(low, high) for low, high in pairwise(sorted(found)) if high - low > RESOLUTION]
     if not gaps:
         return None

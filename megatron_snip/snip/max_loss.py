@@ -1,8 +1,8 @@
-"""--snip-max-loss: the plan of the largest share whose measured increase of the loss stays below so many nats.
+"""--snip-max-loss NATS: find the largest share whose measured increase of the loss stays below NATS.
 
-    the plan of no saving    taken if nothing else stays below
-    the plan of the most     taken if it stays below
-    then by bisection        halfway between the largest target that stays below and the next one tried that does not
+    target 0                 taken if no other plan stays below
+    the highest target       taken if it stays below
+    then by bisection        halfway between the largest target that stays below and the next one that does not
 
 Every plan is the solver's for its target.  A plan stays below if its increase plus ``CERTAIN`` standard errors does,
 or its prediction plus as many where it measures less.
@@ -22,16 +22,16 @@ from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.trial import CERTAIN, Proposals, Propose, Tried, first_plans
 
-#: BF16, the plan of no saving, and one that saves.
+#: BF16, the plan that saves nothing, and one that saves.
 LEAST_PASSES = 3
 
 
 def check_max_loss(snip: SnipConfig) -> None:
-    """UserError for a --snip-max-loss that nothing would measure."""
+    """Raise UserError for a --snip-max-loss with too few trials to measure anything."""
     if snip.snip_max_loss is not None and snip.snip_trials < LEAST_PASSES:
         raise UserError(
-            f"--snip-max-loss {snip.snip_max_loss:g} is about what trials measure, and --snip-trials is "
-            f"{snip.snip_trials}; give {LEAST_PASSES} or more, or --snip-target in place of --snip-max-loss"
+            f"--snip-max-loss {snip.snip_max_loss:g} needs trials, and --snip-trials is "
+            f"{snip.snip_trials}; give {LEAST_PASSES} or more, or --snip-target instead of --snip-max-loss"
         )
 
 
@@ -41,7 +41,7 @@ def stays_below(one: Tried, nats: float) -> bool:
 
 
 def halved(found: Mapping[float, Tried], nats: float) -> float | None:
-    """The middle of the largest target that stays below and the next that does not, where they are not near."""
+    """The next target of the bisection, or None if the interval is small enough."""
     below = {target: stays_below(one, nats) for target, one in found.items()}
     low = max((target for target, good in below.items() if good), default=0.0)
     high = min((target for target, good in below.items() if not good and target > low), default=low)
@@ -51,7 +51,7 @@ def halved(found: Mapping[float, Tried], nats: float) -> float | None:
 def proposals(
     pending: Pending, solved: Plan, shapes: Sequence[LinearShape], hardware: str, in_force: Plan | None, seed: int
 ) -> Propose:
-    """What rank 0 proposes where ``solved`` is the solver's plan of what is pending."""
+    """Rank 0's proposals; ``solved`` is the solver's plan for the pending request."""
     plan_of = partial(pending.plan_of, shapes=shapes, hardware=hardware)
     request, options = pending.request, pending.precisions
     if pending.max_loss is not None:
@@ -70,9 +70,9 @@ def judgement(tried: Sequence[Tried], nats: float | None) -> str:
 
 
 def judged(tried: Sequence[Tried], nats: float | None) -> list[Tried]:
-    """What was tried with one plan taken: the largest that stays below, or the first, of no saving.
+    """Mark one plan as taken: the largest share that stays below, or else the first plan, which saves nothing.
 
-    What was tried for a target (nats is None) stays as it is.
+    Without ``nats`` (a trial for a target), nothing changes.
     """
     if nats is None:
         return list(tried)

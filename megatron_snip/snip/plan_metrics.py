@@ -1,4 +1,4 @@
-"""Statistics, plans and trials in metrics.jsonl, wandb and TensorBoard; docs/architecture.md lists the keys."""
+"""Statistics, plans and trials in metrics.jsonl, wandb and TensorBoard; docs/run_folder.md lists the keys."""
 
 from __future__ import annotations
 

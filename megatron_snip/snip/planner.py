@@ -1,4 +1,4 @@
-"""Plans from statistics apart from a run: one plan, and the trade-off between what is saved and what it costs."""
+"""Plans from statistics, outside a run: single plans, and the trade-off between savings and cost."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
 
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
-POINTS = 21  # of the frontier
-DRAWS = 16  # plans of a regret
+POINTS = 21  # plans on the frontier
+DRAWS = 16  # plans for a regret
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Statistics and what plans of them must keep."""
+    """Makes plans from statistics, under the options of ``config``."""
 
     config: Config
     stats: Statistics
@@ -35,25 +35,25 @@ class Planner:
 
     @property
     def baselines(self) -> list[str]:
-        """Those that the statistics are enough for: a probe of the loss divergence alone sees fprop's operands only."""
+        """Baselines for which these statistics suffice; some probes measure only fprop's operands."""
         return [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
 
     def request(self, objective: str, seed: int = 0) -> SolveRequest:
-        """What the solver is asked for an objective."""
+        """The solver's request for an objective."""
         snip = self.config.snip
         inputs = ObjectiveInputs(self.shapes, self.choices.options, self.stats, snip.snip_weight, seed)
         quality, held = quality_loss(objective, inputs)
         return solve_request(snip, self.shapes, self.choices, quality, times=self.times, held=held)
 
     def plan(self, solution: Solution, objective: str, target: float) -> Plan:
-        """The plan of a solution, from the statistics' iteration on."""
+        """The plan of a solution, effective from the statistics' iteration on."""
         return build_plan(
             solution, self.shapes, self.choices.options, iteration=self.stats.iteration, objective=objective,
             target=target, measure=self.choices.measure, gemm_times=self.times.hardware,
         )  # fmt: skip
 
     def solve(self, objective: str, seed: int = 0) -> Plan:
-        """The plan of an objective.  InfeasibleTarget also names the linears whose statistics are not finite."""
+        """The plan for an objective.  InfeasibleTarget also names linears whose statistics are not finite."""
         try:
             request = self.request(objective, seed)
             solution = request.solve()
@@ -66,9 +66,9 @@ class Planner:
         return self.plan(solution, objective, request.target)
 
     def frontier(self, objective: str, **limits: float) -> list[Plan]:
-        """Plans from no saving to the most that can be reached, the target's own among them, by rising target.
+        """Plans from target 0 to the highest reachable one, in rising order; --snip-target is one of the targets.
 
-        limits: of each solve, as in ilp.solve.
+        limits: limits of each solve, as in ilp.solve.
         """
         request = self.request(objective)
         arguments = {field.name: getattr(request, field.name) for field in fields(request)}
@@ -79,10 +79,10 @@ class Planner:
         return [self.plan(s, objective, t) for s, t in zip(solutions, targets, strict=True)]
 
     def regret(self, plan: Plan, each: Sequence[Statistics]) -> float | None:
-        """Nats by which plans of other tokens are worse than this one, which the statistics made, in the mean.
+        """By how many nats, on average, plans from resampled batches are predicted to be worse than ``plan``.
 
-        each: statistics of the parts whose mean this planner has, such as batches.  They are drawn with replacement,
-        DRAWS times; each draw makes a plan, and these statistics judge it.  None for one part, or without a prediction.
+        each: statistics of single batches, whose mean this planner has.  Each of DRAWS plans comes from a resample with
+        replacement; this planner's statistics predict its loss.  None for one batch, or without a prediction.
         """
         predictions, generator, found = Predictions.of(self.stats), np.random.default_rng(0), []
         own = predictions.total_loss_divergence(plan.linears)
@@ -94,10 +94,10 @@ class Planner:
         return float(np.mean(known)) if known else None
 
     def quality_of(self, plan: Plan, request: SolveRequest) -> float:
-        """A plan's quality loss by the objective that a request was made with."""
+        """A plan's quality loss in a request's objective."""
         columns = [self.choices.options.index(plan.linears[shape.name]) for shape in self.shapes]
         return float(request.quality_loss[np.arange(len(columns)), columns].sum())
 
     def saved_by(self, plan: Plan) -> float:
-        """What a plan saves in the target's unit."""
+        """What a plan saves, in the target's unit."""
         return achieved(self.shapes, plan.linears, self.choices.measure, self.times)

@@ -1,18 +1,19 @@
-"""Trials: plans are run before one takes effect, and the one that measures best is applied.
+"""Trials: run several plans before one takes effect, and apply the one that measures best.
 
     BF16                  the reference
     the solver's plan     the cheapest by the probe's sum of single linears
     the plan in force, low precision everywhere, and rules that measure nothing
-    then plans that hold linears: the solver's plan, solved again with one more linear held at its best precision, the
-    one of the highest predicted cost first; if the new plan measures better than without it, the linear stays held
+    then plans that hold linears: solve again with one more linear held at its best precision, starting with the one
+    of the highest predicted cost; the linear stays held if the new plan measures better than the one without it
 
-Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts single
-linears well and plans well where errors add up; where they do not, as in models with large outliers at high shares of
-FP4, only a measurement tells.  Losses are compared token by token, which takes out what all plans have in common.
-The first-order part of a loss change is luck, which training takes away again: early in a run it is larger than what
-low precision costs, and some plan always measures below BF16.  So the trial ends after the solver's plan if that costs
-no more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many to be taken, and
-counts with its prediction where it measures less: a measurement can blame a plan, but not make it cheap.
+Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts plans
+well as long as the errors of single linears add up.  Where they do not, as in models with large outliers at high shares
+of FP4, only a measurement shows the cost.  Losses are compared token by token, which removes what all plans share.
+
+The first-order part of a loss change is luck, which further training takes away.  Early in a run it exceeds the cost of
+low precision, and some plan always measures below BF16.  So the trial ends after the solver's plan if that costs no
+more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many standard errors.  If a
+plan measures below its prediction, the prediction counts: a measurement can count against a plan, but not for it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 LOGGER = logging.getLogger("megatron_snip")
 Ints = NDArray[np.int64]
 
-#: Standard errors by which a plan must measure better.
+#: A plan must measure better by this many standard errors.
 CERTAIN = 2.0
 _BF16 = StepContext(precision=LinearPrecision.uniform("bf16"))
 
@@ -52,31 +53,31 @@ class TrialRunner(Protocol):
     """Runs the trial's tokens forward."""
 
     def __call__(self, context: StepContext = PLAIN) -> Tensor:
-        """Losses [T] in nats, float32, of this process's tokens: none where it computes no loss."""
+        """Losses [T] of this rank's tokens, float32 nats; empty on ranks without the loss."""
         ...
 
 
 class Planned(Protocol):
-    """What a trial needs of a parallel linear."""
+    """What a trial needs from a parallel linear."""
 
     precision: LinearPrecision
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan that was run: its loss above BF16's and the standard error, nats; NaN for a loss that is not finite."""
+    """A plan that was run: its loss above BF16's and the standard error in nats, NaN if the loss is not finite."""
 
     name: str
     plan: Plan
     increase: float
     error: float
-    taken: bool  # better than what was best until then
-    improves: bool  # better than the plan that it was made from
+    taken: bool  # better than the best before it
+    improves: bool  # better than the plan it was made from
     predicted: float | None = None  # by the probe's sum of single linears, nats
 
     @property
     def is_finite(self) -> bool:
-        """Whether its loss is."""
+        """Whether the loss is finite."""
         return math.isfinite(self.increase)
 
     @property
@@ -104,21 +105,21 @@ class Proposal:
 
     name: str
     plan: Plan
-    made_from: str = ""  # name of the plan that it should improve
+    made_from: str = ""  # name of the plan it should improve on
 
 
-#: The plans that were tried -> the next one, None for no more.
+#: The plans tried so far -> the next one, or None to stop.
 Propose = Callable[[Sequence[Tried]], Proposal | None]
 #: A plan -> its predicted increase over BF16 in nats; None if nothing predicts it.
 Predict = Callable[[Plan], float | None]
 
 
 class TrialFailed(RuntimeError):
-    """A trial came to nothing; every process raises it, with the same message."""
+    """A trial failed.  Every rank raises it, with the same message."""
 
 
 class Trials:
-    """Runs plans on this process's ``linears``; every process makes one and calls it alike."""
+    """Runs plans on this rank's ``linears``.  Every rank makes one, and makes the same calls."""
 
     def __init__(self, run: TrialRunner, linears: Mapping[str, Planned], mesh: Mesh, device: torch.device) -> None:
         self._run, self._linears, self._mesh, self._device = run, linears, mesh, device
@@ -133,12 +134,11 @@ class Trials:
     def run(
         self, propose: Propose | None, passes: int, predict: Predict | None = None, *, to_the_end: bool = False
     ) -> list[Tried]:
-        """Try what ``propose`` gives on rank 0 for what was tried, until it has nothing left or ``passes`` are made.
+        """Run rank 0's proposals until there are no more or ``passes`` passes are done.  Returns them in order.
 
-        predict: on rank 0.  The trial ends after the first plan if that costs no more than predicted, unless
-        ``to_the_end``.  Without ``predict``, plans count as they measure.
-
-        The last one of the list that was taken is the best.
+        The last plan in the list with ``taken`` is the best.
+        predict: on rank 0.  The trial then ends after the first plan if that costs no more than predicted, unless
+        ``to_the_end``.  Without ``predict``, only measurements count.
         """
         tried: list[Tried] = []
         known: dict[str, Tensor] = {}
@@ -172,9 +172,9 @@ class Trials:
     def _proposed(
         self, propose: Propose | None, tried: Sequence[Tried], predict: Predict | None
     ) -> tuple[str, Plan, str, float | None] | None:
-        """Name, plan, what it is made from and predicted increase of rank 0's next proposal, on every rank.
+        """Broadcast rank 0's next proposal: name, plan, made_from and predicted increase.
 
-        TrialFailed on all of them if rank 0 has none to give because of an error.
+        Raises TrialFailed on every rank if an error prevents rank 0 from proposing.
         """
         answer: list[Any] = [None]
         if propose is not None:
@@ -205,14 +205,14 @@ class Trials:
                 linear.precision = before[name]
 
     def _difference(self, losses: Tensor, others: Tensor) -> tuple[float, float]:
-        """Mean of losses - others over all processes' tokens, and its standard error."""
+        """Mean of losses - others over the tokens of all ranks, and its standard error."""
         count, total, square = self._sums(losses.double() - others.double())
         mean = total / count
         variance = square / count - mean * mean
-        return mean, math.sqrt((0.0 if variance < 0 else variance) / count)  # rounding may leave less than nothing
+        return mean, math.sqrt((0.0 if variance < 0 else variance) / count)  # rounding may make it negative
 
     def _sums(self, values: Tensor) -> tuple[int, float, float]:
-        """Number, sum and sum of squares over all processes."""
+        """Count, sum and sum of squares over all ranks."""
         values = values.double()
         sums = torch.stack([values.new_tensor(float(values.numel())), values.sum(), values.square().sum()])
         if self._mesh.world_size > 1:
@@ -222,10 +222,10 @@ class Trials:
 
 
 class Proposals:
-    """What rank 0 proposes, one plan after another: the first ones, then plans that hold linears.
+    """Rank 0's proposals: first given plans, then plans that hold linears.
 
-    first: makes the first ones, each when it is needed.  request: what the solver's plan answers.  plan_of: the plan
-    of a solution.
+    first: yields the given plans lazily.  request: the request that the solver's plan solves.  plan_of: solution ->
+    plan.
     """
 
     def __init__(
@@ -239,10 +239,10 @@ class Proposals:
         self._first, self._request, self._plan_of = iter(first()), request, plan_of
         self._names, self._options = [shape.name for shape in shapes], list(options)
         self._asked: set[int] = set()
-        self._holds: dict[str, tuple[int, ...]] = {}  # the rows that a proposal holds
+        self._holds: dict[str, tuple[int, ...]] = {}  # proposal -> rows that it holds
 
     def __call__(self, tried: Sequence[Tried]) -> Proposal | None:
-        """The next plan; None if none is left."""
+        """The next plan, or None if there are no more."""
         known = [one.plan.linears for one in tried]
         return next((proposal for proposal in self._rest(tried) if proposal.plan.linears not in known), None)
 
@@ -265,7 +265,7 @@ class Proposals:
             yield Proposal(name, self._plan_of(solution), base.name)
 
     def _costliest(self, plan: Plan) -> list[int]:
-        """Rows not asked for yet whose precision is predicted to cost most, costliest first."""
+        """Rows not held in any proposal yet, in order of falling predicted cost."""
         quality = self._request.quality_loss
         column = {option: index for index, option in enumerate(self._options)}
         cost = np.zeros(len(quality))
@@ -277,7 +277,7 @@ class Proposals:
         return [int(row) for row in np.argsort(-cost, kind="stable") if cost[row] > 0]
 
     def _best(self, row: int) -> int:
-        """The option of least quality loss that the row may take."""
+        """The allowed option with the lowest quality loss."""
         allowed = self._request.quality_loss[row].copy()
         if self._request.reserved is not None:
             allowed[self._request.reserved] = np.inf
@@ -293,7 +293,10 @@ class Proposals:
 
 
 def samples_of(tokens: int, seq_length: int, together: int, stages: int) -> int:
-    """How many sequences have so many tokens, in microbatches of ``together``, as many as a multiple of the stages."""
+    """Number of sequences with at least this many tokens, in full microbatches, whose number the stages divide.
+
+    together: sequences in a microbatch of all dp ranks.
+    """
     microbatches = -(-tokens // (seq_length * together))
     return together * -(-microbatches // stages) * stages
 
@@ -307,9 +310,9 @@ def first_plans(
     in_force: Plan | None,
     seed: int,
 ) -> Iterator[tuple[str, Plan]]:
-    """The solver's plan and what it has to be better than: all save what the request asks for, by name.
+    """Yield the solver's plan and its rivals by name.  All save what the request asks for.
 
-    A rule's plan is solved only when it is asked for: most trials end with the first plan.
+    Rules are solved lazily, because most trials end with the first plan.
     """
 
     def named(name: str, plan: Plan, objective: str) -> tuple[str, Plan]:
@@ -333,7 +336,7 @@ def first_plans(
 
 
 def _lowest(request: SolveRequest) -> Ints:
-    """[L] the option that saves most, of those that each linear may take."""
+    """[L] of each linear, the allowed option that saves most."""
     saved = request.efficiency.copy()
     if request.reserved is not None:
         saved[:, request.reserved] = -np.inf
@@ -342,7 +345,7 @@ def _lowest(request: SolveRequest) -> Ints:
 
 
 def _keeps(request: SolveRequest, choice: Ints) -> bool:
-    """Whether a choice [L] saves what the request asks for, of the whole or of each stage."""
+    """Whether a choice [L] saves what the request asks for, in total or per stage."""
     saved = request.efficiency[np.arange(len(choice)), choice]
     if request.stage is None or request.time is not None:
         return bool(saved.sum() >= request.target * (1 - 1e-9))
@@ -355,7 +358,7 @@ def _keeps(request: SolveRequest, choice: Ints) -> bool:
 
 
 def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
-    """The best plan of a trial with what was measured of all; None if no plan had a finite loss."""
+    """The best plan, with the measurements of all plans attached; None if no plan has a finite loss."""
     best = next((one for one in reversed(tried) if one.taken), None)
     if best is None:
         return None
@@ -371,11 +374,10 @@ def try_plan(
     predictions: Predictions | None,
     judge: Callable[[Sequence[Tried]], list[Tried]] | None = None,
 ) -> tuple[list[Tried], Plan | None]:
-    """Run what ``propose`` gives on rank 0, the solver's plan first; return all tried plans, and the best of them.
+    """Run rank 0's proposals, the solver's plan first.  Returns all of them, and the best one with its record.
 
-    judge: decides which plan is taken, where it is not the one of least loss; all proposals are run then.
-
-    The plan is None if none had a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
+    judge: decides which plan is taken, if that is not the one with the lowest loss.  All proposals are run then.
+    The best is None if no plan has a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
     """
 
     def predict(plan: Plan) -> float | None:
@@ -391,5 +393,5 @@ def try_plan(
             f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
         )
         if len(tried) > 1:
-            LOGGER.info(f"iteration {solved.iteration}: all plans that were tried: {', '.join(map(str, tried))}")
+            LOGGER.info(f"iteration {solved.iteration}: all plans tried: {', '.join(map(str, tried))}")
     return tried, best

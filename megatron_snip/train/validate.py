@@ -113,7 +113,7 @@ def validate(config: Config, world_size: int) -> None:
     _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
     if cp > 1:
         _divides(m.seq_length, 2 * cp * TILE, f"--seq-length in two pieces of whole {TILE}-token tiles for each of "
-                 f"{cp} context parallel processes", "change it or --context-parallel-size")  # fmt: skip
+                 f"{cp} context-parallel ranks", "change it or --context-parallel-size")  # fmt: skip
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
         raise UserError(
             f"--seq-length {m.seq_length} is beyond --max-position-embeddings {m.max_position_embeddings}; "
@@ -126,7 +126,7 @@ def validate(config: Config, world_size: int) -> None:
     for size in (t.global_batch_size, *t.batch_sizes):
         what = "--global-batch-size" if size == t.global_batch_size else "a batch of --rampup-batch-size"
         _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
-                 f"({t.micro_batch_size} x {dp})", "change one of them or the number of processes")  # fmt: skip
+                 f"({t.micro_batch_size} x {dp})", "change one of them or the number of ranks")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
         raise UserError(f"--profile-ranks {odd[0]}: the run's ranks are 0 to {world_size - 1}; leave it out")
     _validate_sharding(config, dp)
@@ -176,7 +176,7 @@ def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
 def _validate_sharding(config: Config, dp: int) -> None:
     p, option = config.parallel, "--num-distributed-optimizer-instances"
     instances = p.num_distributed_optimizer_instances
-    _divides(dp, instances, f"data parallel processes by {option}", "change it or the number of processes")
+    _divides(dp, instances, f"data-parallel ranks by {option}", "change it or the number of ranks")
     if p.data_parallel_sharding_strategy == "no_shard" and instances > 1:
         raise UserError(
             f"{option} is {instances} and --data-parallel-sharding-strategy no_shard shards nothing; drop one"
@@ -238,7 +238,7 @@ def _validate_pairs(config: Config) -> None:
     if config.precision.precision == "snip" and waits >= limit:
         raise UserError(
             f"--snip-solve-timeout is {waits:g} seconds, and --distributed-timeout-minutes {limit / 60.0:g} ends a run "
-            f"whose processes wait for {limit:g} seconds; lower the first or raise the second"
+            f"whose ranks wait for {limit:g} seconds; lower the first or raise the second"
         )
     log = config.logging
     if log.profile and log.profile_step_end < log.profile_step_start:

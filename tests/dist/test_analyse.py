@@ -205,7 +205,7 @@ def test_a_loss_in_place_of_shares(model, tmp_path):
     ("words", "message"),
     [
         (["--shares", "0.5", "--snip-max-loss", "1"], "--shares and --snip-max-loss are alternatives, and both are given"),
-        (["--snip-max-loss", "1", "--snip-trials", "0"], "--snip-max-loss 1 is about what trials measure"),
+        (["--snip-max-loss", "1", "--snip-trials", "0"], "--snip-max-loss 1 needs trials"),
         (["--snip-max-loss", "-1"], "--snip-max-loss is -1.0; give a number above 0"),
         (["--snip-trials", "-1"], "--snip-trials is -1; give 0 or more"),
     ],

@@ -192,7 +192,7 @@ def test_a_model_that_nothing_can_load_is_told(tmp_path):
     model.save_pretrained(tmp_path / "more", state_dict=weights)
     words = ("import", "--hf", str(tmp_path / "more"), "--save", str(tmp_path / "more_in"))
     ((refused, said),) = run_ranks(warned, 1, *words)
-    assert refused == "" and "1 tensors do not belong to the model that its config.json describes, and are left out" in said
+    assert refused == "" and "1 tensors do not belong to the model that its config.json describes, and were left out" in said
     assert "layers.2" not in run_ranks(told, 1, "export", "--load", str(tmp_path / "more_in"), "--hf", "x", "--dry-run")[0]
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
@@ -229,7 +229,7 @@ def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path)
         forge(tmp_path / "in", tokenizer_type=kind, tokenizer_model=str(tmp_path / path))
         out = tmp_path / f"out{number}"
         ((problem, said),) = run_ranks(warned, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(out))
-        assert problem == "" and f"no tokenizer is written, and config.json names no EOS: --tokenizer-model {tmp_path}" in said
+        assert problem == "" and f"wrote no tokenizer, and config.json has no EOS: --tokenizer-model {tmp_path}" in said
         assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
         assert not any(b"secret" in path.read_bytes() for path in out.iterdir())
     forge(tmp_path / "in", tokenizer_type="NullTokenizer", tokenizer_model=str(tmp_path / "id_rsa"))
@@ -240,7 +240,7 @@ def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path)
     files = tokenizer_files(tmp_path)
     forge(tmp_path / "in", tokenizer_type="Llama2Tokenizer", tokenizer_model=str(files["SentencePieceTokenizer"]))
     (said,) = run_ranks(told, 1, "export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
-    assert f"the tokenizer is a copy of {files['SentencePieceTokenizer']}, which the checkpoint names" in said
+    assert f"copied the tokenizer from {files['SentencePieceTokenizer']}, as the checkpoint says" in said
     assert (tmp_path / "out/tokenizer.model").read_bytes() == files["SentencePieceTokenizer"].read_bytes()
 
 
@@ -297,7 +297,7 @@ def test_a_card_tells_of_no_training_that_was_not(tmp_path):
     assert "# LlamaForCausalLM converted by megatron_snip" in card and "| heads, key/value heads | 4, 2 |" in card
     assert "learning rate" not in card and "tokens trained on" not in card
     (said,) = run_ranks(convert, 1, *words[:-1], ".")
-    assert said == "--hf . has no name of its own; give a new folder"
+    assert said == "--hf . does not end in a name; give a new folder"
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):

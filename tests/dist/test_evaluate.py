@@ -131,7 +131,7 @@ def test_an_unknown_task_is_told_with_the_nearest(place, tmp_path):
     """By all that lm-eval has, whose index takes seconds."""
     words = (str(place / "hf"), "--include-path", str(place / "tasks"), "--tasks", "texts,sums_")
     (((said, error),),) = run_ranks(evaluate, 1, tmp_path, (*words, "--output", str(tmp_path / "scores.json")))
-    assert said == "" and "--tasks names no task 'sums_'; did you mean sums?" in error
+    assert said == "" and "--tasks: unknown task 'sums_'; did you mean sums?" in error
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def refused(place, tmp_path_factory):
         ([hf, *tasks, "sums", "--plan", "own"], "has no precision_plan.json"),
         ([hf, *tasks, "sums", "--plan", "fp4", "--precision", "fp8"], "drop one"),
         ([hf, *tasks, "sums", "--plan", str(folder / "none.json")], "none.json"),
-        ([hf, *tasks, "sums", "--tensor-model-parallel-size", "2"], "1 processes, --tensor-model-parallel-size 2"),
+        ([hf, *tasks, "sums", "--tensor-model-parallel-size", "2"], "1 ranks, --tensor-model-parallel-size 2"),
         ([str(bare), *tasks, "sums"], "bare"),
         ([str(folder), *tasks, "sums"], "no checkpoint is there"),
     ]

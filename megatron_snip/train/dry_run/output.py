@@ -1,4 +1,4 @@
-"""Results of a dry run as text and as JSON."""
+"""Results of a dry run as text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_size(config: Config) -> tuple[int, int]:
 
 
 def trial_passes(config: Config) -> int:
-    """Forward passes of a trial at most; 0 where plans are not tried."""
+    """Most forward passes of a trial; 0 without trials."""
     snip = config.snip
     if (
         config.precision.precision != "snip"
@@ -49,19 +49,19 @@ def trial_passes(config: Config) -> int:
 
 
 def trial_samples(config: Config, dp: int) -> int:
-    """Sequences of each."""
+    """Sequences in each pass of a trial."""
     together, stages = config.training.micro_batch_size * dp, config.parallel.pipeline_model_parallel_size
     return samples_of(config.snip.snip_trial_tokens, config.model.seq_length, together, stages)
 
 
 def _in_iterations(config: Config, world_size: int, one: Measured) -> dict[str, float]:
-    """What a probe and a trial of all its passes cost, in plain iterations.
+    """Cost of a probe, and of a trial with all its passes, in plain iterations.
 
-    By a rank's FLOPs, and by what its pipeline waits: a trial's few microbatches do not fill it for long.
+    Counts a rank's FLOPs and the pipeline bubble, which is large for the few microbatches of a trial.
     """
     found, dp = {stretch.name: stretch for stretch in one.stretches}, config.data_parallel_size(world_size)
     pp, stages = config.parallel.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, config.parallel)
-    waits = (pp - 1) * pp / len(stages)  # microbatches, less where stages are interleaved
+    waits = (pp - 1) * pp / len(stages)  # in microbatches; fewer if stages are interleaved
 
     def time(stretch: Stretch, samples: int) -> float:
         microbatches = samples // (config.training.micro_batch_size * dp)
@@ -91,7 +91,7 @@ def _costs(config: Config, world_size: int, one: Measured) -> list[str]:
         cost, passes = costs["trial"], trial_passes(config)
         tokens = trial_samples(config, config.data_parallel_size(world_size)) * config.model.seq_length
         lines.append(
-            f"a trial: {passes} forward passes of {tokens} tokens at most, 2 if the plan costs what was predicted: "
+            f"a trial: {passes} forward passes of {tokens} tokens at most, or 2 if the plan costs what was predicted: "
             f"{cost:.2f} plain iterations, {passes * sent[TRIAL]:.2f} GiB in collectives; {cost / interval:.3%} {share}"
         )
     return lines

@@ -1,8 +1,8 @@
-"""report.html, what happened in a run: from its folder alone, beside other runs' where they are named.
+"""report.html: what happened in a run, from its folder alone, optionally compared with other runs.
 
-It is one file of 2 to 5 MB: pictures are thinned out (pictures/figures.py), and nothing is loaded from anywhere
-(page.py).  A section that a run has nothing for is left out.  A new one is a function of the run that gives a
-`Section` or None, and an entry in ``_SECTIONS``.
+The report is one file of 2 to 5 MB.  Pictures are thinned out (pictures/figures.py), and the page loads nothing
+(page.py).  To add a section, write a function of the run that returns a `Section`, or None if the run has nothing to
+show, and add it to ``_SECTIONS``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from megatron_snip.train.report.trials import trials
 from megatron_snip.train.run.run_folder import saved_options
 from megatron_snip.train.setup import snip_shapes
 
-#: Lines of the table of plans; seconds that the solver gets for each point of the trade-off.
+#: Most lines in the table of plans; the solver's seconds per point of the trade-off.
 MOST_LINES, POINT_SECONDS = 100, 1.0
 _KINDS = {"loss_divergence": "nats", "weight_divergence": "of the squared update"}
 _GIB = 2**30
 
 
 def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: Path | None = None) -> Path:
-    """Write a run's report, by default report.html in its folder; returns its path.
+    """Write a run's report, by default report.html in its folder.  Returns the path.
 
-    others: folders of runs to compare with.  UserError if a folder holds no run, OSError if it cannot be written.
+    others: folders of runs to compare with.  Raises UserError if a folder holds no run, OSError if writing fails.
     """
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
@@ -51,18 +51,18 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     facts, notes = rows_of(summary_of(run)), [note for one in (run, *rest) for note in one.notes]
     text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
     path = file or run.path / "report.html"
-    write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may be no UTF-8
+    write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may not be UTF-8
     return path
 
 
 def _compared(run: Run, others: Sequence[Run]) -> Section | None:
-    """Loss with plan changes; with other runs, how far it lies from theirs."""
+    """Loss with plan changes, and the difference from each other run."""
     runs = dict(zip(_names([run, *others]), [run, *others]))
     if not any(one.metrics for one in runs.values()):
         return None
     marks = [(plan.iteration, plan.achieved) for plan in run.plans]
     shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
-    plain = {name: html.escape(name, quote=False) for name in shown}  # plotly takes tags in its texts
+    plain = {name: html.escape(name, quote=False) for name in shown}  # plotly interprets tags in texts
     figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
@@ -80,7 +80,7 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
 
 
 def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Options of model, training and data that two runs do not share, with both values."""
+    """Options of model, training and data that differ between two runs, with both values."""
     found = []
     for group in ("model", "training", "data"):
         here, there = mine.get(group, {}), theirs.get(group, {})
@@ -91,7 +91,7 @@ def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Folder names of runs; whole paths where they are not enough."""
+    """Folder names of runs, or whole paths if the names are not unique."""
     short = [run.path.resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [str(run.path) for run in runs]
 
@@ -116,7 +116,7 @@ def _plans(run: Run) -> Section | None:
 
 
 def _divergences(run: Run) -> Section | None:
-    """By iteration from metrics, by linear from the last statistics."""
+    """Divergences by iteration from metrics, and by linear from the last statistics."""
     figures = []
     for kind, unit in _KINDS.items():
         name = kind.replace("_", " ")
@@ -135,7 +135,7 @@ def _divergences(run: Run) -> Section | None:
         options = [LinearPrecision.uniform(fmt) for fmt in run.stats.formats]
         shares = dict(zip(run.stats.names, np.nan_to_num(top_token(run.stats, options).max(axis=1)).tolist()))
         figure = pictures.divergence_heatmap(shares, "of its loss divergence")
-        figures.append(figure | {"title": "Top token: the share of each linear's loss divergence that one token has"})
+        figures.append(figure | {"title": "Top token: the share of each linear's loss divergence from one token"})
     text = "Each linear in its costliest format, on a log scale. Empty cells have no finite value above 0."
     return Section("Divergences", text, figures) if figures else None
 
@@ -146,7 +146,7 @@ def _curves_of(run: Run, prefix: str) -> dict[str, Curve]:
 
 
 def _by_linear(run: Run, kind: str) -> dict[str, float]:
-    """Linear -> value at the coarsest format, from the last statistics."""
+    """Linear -> value in its costliest format, from the last statistics."""
     if run.stats is None:
         return {}
     found = Predictions.of(run.stats)
@@ -154,10 +154,10 @@ def _by_linear(run: Run, kind: str) -> dict[str, float]:
 
 
 def _measured(run: Run) -> Section | None:
-    """What low precision cost, by extra BF16 forwards, beside what the statistics of each plan predicted."""
+    """Measured cost of low precision, from extra BF16 forwards, next to the prediction for each plan."""
     key, expected = "snip/measured_loss_divergence_mean", "snip/predicted_loss_divergence"
     last: dict[str, Mapping[str, Any]] = {}
-    predicted: dict[str, float | None] = {}  # at a plan's first iteration; at its last, the next probe may have been
+    predicted: dict[str, float | None] = {}  # from a plan's first iteration; a probe may precede its last
     for row in run.metrics:
         plan = str(row.get("snip/plan_hash", ""))
         if is_finite(row.get(expected)):
@@ -184,7 +184,7 @@ def _trials(run: Run) -> Section | None:
 
 
 def _trade_off(run: Run) -> Section | None:
-    """Quality loss over what is saved, by the last statistics: the best plans, and the run's own."""
+    """Quality loss over savings, by the last statistics: the best plans, and the run's own."""
     snip = run.options.get("snip", {})
     if not run.plans or run.stats is None or run.options.get("precision", {}).get("precision") != "snip":
         return None
@@ -195,7 +195,7 @@ def _trade_off(run: Run) -> Section | None:
             return None
         request = planner.request(objective)
         frontier = planner.frontier(objective, time_limit=POINT_SECONDS, gap=1e-3)
-    except (ValueError, KeyError, TypeError, OSError) as error:  # options of another version, a table that is gone
+    except (ValueError, KeyError, TypeError, OSError) as error:  # options of another version, or a missing table
         run.notes.append(f"no trade-off is shown: {error}")
         return None
     known = set(planner.choices.options)
@@ -216,7 +216,7 @@ def _trade_off(run: Run) -> Section | None:
 
 
 def _planner(run: Run, stats: Statistics) -> Planner:
-    """Plans of the statistics as the run's options ask for them."""
+    """A planner with the run's options and these statistics."""
     groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
     config = parse([], saved_options({"config": run.options}, groups))
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
@@ -236,7 +236,7 @@ def _stages(run: Run) -> Section | None:
     newest = max((at for at, _ in ends.values()), default=0)
     found: dict[int, dict[str, float]] = {}
     for (stage, what), (at, value) in ends.items():
-        if at == newest:  # a plan on other stages may have been before
+        if at == newest:  # an earlier plan may have had other stages
             found.setdefault(stage, {})[what] = value
     last = [(stage, of["achieved"], of["modelled_time"]) for stage, of in sorted(found.items()) if len(of) == 2]
     if not last:
@@ -248,7 +248,7 @@ def _stages(run: Run) -> Section | None:
 
 
 def _pace(run: Run) -> Section | None:
-    """Tokens a second, the share of time that SNIP takes, memory."""
+    """Tokens per second, the share of time spent on SNIP, and memory."""
     at, seconds = run.column("iteration-time")
     if not at or not sum(seconds):
         return None
@@ -290,7 +290,7 @@ def _benchmarks(run: Run) -> Section | None:
 
 
 def _configuration(run: Run) -> Section | None:
-    """Options that differ from their defaults, versions, and all options to open."""
+    """Options that differ from their defaults, versions, and a folded list of all options."""
     if not run.options:
         return None
     default = Config().to_dict()

@@ -102,7 +102,7 @@ def test_what_texts_begin_with():
     assert [bos_of(own, one, hf=True), bos_of(own, one, hf=False), bos_of(own, none, hf=True)] == [7, None, None]
     assert bos_of(argparse.Namespace(add_bos=False), one, hf=True) is None
     assert bos_of(argparse.Namespace(add_bos=True), one, hf=False) == 7
-    with pytest.raises(ValueError, match="--add-bos is given, and the tokenizer puts nothing before a text"):
+    with pytest.raises(ValueError, match="you gave --add-bos, but the tokenizer puts nothing before a text"):
         bos_of(argparse.Namespace(add_bos=True), none, hf=False)
 
 
@@ -156,7 +156,7 @@ def test_tasks_are_named_one_by_one(harness, tmp_path):
     ("words", "message"),
     [
         ("sums,writing", "--tasks: writing is of kind generate_until"),
-        ("sums,text", "--tasks names no task 'text'; did you mean texts?"),
+        ("sums,text", "--tasks: unknown task 'text'; did you mean texts?"),
         ("odd", r"--tasks odd: cannot be loaded \(no none.jsonl\);"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_folder_of_tasks_that_is_not_there_is_refused(harness, tmp_path):
 
 
 def test_a_plan_beside_a_precision_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--plan fp4 and --precision fp8 are given; drop one"):
+    with pytest.raises(ValueError, match="you gave both --plan fp4 and --precision fp8; drop one"):
         plan_of("fp4", Config().replace(precision="fp8"), start_of(tmp_path))
 
 

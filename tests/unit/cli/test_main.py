@@ -27,7 +27,7 @@ def test_it_lists_what_there_is(capsys):
 
 def test_an_unknown_command_is_named(capsys):
     assert main(["trian"]) == 2
-    assert capsys.readouterr().err == f"there is no command 'trian'; give one of {', '.join(COMMANDS)}\n"
+    assert capsys.readouterr().err == f"unknown command 'trian'; give one of {', '.join(COMMANDS)}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -82,7 +82,7 @@ def test_links_within_the_folder_and_of_the_cache_are_followed(source, target, t
         (lambda path: path.symlink_to(path), "is a broken link"),
         (lambda path: path.write_text("{"), "is not JSON"),
         (lambda path: path.write_text("[" * 10**5), "is not JSON .it is nested too deeply"),
-        (lambda path: path.write_text("[1]"), "is not a JSON object"),
+        (lambda path: path.write_text("[1]"), "holds a JSON list, not an object"),
     ],
 )
 def test_what_is_no_settings_file_is_named(make, message, source):

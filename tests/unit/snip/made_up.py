@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_snip.quant import LinearShape
-from megatron_snip.snip.measure.linear_probe import OPERANDS
+from megatron_snip.snip.measure.linear_probe import OPERANDS, names_of_sums
 from megatron_snip.snip.measure.statistics import Statistics
 
 
@@ -29,11 +29,12 @@ def statistics(
     columns |= {f"spread/{fmt}": np.square(values) for fmt, values in token.items()}
     columns |= {f"top_token/{fmt}": values for fmt, values in token.items()}
     columns |= {"update": update} | {f"own/{fmt}": values for fmt, values in own.items()}
-    columns |= {f"norm/{tensor}": [1.0] * len(shapes) for tensor in "XWG"}
     for operand in (f"{fmt}/{operand}" for fmt in token for operand in OPERANDS):
         columns[f"error/{operand}"] = [value + 1e-3 for value in token[operand.split("/")[0]]]
         columns |= {f"{kind}/{operand}": [0.0] * len(shapes) for kind in ("underflow", "saturated")}
-    columns |= more or {}
+    known = {*columns, *(more or {})}  # all others are 1: the norms, and any that a probe learns to measure
+    others = sorted(name for name in names_of_sums(list(token), updates=True) - known if "nonzero/" not in name)
+    columns |= dict.fromkeys(others, [1.0] * len(shapes)) | dict(more or {})
     values = np.stack([np.array(column, np.float64) for column in columns.values()], axis=1)
     return Statistics(iteration, loss, tokens, tuple(shapes), tuple(columns), values)
 

@@ -376,7 +376,7 @@ def test_a_plan_whose_hash_differs_on_another_process_is_not_applied(other, make
         pair.copy_(torch.maximum(pair, torch.stack([theirs, -theirs])))
 
     monkeypatch.setattr(module.dist, "all_reduce", reduce)
-    assert_kept(one, run(one, [4])[4], "the plan's hash differs between processes")
+    assert_kept(one, run(one, [4])[4], "the plan's hash differs between ranks")
 
 
 def test_closing_ends_the_solver(make, monkeypatch):

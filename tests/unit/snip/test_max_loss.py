@@ -132,6 +132,6 @@ def test_something_must_measure_it(trials):
     with pytest.raises(UserError) as error:
         check_max_loss(SnipConfig(snip_max_loss=0.1, snip_trials=trials))
     assert str(error.value) == (
-        f"--snip-max-loss 0.1 is about what trials measure, and --snip-trials is {trials}; give 3 or more, or "
-        "--snip-target in place of --snip-max-loss"
+        f"--snip-max-loss 0.1 needs trials, and --snip-trials is {trials}; give 3 or more, or "
+        "--snip-target instead of --snip-max-loss"
     )

@@ -352,7 +352,7 @@ def test_a_plan_of_another_model_is_one_line(target, capsys, tmp_path):
     Plan.uniform(["layers.0.attention.wq"], "fp8").save(tmp_path / "plan.json")
     assert main([str(tmp_path / "plan.json"), "--to", target, "--output", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert "plan.json: 'layers.0.attention.wq' is no linear of a Llama's or Qwen3's blocks; give" in said
+    assert "plan.json: 'layers.0.attention.wq' is not a linear of a Llama or Qwen3; give" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 

@@ -85,7 +85,7 @@ def test_a_loss_in_place_of_a_saving(trying, tmp_path):
 
 def test_weights_of_another_iteration_are_told(trying, finished_run, caplog):
     trying("--try", "--load", str(finished_run / "checkpoints"))
-    assert "the statistics are of iteration 3, and --load has the weights before iteration 5" in caplog.text
+    assert "the statistics are of iteration 3, but --load has the weights before iteration 5" in caplog.text
 
 
 def test_a_trial_that_fails_is_told(trying, monkeypatch):
@@ -109,8 +109,8 @@ def test_a_trial_that_fails_is_told(trying, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--try"], "--try runs the model, and --load names none; give a folder of checkpoints"),
-        (["--snip-max-loss", "0.1"], "--snip-max-loss runs the model, and --load names none"),
+        (["--try"], "--try runs the model, so it needs --load; give a folder of checkpoints"),
+        (["--snip-max-loss", "0.1"], "--snip-max-loss runs the model, so it needs --load"),
         (["--try", "--snip-trials", "1"], "--try runs BF16 and plans, and --snip-trials is 1; give 2 or more"),
         (["--snip-max-loss", "0.1", "--snip-trials", "0"], "--snip-max-loss 0.1 .* --snip-trials is 0; give 3 or more"),
         (["--snip-max-loss", "0.1", "--snip-target", "0.5"],

@@ -160,7 +160,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, 
         (["--input", "nowhere*.jsonl", *NULL], "--input nowhere*.jsonl does not exist"),
         (["--input", "SOURCE", "--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
         (["--input", "SOURCE", "--tokenizer-type", "Nil"], "Nil is unknown"),
-        (["--input", "EMPTY", *NULL], "holds no text; nothing is written"),
+        (["--input", "EMPTY", *NULL], "holds no text; wrote nothing"),
     ],
 )
 def test_other_errors_leave_nothing(tmp_path, capsys, options, message):

@@ -96,7 +96,7 @@ def stopped(tmp_path, monkeypatch, words) -> Path:
 def test_what_does_not_fit_the_unfinished_work_is_refused(tmp_path, capsys, monkeypatch, quick, sources):
     words = ["--input", sources[0], "--output-prefix", str(tmp_path / "o"), *NULL]
     folder = stopped(tmp_path, monkeypatch, words)
-    assert f"stopped; {folder} keeps what is done, the same command goes on" in capsys.readouterr().err
+    assert f"stopped; {folder} keeps what is done, and the same command continues it" in capsys.readouterr().err
     assert main([*words, "--append-eod"]) == 1
     assert f"{folder} holds unfinished work with another set of options; continue with" in capsys.readouterr().err
     assert main([*words[:2], sources[1], *words[2:]]) == 1
@@ -172,7 +172,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, capsys, monkeypatch, quick, so
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert main(words) == 1
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues it" in capsys.readouterr().err
     assert main(words) == 0 and main([*words[:3], str(tmp_path / "whole"), *NULL]) == 0
     assert outputs(tmp_path, "o") == outputs(tmp_path, "whole")
 

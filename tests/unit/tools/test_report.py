@@ -34,10 +34,10 @@ def test_one_report_of_several_runs(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{one}", "--compare"], "--compare needs different runs, two or more, and got {one}; name another folder"),
-        (["{one}", "{one}/", "--compare"], "--compare needs different runs, two or more"),
-        (["{one}", "{two}", "{two}", "--compare"], "--compare needs different runs, two or more"),
-        (["{one}", "{two}", "--output", "x.html"], "--output x.html is one file for 2 reports; give --compare, or one"),
+        (["{one}", "--compare"], "--compare needs two or more different runs, but got {one}; name another folder"),
+        (["{one}", "{one}/", "--compare"], "--compare needs two or more different runs"),
+        (["{one}", "{two}", "{two}", "--compare"], "--compare needs two or more different runs"),
+        (["{one}", "{two}", "--output", "x.html"], "--output x.html is one file, but there are 2 reports; give"),
         (["{one}", "--output", "{two}"], "--output {two} is a folder; give a file"),
         (["{one}/none"], "{one}/none holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)"),
         (["n" * 300], "cannot be written"),

@@ -116,7 +116,7 @@ def test_probes_and_trials_are_told_in_plain_iterations() -> None:
     text = as_text(config, 4, [one])
     assert "a probe: 2.50 plain iterations by FLOPs, 1.00 GiB in collectives (an iteration: 1.00); 2.500% of" in text
     assert (
-        "a trial: 10 forward passes of 32768 tokens at most, 2 if the plan costs what was predicted: 16.25 plain"
+        "a trial: 10 forward passes of 32768 tokens at most, or 2 if the plan costs what was predicted: 16.25 plain"
         in text
     )
     assert "16.25 plain iterations, 10.00 GiB in collectives; 16.250% of a run at --snip-interval 100" in text
