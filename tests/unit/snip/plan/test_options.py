@@ -60,7 +60,7 @@ def test_granularity_makes_options_and_ties():
 @pytest.mark.parametrize(
     ("capability", "cuda", "options"),
     [((9, 0), "13.0", "fp8,fp4"), ((10, 0), "13.0", "mxfp8,nvfp4"), ((10, 0), "12.6", "fp8,fp4"),
-     ((12, 0), "13.0", "fp8,fp4")],
+     ((12, 0), "13.0", "mxfp8,nvfp4")],
 )  # fmt: skip
 def test_auto_follows_the_device(capability, cuda, options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

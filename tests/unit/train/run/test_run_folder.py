@@ -281,18 +281,12 @@ def test_a_mistyped_load_does_not_take_another_runs_folder(tmp_path):
 
 def test_a_lost_tracker_starts_nothing_anew(tmp_path):
     run = used(tmp_path / "run", ABC, 7)
-    tracker = run / "checkpoints/latest_checkpointed_iteration.txt"
-    tracker.unlink()
-    assert find_start(options(run, load=str(run / "checkpoints"))).iteration == 7, (
-        "as a kill during the first save leaves"
-    )
     checkpoint(run / "checkpoints", 6, ABC)
-    tracker.unlink(missing_ok=True)
+    (run / "checkpoints/latest_checkpointed_iteration.txt").unlink()
     said = refused(options(run, load=str(run / "checkpoints")), tmp_path)
     assert "checkpoints up to iteration 7 but no latest_checkpointed_iteration.txt; write the iteration" in said
     assert "already holds checkpoints up to iteration 7" in refused(options(run), tmp_path)
-    named = options(run, load=str(run / "checkpoints/iter_0000007"))
-    assert find_start(named).iteration == 7
+    assert find_start(options(run, load=str(run / "checkpoints/iter_0000007"))).iteration == 7
 
 
 def test_a_file_is_no_folder(tmp_path):
