@@ -70,11 +70,11 @@ def test_plans_and_their_table(generate, tmp_path, finished_run):
 
 def test_options_are_those_that_were_measured(generate, tmp_path, finished_run):
     stats = json.loads((finished_run / "stats/iter_0000003.json").read_text())
-    stats["columns"] = [name.replace("fp8", "mxfp8").replace("fp4", "nvfp4_plain") for name in stats["columns"]]
+    stats["columns"] = [name.replace("fp8", "mxfp8").replace("fp4", "nvfp4") for name in stats["columns"]]
     (tmp_path / "stats.json").write_text(json.dumps(stats))
     generate(stats=tmp_path / "stats.json")
     plan = Plan.load(tmp_path / "plans/best.json")
-    assert {str(precision) for precision in plan.linears.values()} == {"mxfp8", "nvfp4_plain"}
+    assert {str(precision) for precision in plan.linears.values()} == {"mxfp8", "nvfp4"}
 
 
 def test_the_frontier(generate, tmp_path):
