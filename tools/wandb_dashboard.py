@@ -1,10 +1,10 @@
 r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicted and measured divergences.
 
-    python tools/wandb_dashboard.py --project my-project --entity my-team
+    python tools/wandb_dashboard.py --project my-project
     python tools/wandb_dashboard.py --project my-project --entity my-team --dry-run
 
 Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
-synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
+synced.  Without --entity it is your default entity's.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
 
 Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
 """
@@ -105,6 +105,15 @@ def workspace(entity: str, project: str, name: str) -> Any:
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
 
 
+def default_entity() -> str:
+    """The entity that wandb takes for runs without one.  Raises UserError if you have none."""
+    import wandb
+
+    if not (entity := wandb.Api().default_entity):
+        raise UserError("wandb knows no default entity of yours; give --entity")
+    return str(entity)
+
+
 def as_json(made: Any) -> str:
     """A workspace as indented JSON, without default values."""
     from pydantic import TypeAdapter
@@ -118,12 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--project", required=True, help="wandb project, as in --wandb-project")
-    parser.add_argument("--entity", required=True, help="wandb user or team")
+    parser.add_argument("--entity", default="", help="wandb user or team (default: your default entity)")
     parser.add_argument("--name", default="SNIP", help="name of the view (default: SNIP)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
     own = parser.parse_args(arguments)
     try:
-        made = workspace(own.entity, own.project, own.name)
+        entity = own.entity or ("" if own.dry_run else default_entity())
+        made = workspace(entity, own.project, own.name)
         if own.dry_run:
             print(as_json(made))
             return 0
@@ -132,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wandb_dashboard: {error}", file=sys.stderr)
         return 1
     except Exception as error:  # wandb and the network raise all kinds
-        said = f"--project {own.project} of {own.entity}: the workspace was not saved: {one_line(error)}"
+        said = f"--project {own.project} of {own.entity or 'your default entity'}: the workspace was not saved: {one_line(error)}"
         print(f"wandb_dashboard: {said}; `wandb login`, or look with --dry-run", file=sys.stderr)
         return 1
     print(made.url)

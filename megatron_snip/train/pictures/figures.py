@@ -9,6 +9,7 @@ page sets those of text and grid.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ Figure = dict[str, Any]
 Curve = tuple[Sequence[int], Sequence[float]]
 
 MOST_POINTS, MOST_MARKS, MOST_COLUMNS = 4000, 200, 200
+MOST_SHARES = 8  # shares written on marks of new plans
 MOST_CELLS = 1_000_000  # linears of all plans that the slider holds
 _COLOURS = {"bf16": "#aab4c2", "fp8": "#5b8fbf", "fp4": "#e8893c"}
 _SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#6b8f4e", "#a5482f")
@@ -122,7 +124,7 @@ def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | No
         data.insert(0, band)
     layout = axes("iteration", f"{name} - {other} (nats)")
     layout["yaxis"] |= {"zeroline": True, "zerolinecolor": "#8792a2"}
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": layout, "title": f"Training loss: {name} minus {other}"}
 
 
 def plans(all_plans: Sequence[Plan], titles: Sequence[str] = ()) -> Figure:
@@ -186,15 +188,21 @@ def shares(all_plans: Sequence[Plan]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
-    """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty."""
+def divergence_heatmap(values: Mapping[str, float], what: str, scale: Sequence[float] = ()) -> Figure:
+    """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty.
+
+    scale: values between which colours run, if several heatmaps are to share them.
+    """
     grid = Grid(values)
     table: list[list[float | None]] = [[None] * grid.blocks for _ in grid.kinds]
     for name, (row, block) in grid.cells.items():
         table[row][block] = values[name] if values[name] > 0 else None
     layout = _heatmap_layout(grid.kinds, grid.blocks)
     layout["yaxis"] |= {"tickvals": list(range(len(grid.kinds))), "range": [len(grid.kinds) - 0.5, -0.5]}
-    return {"data": [_log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}")], "layout": layout}
+    heat = _log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}")
+    if ends := [math.log10(v) for v in scale if v > 0 and math.isfinite(v)]:
+        heat |= {"zmin": min(ends), "zmax": max(ends)}
+    return {"data": [heat], "layout": layout}
 
 
 def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
@@ -205,7 +213,7 @@ def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure
     ]
     ticks = _log_ticks([y for _, ys in curves.values() for y in ys if y > 0])
     layout = axes("iteration", what)
-    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
     return {"data": data, "layout": layout}
 
 
@@ -217,7 +225,7 @@ def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
     table = [[row[i] if row.get(i, 0) > 0 else None for i in at] for row in rows]
     layout = axes("iteration", "block")
     layout["xaxis"] |= {"type": "category", "nticks": 8}
-    layout["yaxis"] |= {"autorange": "reversed", "nticks": 10}
+    layout["yaxis"] |= {"autorange": "reversed", **_whole(len(rows))}
     layout["height"] = 160 + 12 * min(max(len(rows), 5), 40)
     places = {"x": [str(i) for i in at]}
     return {
@@ -241,12 +249,17 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
     figures: list[Figure] = [{"data": data, "layout": axes("iteration", "loss divergence (nats)")}]
     both = [(p[3], p[1], p[2], p[0]) for p in points if p[3] is not None]
     if len(both) > 1:
-        ends = [min(p[0] for p in both), max(p[0] for p in both)]
+        ends = [f(min(p[:2]) if f is min else max(p[:2]) for p in both) for f in (min, max)]
+        room = 0.05 * (ends[1] - ends[0]) or 1e-6
         bars = {**bars, "array": [2 * error if error is not None else 0.0 for _, _, error, _ in both]}
         scatter = line("plans", ([p[0] for p in both], [p[1] for p in both]), PALETTE[0], mode="markers", error_y=bars)
         scatter |= {"text": [f"iteration {p[3]}" for p in both]}
         equal = line("as predicted", (ends, ends), PALETTE[1], dash="dot")
         layout = axes("predicted (nats)", "measured (nats)")
+        for axis in layout.values():  # equal, so that the diagonal is one
+            axis["range"] = [ends[0] - room, ends[1] + room]
+        layout["yaxis"] |= {"scaleanchor": "x", "constrain": "domain"}
+        layout["xaxis"]["constrain"] = "domain"
         figures.append({"data": [equal, scatter], "layout": layout})
     return figures
 
@@ -304,11 +317,14 @@ def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
     """A vertical line per new plan, on a separate axis from 0 to 1."""
     kept = [marks[i] for i in picked(len(marks), MOST_MARKS)]
     texts = [f"plan from iteration {iteration}: {share:.1%} in FP4" for iteration, share in kept]
+    some = set(picked(len(kept), MOST_SHARES))
+    beside = [f"{share:.0%} FP4" if number in some else "" for number, (_, share) in enumerate(kept)]
     return {
-        "type": "scatter", "mode": "lines", "name": "new plan", "yaxis": "y2",
+        "type": "scatter", "mode": "lines+text", "name": "new plan", "yaxis": "y2", "textposition": "bottom right",
         "line": {"color": _MARK, "width": 1, "dash": "dot"},
         "x": [x for iteration, _ in kept for x in (iteration, iteration, None)], "y": [0, 1, None] * len(kept),
-        "text": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{text}<extra></extra>",
+        "text": [t for text in beside for t in ("", text, "")], "textfont": {"size": 10},
+        "customdata": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip
 
 
@@ -323,7 +339,7 @@ def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Fig
         "hovertemplate": text + "<extra></extra>",
         "colorbar": {
             "thickness": 10, "outlinewidth": 0,
-            "tickvals": [math.log10(t) for t in ticks], "ticktext": [f"{t:g}" for t in ticks],
+            "tickvals": [math.log10(t) for t in ticks], "ticktext": [number(t) for t in ticks],
         },
     }  # fmt: skip
 
@@ -336,14 +352,24 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
     return [float(f"1e{power}") for power in range(low, high + 1, -(-(high - low) // 5))]
 
 
+def number(value: float, digits: int = 3) -> str:
+    """A number as on the axes: 0.0005, and 5e-5 from there down."""
+    return re.sub(r"e([+-])0*", lambda found: f"e{found[1].strip('+')}", f"{value:.{digits}g}")
+
+
 def axes(x: str, y: str) -> Figure:
     """A layout with these titles of the axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
 
 
+def _whole(blocks: int) -> Figure:
+    """Ticks of an axis of blocks, at whole numbers."""
+    return {"tick0": 0, "dtick": next((step for step in (1, 2, 5, 10) if blocks <= 12 * step), 20), "tickformat": "d"}
+
+
 def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
     layout = axes("block", "")
-    layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], "tickformat": "d"}
+    layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], **_whole(blocks)}
     layout["yaxis"] |= {"showgrid": False, "zeroline": False, "ticktext": list(kinds)}
     layout["height"] = 130 + 30 * max(len(kinds), 3)
     return layout

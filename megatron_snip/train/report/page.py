@@ -51,14 +51,15 @@ const unpack = async packed => {
 const touch = matchMedia('(pointer: coarse)').matches, narrow = () => innerWidth < 600;
 const ink = () => getComputedStyle(document.body).color;
 const line = 'rgba(128,128,128,0.25)';
+const plain = {exponentformat: 'e', minexponent: 5};  // as figures.number writes
 const layoutOf = own => ({
   height: narrow() ? 300 : 380, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', hovermode: 'closest',
   margin: {l: narrow() ? 48 : 70, r: 10, t: 30, b: 45}, dragmode: touch ? false : 'zoom', ...own,
   font: {color: ink(), size: 12, family: 'system-ui, sans-serif'},
   legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'},
   modebar: {bgcolor: 'rgba(0,0,0,0)', color: 'rgba(128,128,128,0.6)', activecolor: 'rgb(128,128,128)'},
-  xaxis: {gridcolor: line, zerolinecolor: line, automargin: true, ...own.xaxis},
-  yaxis: {gridcolor: line, zerolinecolor: line, automargin: true, zeroline: false, ...own.yaxis},
+  xaxis: {gridcolor: line, zerolinecolor: line, automargin: true, ...plain, ...own.xaxis},
+  yaxis: {gridcolor: line, zerolinecolor: line, automargin: true, zeroline: false, ...plain, ...own.yaxis},
 });
 const cells = (plans, step) => {
   const fresh = () => Array.from({length: 4 * plans.rows - 1}, () => Array(plans.columns).fill(null));

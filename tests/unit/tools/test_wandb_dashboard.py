@@ -55,3 +55,15 @@ def test_what_wandb_raises_is_one_line(monkeypatch, capsys):
     assert main(WORDS) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert "--project llama of team: the workspace was not saved: no network" in said and "--dry-run" in said
+
+
+def test_without_an_entity_it_is_the_default_one(monkeypatch, capsys):
+    workspaces, wandb = pytest.importorskip("wandb_workspaces.workspaces"), pytest.importorskip("wandb")
+    assert main([*WORDS[:2], "--dry-run"]) == 0 and json.loads(capsys.readouterr().out)["entity"] == ""
+    saved = []
+    monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append(self.entity))
+    monkeypatch.setattr(workspaces.Workspace, "url", "address")
+    monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": "mine"}))
+    assert main(WORDS[:2]) == 0 and saved == ["mine"]
+    monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": None}))
+    assert main(WORDS[:2]) == 1 and "give --entity" in capsys.readouterr().err and saved == ["mine"]
