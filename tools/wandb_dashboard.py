@@ -4,7 +4,8 @@ r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicte
     python tools/wandb_dashboard.py --project my-project --entity my-team --dry-run
 
 Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
-synced.  Without --entity it is your default entity's.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
+synced.  Without --entity, the project is one of your default entity.  --dry-run prints the workspace as JSON and sends
+nothing.  Needs the extra `dashboard`.
 
 Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
 """
@@ -142,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wandb_dashboard: {error}", file=sys.stderr)
         return 1
     except Exception as error:  # wandb and the network raise all kinds
-        said = f"--project {own.project} of {own.entity or 'your default entity'}: the workspace was not saved: {one_line(error)}"
+        owner = own.entity or "your default entity"
+        said = f"--project {own.project} of {owner}: the workspace was not saved: {one_line(error)}"
         print(f"wandb_dashboard: {said}; `wandb login`, or look with --dry-run", file=sys.stderr)
         return 1
     print(made.url)
