@@ -29,9 +29,10 @@ import argparse
 import json
 import logging
 import math
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,6 +57,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.predict.divergence import loss_divergence
 from megatron_snip.snip.trial import TrialFailed
@@ -258,12 +260,21 @@ def check_shares(config: Config, shares: Sequence[float]) -> None:
             raise UserError(str(error).replace("--snip-target", "--shares", 1)) from None
 
 
+def next_step(output: Path, plans: Mapping[str, Plan]) -> str:
+    """The command that trains under the largest plan; "" if there is none."""
+    if not plans:
+        return ""
+    name = max(plans, key=lambda each: plans[each].achieved)
+    file = shlex.quote(str(output / f"{name}.json"))
+    return f"Next, train under a plan: pretrain_llama.py --precision plan --precision-plan {file} (and your options)"
+
+
 def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, planned: Planned) -> str:
     """Everything that --output gets; returns what the terminal shows."""
     coarsest, plans = found.formats[-1], planned.plans
     worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
-    totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
+    totals = ["all linears", *(pictures.number(found.mean[:, f].sum()) for f in range(len(found.formats)))]
     plan_heads, plan_rows = planned.table()
     stats.save(output / "stats.json")
     write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
@@ -274,19 +285,21 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
         ("batches", f"{own.batches} of {own.batch_size} x {own.seq_length} tokens"),
         ("formats", ", ".join(found.formats)),
     ]  # fmt: skip
-    figures = [pictures.divergence_heatmap(found.column(fmt), "nats") | {"title": fmt} for fmt in found.formats]
+    scale = [value for fmt in found.formats for value in found.column(fmt).values() if value > 0]
+    figures = [pictures.divergence_heatmap(found.column(f), "nats", scale) | {"title": f} for f in found.formats]
     every = table(heads, [totals, *found.rows([name for name, _ in worst])])
     sections = [
         Section("Sensitivity", "Predicted increase of the loss, in nats, if one linear runs in a format.", figures),
         Section("Plans", ABOUT, [pictures.plans([*plans.values()], [*plans])], table(plan_heads, plan_rows)),
         *planned.curve(),
+        *([Section("Next", said)] if (said := next_step(output, plans)) else []),
         Section("All linears", "Loss divergence with its standard error over batches, the costliest first.", (), every),
     ]  # fmt: skip
     notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
     write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
     parts = [text_table(heads, rows), text_table(plan_heads, plan_rows), *(s.text for s in planned.curve())]
-    return "\n\n".join([*parts, f"{output}/report.html"])
+    return "\n\n".join([*parts, next_step(output, plans), f"{output}/report.html"])
 
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

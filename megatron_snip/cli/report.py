@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line, path_word
 from megatron_snip.train.report.run_summary import format_summary
-from megatron_snip.train.report.sections import write_report
+from megatron_snip.train.report.sections import differences, write_report
 
 
 def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
@@ -32,7 +32,8 @@ def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
     for run, others in jobs:
         file = Path(output) if output else Path(run) / name
         check_output("--output" if output else "the report", file)
-        shown.append(f"{format_summary(run)}\n\n{write_report(run, others, file)}")
+        told = "".join(f"\n{words}" for words in differences(run, others))
+        shown.append(f"{format_summary(run)}{told}\n\n{write_report(run, others, file)}")
     return "\n\n".join(shown)
 
 

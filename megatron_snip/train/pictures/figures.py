@@ -67,7 +67,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[list[int], list[floa
             keep |= {int(bucket[low[bucket].argmin()]), int(bucket[high[bucket].argmax()])}
         order = sorted(keep)
         xs, ys = xs[order], ys[order]
-    return xs.tolist(), _rounded(ys)
+    return xs.tolist(), rounded(ys)
 
 
 def smooth(values: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -98,33 +98,6 @@ def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, flo
     if (span := _range([curve for pair in runs.values() for curve in pair])) is not None:
         layout["yaxis"]["range"] = span
     return {"data": data, "layout": layout}
-
-
-def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | None:
-    """The training loss minus another run's: means over windows of common iterations, with two standard errors.
-
-    None if the runs have no iteration in common.
-    """
-    there = dict(zip(*theirs))
-    common = [(i, value - there[i]) for i, value in zip(*mine) if i in there]
-    if not common:
-        return None
-    window = max(8, len(common) // 100) if len(common) >= 16 else 1
-    parts = np.array_split(np.asarray(common, np.float64), len(common) // window)  # each [W, 2]
-    xs, means = [int(part[:, 0].mean()) for part in parts], [float(part[:, 1].mean()) for part in parts]
-    sizes = " or ".join(map(str, sorted({len(part) for part in parts})))  # parts that differ do so by one
-    data = [line(f"mean of {sizes}" if window > 1 else f"{name} - {other}", (xs, means), PALETTE[0])]
-    if window > 1:
-        errors = [2 * part[:, 1].std(ddof=1) / math.sqrt(len(part)) for part in parts]
-        low, high = (_rounded([m + sign * e for m, e in zip(means, errors)]) for sign in (-1, 1))
-        band: Figure = {
-            "type": "scatter", "x": xs + xs[::-1], "y": high + low[::-1], "fill": "toself", "hoverinfo": "skip",
-            "mode": "none", "fillcolor": "rgba(61,127,196,0.25)", "name": "two standard errors",
-        }  # fmt: skip
-        data.insert(0, band)
-    layout = axes("iteration", f"{name} - {other} (nats)")
-    layout["yaxis"] |= {"zeroline": True, "zerolinecolor": "#8792a2"}
-    return {"data": data, "layout": layout, "title": f"Training loss: {name} minus {other}"}
 
 
 def plans(all_plans: Sequence[Plan], titles: Sequence[str] = ()) -> Figure:
@@ -283,7 +256,7 @@ def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
     """(stage, FP4 share, modelled time) as bars."""
     names = [f"stage {stage}" for stage, _, _ in found]
     bars = {
-        "type": "bar", "x": names, "y": _rounded([time for _, _, time in found]), "marker": {"color": PALETTE[0]},
+        "type": "bar", "x": names, "y": rounded([time for _, _, time in found]), "marker": {"color": PALETTE[0]},
         "text": [f"{share:.1%} in FP4" for _, share, _ in found],
         "name": "modelled time", "showlegend": False, "width": 0.5,
     }  # fmt: skip
@@ -309,7 +282,7 @@ def line(name: str, curve: Any, colour: str, *, width: float = 2, **more: Any) -
     style = {"color": colour, "width": width} | {key: more.pop(key) for key in ("dash", "shape") if key in more}
     single = {"mode": "markers"} if len(curve[0]) == 1 else {"mode": "lines"}
     floats = any(isinstance(x, float) for x in curve[0])
-    xs, ys = (_rounded(curve[0]), _rounded(curve[1])) if floats else thinned(curve)
+    xs, ys = (rounded(curve[0]), rounded(curve[1])) if floats else thinned(curve)
     return {"type": "scatter", "name": name, "x": xs, "y": ys, "line": style, **single, **more}
 
 
@@ -334,7 +307,7 @@ def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Fig
     known = [v for row in logs for v in row if v is not None]
     ticks = _log_ticks([10**v for v in known])
     return {
-        "type": "heatmap", "z": logs, "customdata": [_rounded(row) for row in table], **places, "hoverongaps": False,
+        "type": "heatmap", "z": logs, "customdata": [rounded(row) for row in table], **places, "hoverongaps": False,
         "colorscale": "YlOrRd", "reversescale": True, "xgap": 1, "ygap": 1,
         "hovertemplate": text + "<extra></extra>",
         "colorbar": {
@@ -386,6 +359,6 @@ def _range(all_curves: Sequence[Curve]) -> list[float] | None:
     return [low - 0.05 * (top - low), top + 0.3 * (top - low)] if top > low else None
 
 
-def _rounded(values: Iterable[Any]) -> list[Any]:
+def rounded(values: Iterable[Any]) -> list[Any]:
     """The values to six significant digits, more than a screen shows; None if not finite."""
     return [float(f"{v:.6g}") if v is not None and math.isfinite(v) else None for v in values]
