@@ -8,18 +8,40 @@ Source of the block shapes (1x128 tiles for activations and gradients, 128x128 b
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
 
-#: Kinds of scale and their stored bits.  Kernels identify a kind by its index (cpu.h's enum Scale).
-_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8, "e4m3_4over6": 8}
-SCALES = tuple(_SCALE_BITS)
+
+class _Scale(NamedTuple):
+    """A kind of scale.
+
+    bits: of a stored scale.  saturates_below: blocks of elements whose largest value is smaller may have finite
+    values beyond it; 0 if no blocks may.
+    """
+
+    bits: int
+    saturates_below: float
+
+
+#: Kinds of scale.  The CPU kernel knows a kind by its place (enum Scale in cpu_kernels.h), Triton's by its name.
+#: Powers of two leave E2M5 too little: 4 / 2**128 is the least that they encode by.
+_SCALES = {
+    "fp32": _Scale(32, 0.0),
+    "fp32_pow2": _Scale(32, 4.0),
+    "e8m0": _Scale(8, math.inf),
+    "e8m0_ceil": _Scale(8, 4.0),
+    "e4m3": _Scale(8, math.inf),
+    "e4m3_4over6": _Scale(8, math.inf),
+}
+SCALES = tuple(_SCALES)
 #: Those that are E4M3, under a float32 scale of the whole tensor.
 E4M3_SCALES = ("e4m3", "e4m3_4over6")
 
@@ -65,8 +87,8 @@ class Format:
         return hash(self.name)  # cheap: every cast of a linear looks up a form
 
     def __post_init__(self) -> None:
-        if self.scale not in _SCALE_BITS:
-            raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
+        if self.scale not in _SCALES:
+            raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALES)}")
         if unknown := sorted(self.stochastic_roles - {*ROLES, *_OPERANDS.values()}):
             known = ", ".join((*ROLES, *_OPERANDS.values()))
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
@@ -86,6 +108,11 @@ class Format:
         return self.scale in E4M3_SCALES
 
     @property
+    def saturates(self) -> bool:
+        """Whether scales can leave finite values beyond the element's largest one (numerics.md, "saturated")."""
+        return self.element is not None and self.element.max < _SCALES[self.scale].saturates_below
+
+    @property
     def element_bits(self) -> int:
         """Bits of one element without its scale (16, 8 or 4); decides the speed of a GEMM."""
         return 16 if self.element is None else self.element.bits
@@ -95,7 +122,7 @@ class Format:
         """Stored bits per element, including its share of a tile's scale."""
         if self.element is None:
             return 16.0
-        return self.element.bits + _SCALE_BITS[self.scale] / self.tile
+        return self.element.bits + _SCALES[self.scale].bits / self.tile
 
     def stochastic(self, role: str, dim: int) -> bool:
         """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""

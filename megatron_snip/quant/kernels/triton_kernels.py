@@ -100,7 +100,7 @@ def _cast_chunk(
     SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
     y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
     size = tl.abs(y)
-    if not F.saturating:
+    if not F.clamps:
         size = tl.minimum(size, F.largest, propagate_nan=tl.PropagateNan.ALL)
     q = rounded(size, row, col, words, F, ROWS, COLS)
     negative = bits_of(y) & -2147483648
@@ -121,13 +121,9 @@ def _cast_chunk(
             else:
                 codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
                 store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
-        # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
-        # largest / amax is below the smallest power of two, which is possible for a largest below 4.
-        E4M3: tl.constexpr = F.scale == "e4m3" or F.scale == "e4m3_4over6"
-        SATURATES: tl.constexpr = F.scale == "e8m0" or E4M3 or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if saturated is None:
             pass
-        elif SATURATES or broken:
+        elif F.saturates or broken:
             count_saturated(y, saturated, F.saturation)
 
 

@@ -164,7 +164,7 @@ class Operands:
         and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
         """
         tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
-        exact = form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil")
+        exact = form is None or not form.fmt.saturates
         if exact:
             form = self.call.form(gemm, role, fmt)
         made = cast(tensor, [form], self.call.reduce_amax.get(role), count=not exact)[0]
