@@ -19,8 +19,9 @@ class FormSpec(NamedTuple):
     """What a kernel is compiled for in one form: a cast.Form as plain constants.
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
-    which codes are written, which is the carrier for operands.  saturates: as Format has it.  sixth: 1 / largest in float32.  carry: what makes a
-    mantissa above that of largest carry into the exponent, for scales that are rounded up, else 0.
+    which codes are written, which is the carrier for operands.  saturates: as Format has it.  sixth: 1 / largest in
+    float32.  carry: what makes a mantissa above that of largest carry into the exponent, for scales that are rounded
+    up, else 0.
     hardware: "e4m3" or "e5m2" if the device has an instruction that converts to codes, "e2m1" if it has one that
     converts to pairs of codes, else "".
     clamps: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
