@@ -132,8 +132,7 @@ def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
     fmt, dim = get_format(name), REDUCTION_DIM[gemm][role]
     if not fmt.quantised:
         return None
-    rows, cols = fmt.block_shape(role, dim)
-    if rows == cols and output not in OPERANDS and role not in fmt.stochastic_roles:
+    if role == "weight" and fmt.shares_weight and output not in OPERANDS:
         dim = 1  # square blocks are the same along both dims, so one cast serves both
     return Form(fmt, role, dim, output=output)
 
