@@ -38,6 +38,11 @@ FN bool is_e2m1(const Grid& g) { return g.mantissa_bits == 1 && g.emin == 0 && g
 // Magnitudes of kLanes elements, `step` apart, of which `count` exist; 0 where one is not finite.
 template <class T>
 FN F sizes_of(const T* x, int64_t step, int64_t count) {
+  if (count == 1) {
+    F one{};
+    one[0] = size_as_float<T>(size_of<T>(load<typename Sizes<T>::Word>(x)));
+    return one;
+  }
   alignas(64) float sizes[kLanes] = {};
   const int lanes = int(std::min<int64_t>(count, kLanes));
   for (int i = 0; i < lanes; ++i)
@@ -104,13 +109,19 @@ struct Estimate {
 };
 
 // Settle kLanes blocks by their estimated errors, and return a mask of those where these nearly agree, which are left
-// as they were.  The sums here and of the exact way differ by less than 2**-12 of the larger scale's square for 16
-// elements, of which there are `rows`: each is off by less than 12 * 2**-22 squares.
+// as they were.
+//
+// Both ways round the same y.  Five roundings tell an element's error here from that of the exact way, at most
+// 5 y / 2**24 in units of the scale, with y < 7.  By Cauchy's inequality a sum E of n squares is then off by at most
+// 70 sqrt(n E) / 2**24, and the order of the sum takes less than n E / 2**21.  This is for both candidates, squared,
+// with some room; a block has n = 16 `rows` elements.
 FN unsigned settle_by_estimates(Scratch& s, int block, F error, F other_error, int64_t rows) {
   const F scale = load<F>(s.stored + block), other_scale = load<F>(s.other_stored + block);
   const F difference = other_error * other_scale * other_scale - error * scale * scale;
-  const F apart = as<F>(as<I>(difference) & 0x7fffffff), bound = other_scale * other_scale * (float(rows) * (0x1p-12f / kUnit));
-  const I clear = apart > bound;
+  const F larger = error > other_error ? error : other_error, square = other_scale * other_scale;
+  const float n = float(rows);
+  const F bound = square * square * larger * (n * (0x1p-27f / kUnit) + larger * (n * n * 0x1p-31f));
+  const I clear = difference * difference > bound;
   settle(s, block, clear & (difference < 0.0f));
   return mask_of(~clear);
 }
