@@ -12,15 +12,15 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import atomic_output, one_line, path_word
+from megatron_snip.files.io import atomic_output, path_word
 
 SYSTEM_DOCUMENTATION = Path("/usr/share/doc")
 # Installed packages differ between machines, and test folders contain broken files on purpose.
@@ -56,7 +56,7 @@ def read_text(path: Path) -> str | None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Collect text that is already on this machine.")
+    parser = Parser(__doc__)
     parser.add_argument("--output", required=True, type=path_word, help="folder for train.jsonl and valid.jsonl")
     parser.add_argument(
         "--min-bytes", type=int, default=4_000_000, help="fail if there is less text (default: 4000000)"
@@ -111,18 +111,11 @@ def gather(arguments: argparse.Namespace) -> dict[str, list[int]]:
     return totals
 
 
+@reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        totals = gather(arguments)
-    except (UserError, OSError) as error:
-        print(f"gather_text: {one_line(error)}", file=sys.stderr)
-        return 1
+    totals = gather(arguments)
     for name, (files, size) in totals.items():
         print(f"{Path(arguments.output, name)}.jsonl: {files:,} files, {size:,} bytes")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,14 @@
 r"""Measure what low precision would cost in each linear of a model, without training.
 
-    python tools/analyse.py llama/ --data my.txt
-    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/analyse.py runs/my/checkpoints --data my.jsonl \
-        --output analysis --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
+    megatron-snip analyse llama/ --data my.txt
+    torchrun --rdzv-backend one_node --nproc_per_node 8 -m megatron_snip.cli analyse runs/my/checkpoints \
+        --data my.jsonl --output analysis --formats fp8,fp4,nvfp4 --tensor-model-parallel-size 8
 
 MODEL is a Hugging Face folder or a folder of checkpoints.  --data is plain text, JSON lines with a key "text", or the
 prefix of an indexed dataset.  Each of --batches batches is probed separately, so every figure has a standard error.
 It writes to --output, a folder that all ranks must see: report.html with pictures, sensitivity.json, stats.json
-for tools/generate_plan.py, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
-for `pretrain_llama.py --precision plan` and tools/export_plan.py.  You can add options of the trainer, such as
+for `megatron-snip plan`, and a plan for each of --shares, such as plan_75.json with 75% of the linears' FLOPs in FP4,
+for `pretrain_llama.py --precision plan` and `megatron-snip export`.  You can add options of the trainer, such as
 --snip-granularity fused.
 
 --snip-trials forward passes (10 by default; 0: none) then measure BF16 and plans along the frontier: those of --shares,
@@ -40,8 +40,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_snip import runtime
-from megatron_snip.cli import collect_stats
+from megatron_snip.cli import collect_stats, preprocess_data
 from megatron_snip.cli.collect_stats import Batches
+from megatron_snip.cli.command import Parser
 from megatron_snip.cli.shares import ABOUT, Planned, plan_and_try, shown
 from megatron_snip.cli.trials import make_trials, trial_samples
 from megatron_snip.config import Config
@@ -64,9 +65,6 @@ from megatron_snip.train.report.page import Section, page, table
 from megatron_snip.train.run.run_folder import Start, with_saved_options
 from megatron_snip.train.setup import Parts, snip_shapes
 from megatron_snip.train.validate import check_ranges
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where its neighbours are found when it runs as a script
-from tools import preprocess_data
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
@@ -291,9 +289,7 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """This tool's options, and the trainer's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("model", type=path_word, help="a Hugging Face folder, or a folder of checkpoints")
     parser.add_argument(
         "--data", required=True, type=path_word, help="text, JSON lines, or an indexed dataset's prefix"
@@ -350,8 +346,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise UserError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

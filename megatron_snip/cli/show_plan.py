@@ -1,7 +1,7 @@
 """Show a plan as a table of blocks and linears, its savings, and its differences from another plan.
 
-    python tools/show_plan.py PLAN.json [--against OTHER.json]
-    python tools/show_plan.py PLAN.json --load runs/my/checkpoints
+    megatron-snip show PLAN.json [--against OTHER.json]
+    megatron-snip show PLAN.json --load runs/my/checkpoints
 
 If you name the model (by --load or the trainer's options: --config FILE, --num-layers ...,
 --pipeline-model-parallel-size), it also shows what each pipeline stage saves.
@@ -11,15 +11,13 @@ Convention: a cell is the format of all three GEMMs, or fprop/dgrad/wgrad; "*" m
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.cli.tables import aligned
-from megatron_snip.errors import UserError
-from megatron_snip.files.io import one_line, path_word
+from megatron_snip.files.io import path_word
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
@@ -86,24 +84,15 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
     )
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
     parser.add_argument("--against", type=path_word, help="another plan to compare with")
     options, rest = parser.parse_known_args(arguments)
-    try:
-        plan = Plan.load(options.plan)
-        other = Plan.load(options.against) if options.against else None
-        each = f"\n{stages(plan, rest)}" if rest else ""
-    except (UserError, OSError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 1
+    plan = Plan.load(options.plan)
+    other = Plan.load(options.against) if options.against else None
+    each = f"\n{stages(plan, rest)}" if rest else ""
     print(f"{overview(plan, other)}{each}\n\n{table(plan, other)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

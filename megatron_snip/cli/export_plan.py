@@ -1,7 +1,7 @@
 r"""Write a plan in the form that another trainer or quantiser reads.
 
-    python tools/export_plan.py PLAN.json --to megatron --output DIR [--pipeline-model-parallel-size 4]
-    python tools/export_plan.py PLAN.json --to torchtitan|transformer-engine|modelopt|torchao --output DIR
+    megatron-snip export PLAN.json --to megatron --output DIR [--pipeline-model-parallel-size 4]
+    megatron-snip export PLAN.json --to torchtitan|transformer-engine|modelopt|torchao --output DIR
 
 If the other program cannot express something, a note says so, and you get the more precise choice: a linear whose
 GEMMs differ takes its most precise format, and so do linears that the program fuses (q, k and v; gate and up).  A
@@ -15,7 +15,6 @@ another version (of Transformer Engine for --to megatron), give --for-version.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_snip.arguments import parse
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, path_word
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.counterparts import Request, Version
 from megatron_snip.interop.exports import TARGETS, Target
@@ -73,33 +73,24 @@ def request_of(path: str, words: Sequence[str], version: Version) -> Request:
     return Request(plan, parallel, version, shapes)
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
     parser.add_argument("--to", choices=TARGETS, required=True, help="the program that will read it")
     parser.add_argument("--output", type=path_word, required=True, help="output folder")
     parser.add_argument("--for-version", metavar="X.Y", help="version of that program")
     options, rest = parser.parse_known_args(arguments)
-    try:
-        target = TARGETS[options.to]
-        request = request_of(options.plan, rest, version_of(target, options.for_version))
-        files, notes = target.write(request)
-        for name, text in files.items():
-            path = Path(options.output) / name
-            check_output("--output", path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text)
-    except (UserError, OSError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 1
+    target = TARGETS[options.to]
+    request = request_of(options.plan, rest, version_of(target, options.for_version))
+    files, notes = target.write(request)
+    for name, text in files.items():
+        path = Path(options.output) / name
+        check_output("--output", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print("\n".join(str(Path(options.output) / name) for name in files))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

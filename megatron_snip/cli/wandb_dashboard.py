@@ -1,7 +1,7 @@
 r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicted and measured divergences.
 
-    python tools/wandb_dashboard.py --project my-project --entity my-team
-    python tools/wandb_dashboard.py --project my-project --entity my-team --dry-run
+    megatron-snip dashboard --project my-project --entity my-team
+    megatron-snip dashboard --project my-project --entity my-team --dry-run
 
 Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
 synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
@@ -11,13 +11,11 @@ Convention: a panel is (title, names of metrics); "/regex/" shows every metric t
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import one_line
 
 MEASURED = "snip/measured_loss_divergence"
 #: Section -> panels; docs/run_folder.md says what is logged, and when.
@@ -112,32 +110,25 @@ def as_json(made: Any) -> str:
     return TypeAdapter(type(made)).dump_json(made, indent=1, exclude_defaults=True).decode()
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--project", required=True, help="wandb project, as in --wandb-project")
     parser.add_argument("--entity", required=True, help="wandb user or team")
     parser.add_argument("--name", default="SNIP", help="name of the view (default: SNIP)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
     own = parser.parse_args(arguments)
+    made = workspace(own.entity, own.project, own.name)
+    if own.dry_run:
+        print(as_json(made))
+        return 0
     try:
-        made = workspace(own.entity, own.project, own.name)
-        if own.dry_run:
-            print(as_json(made))
-            return 0
         made.save()
-    except UserError as error:
-        print(f"wandb_dashboard: {error}", file=sys.stderr)
-        return 1
     except Exception as error:  # wandb and the network raise all kinds
-        said = f"--project {own.project} of {own.entity}: the workspace was not saved: {one_line(error)}"
-        print(f"wandb_dashboard: {said}; `wandb login`, or look with --dry-run", file=sys.stderr)
-        return 1
+        raise UserError(
+            f"--project {own.project} of {own.entity}: the workspace was not saved: {error}; `wandb login`, or look "
+            "with --dry-run"
+        ) from None
     print(made.url)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import atomic_output, check_output, one_line, parse_json, path_word
+from megatron_snip.files.io import atomic_output, check_output, parse_json, path_word
 
 LONGEST_LINE = 1 << 14  # Bytes.  sentencepiece ignores longer lines, so we cut them.
 
@@ -50,7 +50,7 @@ def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[s
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Train a sentencepiece BPE tokenizer with byte fallback.")
+    parser = Parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, type=path_word, help="JSON lines files")
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: 4096)")
@@ -105,19 +105,12 @@ def train(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output_prefix}.model: {len(processor):,} pieces")
 
 
+@reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        missing = [name for name in arguments.input if not Path(name).is_file()]
-        if missing:
-            raise UserError(f"--input {missing[0]} does not exist; check the path")
-        train(arguments)
-    except (UserError, OSError) as error:
-        print(f"train_tokenizer: {one_line(error)}", file=sys.stderr)
-        return 1
+    missing = [name for name in arguments.input if not Path(name).is_file()]
+    if missing:
+        raise UserError(f"--input {missing[0]} does not exist; check the path")
+    train(arguments)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,15 +6,14 @@ also list prefixes one by one.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, path_word
 
 
 def prefixes_of(inputs: Sequence[str]) -> list[str]:
@@ -41,23 +40,16 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
     return IndexedDataset(output_prefix)
 
 
+@reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Merge indexed datasets into one.")
+    parser = Parser(__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_word, help="a folder of .bin/.idx pairs, or prefixes"
     )
     parser.add_argument("--output-prefix", required=True, type=path_word, help="prefix of the merged pair")
     arguments = parser.parse_args(argv)
-    try:
-        merged = merge(prefixes_of(arguments.input), arguments.output_prefix)
-    except (UserError, OSError) as error:
-        print(f"merge_datasets: {one_line(error)}", file=sys.stderr)
-        return 1
+    merged = merge(prefixes_of(arguments.input), arguments.output_prefix)
     documents = len(merged.document_indices) - 1
     print(f"{merged.prefix}: {documents:,} documents, {merged.num_tokens:,} tokens, {merged.dtype.name}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ import glob
 import hashlib
 import os
 import signal
-import sys
 import time
 from array import array
 from collections import deque
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
 from megatron_snip.data.indexed import token_dtype
 from megatron_snip.data.resumable import ResumableBuilders
@@ -246,7 +246,7 @@ def _in_the_sample(job: Job) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_word, help="files or folders; * and ? are expanded"
     )
@@ -306,38 +306,33 @@ def _expand(inputs: Sequence[str]) -> list[str]:
     return result
 
 
+@reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     arguments = parse_arguments(argv)
+    job = Job(
+        tokenizer_type=arguments.tokenizer_type,
+        tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
+        keys=tuple(dict.fromkeys(arguments.json_keys)),
+        append_eod=arguments.append_eod,
+        sample_fraction=arguments.sample_fraction,
+        sample_seed=arguments.sample_seed,
+    )
+    kept = f"{arguments.output_prefix}.partial"
     try:
-        job = Job(
-            tokenizer_type=arguments.tokenizer_type,
-            tokenizer_model=arguments.tokenizer_model,
-            vocab_size=arguments.vocab_size,
-            keys=tuple(dict.fromkeys(arguments.json_keys)),
-            append_eod=arguments.append_eod,
-            sample_fraction=arguments.sample_fraction,
-            sample_seed=arguments.sample_seed,
-        )
         check_workers("--workers", arguments.workers)
         paths = _expand(arguments.input)
         preprocess(job, paths, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except BrokenProcessPool:
-        return _failed(arguments, "a worker was killed (out of memory?); use fewer --workers")
+        raise UserError(_failed(kept, "a worker was killed (out of memory?); use fewer --workers")) from None
     except KeyboardInterrupt:
-        return _failed(arguments, "stopped")
+        raise KeyboardInterrupt(_failed(kept, "interrupted")) from None
     except (UserError, OSError) as error:
-        return _failed(arguments, one_line(error))
+        raise UserError(_failed(kept, one_line(error))) from error
     return 0
 
 
-def _failed(arguments: argparse.Namespace, message: str) -> int:
-    kept = f"{arguments.output_prefix}.partial"
-    done = os.path.exists(f"{kept}/progress.json")
-    rest = f"; {kept} keeps what is done, and the same command continues it" if done else ""
-    print(f"preprocess_data: {message}{rest if kept not in message else ''}", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _failed(kept: str, message: str) -> str:
+    done = os.path.exists(f"{kept}/progress.json") and kept not in message
+    return f"{message}; {kept} keeps what is done, and the same command continues it" if done else message

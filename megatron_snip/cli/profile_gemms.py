@@ -1,7 +1,7 @@
 """Measure how long the GEMMs of a model's linears take in each format on this machine, for --gemm-times.
 
-    python tools/profile_gemms.py --output gemm_times.json --config examples/llama_1b/llama_1b.toml
-    python tools/profile_gemms.py --output gemm_times.json --formats fp8,fp4 --num-layers 16 --hidden-size 2048 ...
+    megatron-snip profile --output gemm_times.json --config examples/llama_1b/llama_1b.toml
+    megatron-snip profile --output gemm_times.json --formats fp8,fp4 --num-layers 16 --hidden-size 2048 ...
 
 Besides its own options it takes the trainer's, on the command line or by --config FILE: the model's shape,
 --seq-length and --micro-batch-size (tokens of a microbatch), --tensor-model-parallel-size (the shards that one
@@ -14,7 +14,6 @@ makes from the same read.  Medians, formats taking turns; snip/plan/cost.py expl
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import sys
@@ -27,9 +26,10 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
+from megatron_snip.cli.command import Parser, reported
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, path_word
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes
@@ -200,11 +200,10 @@ def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -
     return GemmTimes(hardware(device), times, shapes, about)
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--output", required=True, type=path_word, help="the table, for --gemm-times")
     parser.add_argument(
         "--formats", default="fp8,fp4", help="comma-separated (default: fp8,fp4); bf16 is always measured"
@@ -212,22 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each GEMM (default: 9)")
     parser.add_argument("--warmup", type=int, default=3, help="runs before them (default: 3)")
     own, rest = parser.parse_known_args(arguments)
-    try:
-        if own.repeats < 1 or own.warmup < 0:
-            raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
-        config, output = parse(rest), Path(own.output)
-        check_output("--output", output)
-        times = profile(config, own.formats.split(","), own.repeats, own.warmup)
-        times.save(output)
-    except (UserError, OSError) as error:
-        print(f"profile_gemms: {one_line(error)}", file=sys.stderr)
-        return 1
+    if own.repeats < 1 or own.warmup < 0:
+        raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
+    config, output = parse(rest), Path(own.output)
+    check_output("--output", output)
+    times = profile(config, own.formats.split(","), own.repeats, own.warmup)
+    times.save(output)
     assert times.times is not None
     print(f"{own.output}: GEMM times of {times.hardware}, BF16 = 1 on average")
     for fmt, row in times.times.items():
         print(f"  {fmt:10}" + "".join(f"  {gemm} {row[gemm]:.3f}" for gemm in GEMMS))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
