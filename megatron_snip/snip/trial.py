@@ -324,8 +324,10 @@ def first_plans(
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
         if min(choice) >= 0 and _keeps(request, np.array(choice)):
             yield named("in_force", in_force, in_force.objective)
-    everywhere = {shape.name: options[option] for shape, option in zip(shapes, _lowest(request), strict=True)}
-    yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
+    lowest = _lowest(request)
+    if all(limit.holds(lowest) for limit in request.limits):
+        everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
@@ -345,7 +347,9 @@ def _lowest(request: SolveRequest) -> Ints:
 
 
 def _keeps(request: SolveRequest, choice: Ints) -> bool:
-    """Whether a choice [L] saves what the request asks for, in total or per stage."""
+    """Whether a choice [L] keeps the request's limits and saves what it asks for, in total or per stage."""
+    if not all(limit.holds(choice) for limit in request.limits):
+        return False
     saved = request.efficiency[np.arange(len(choice)), choice]
     if request.stage is None or request.time is not None:
         return bool(saved.sum() >= request.target * (1 - 1e-9))
