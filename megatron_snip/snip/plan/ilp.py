@@ -100,8 +100,7 @@ def solve(
     them; they do not count in a stage's max_o e.
     current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
     [O, O] from one option to another.
-    limits: further linear constraints.
-    gap: see Solution; 0 requests the exact optimum.
+    limits: further linear constraints.  gap: see Solution; 0 requests the exact optimum.
     node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
     the only possible cause of differences between two runs.
 
@@ -117,15 +116,12 @@ def solve(
         raise UserError(f"gap is {gap}, but must be 0 or more")
     _check_reachable(program)
     effort = Effort(gap, node_limit, time_limit, begin)
-    rows: list[Row] = [saving_row(program, budget) for budget in program.budgets]
-    rows += [limit_row(program, limit) for limit in program.limits]
-    makespan, status = None, "optimal"
+    rows, makespan, status = _rows(program), None, "optimal"
     if program.time is not None:
         makespan, status = _makespan(program, rows, effort)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
     found = _solved(Model(_beyond_least(program), rows), effort)
-    choice = found.choice[program.group]
-    base = float(_least(program).sum())
+    choice, base = found.choice[program.group], float(_least(program).sum())
     return Solution(
         choice=choice,
         objective=base + found.cost,
@@ -166,6 +162,12 @@ def solve_pareto(
 def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
     """Raise InfeasibleTarget if no plan reaches the target.  efficiency [L, O], constraints as in ``solve``."""
     _check_reachable(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+
+
+def _rows(program: Program) -> list[Row]:
+    """All constraints but a makespan's."""
+    rows = [saving_row(program, budget) for budget in program.budgets]
+    return rows + [limit_row(program, limit) for limit in program.limits]
 
 
 def saving_row(program: Program, budget: Budget) -> Row:
@@ -312,4 +314,4 @@ def _reaches(program: Program, choice: Ints) -> bool:
     """Whether a plan [L] for a lower target also reaches this one."""
     plan = np.zeros(len(program.cost), np.int64)
     plan[program.group] = choice
-    return all(saving_row(program, budget).holds(plan) for budget in program.budgets)
+    return all(row.holds(plan) for row in _rows(program))

@@ -149,6 +149,17 @@ class SolveRequest:
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
 
+    def keeps(self, choice: NDArray[np.int64]) -> bool:
+        """Whether a plan [L] keeps all limits and reaches the target, in total or per stage."""
+        if not all(limit.holds(choice) for limit in self.limits):
+            return False
+        saved, target = self.efficiency[np.arange(len(choice)), choice], self.target * (1 - 1e-9)
+        if self.stage is None or self.time is not None:
+            return bool(saved.sum() >= target)
+        free = self.efficiency if self.reserved is None else self.efficiency[:, ~self.reserved]
+        stages = [self.stage == stage for stage in np.unique(self.stage)]
+        return all(saved[here].sum() >= target * free[here].max(axis=1).sum() for here in stages)
+
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
