@@ -322,10 +322,12 @@ def first_plans(
     yield named("solver", solved, solved.objective)
     if in_force is not None:
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
-        if min(choice) >= 0 and _keeps(request, np.array(choice)):
+        if min(choice) >= 0 and request.keeps(np.array(choice)):
             yield named("in_force", in_force, in_force.objective)
-    everywhere = {shape.name: options[option] for shape, option in zip(shapes, _lowest(request), strict=True)}
-    yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
+    lowest = _lowest(request)
+    if all(limit.holds(lowest) for limit in request.limits):
+        everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
@@ -342,19 +344,6 @@ def _lowest(request: SolveRequest) -> Ints:
         saved[:, request.reserved] = -np.inf
     choice = saved.argmax(axis=1)
     return choice if request.fixed is None else np.where(request.fixed >= 0, request.fixed, choice)
-
-
-def _keeps(request: SolveRequest, choice: Ints) -> bool:
-    """Whether a choice [L] saves what the request asks for, in total or per stage."""
-    saved = request.efficiency[np.arange(len(choice)), choice]
-    if request.stage is None or request.time is not None:
-        return bool(saved.sum() >= request.target * (1 - 1e-9))
-    free = request.efficiency if request.reserved is None else request.efficiency[:, ~request.reserved]
-    most = free.max(axis=1)
-    return all(
-        saved[request.stage == stage].sum() >= request.target * most[request.stage == stage].sum() * (1 - 1e-9)
-        for stage in np.unique(request.stage)
-    )
 
 
 def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:

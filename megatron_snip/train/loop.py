@@ -32,10 +32,11 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Options that define a plan.  After a resume, the plan in force was made with the old values.
-_OF_A_PLAN = (
-    "snip_target", "snip_target_unit", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity",
-    "snip_objective", "snip_stage_constraint", "snip_final_precision", "snip_final_iters",
+#: Options of SNIP that do not decide what a plan is.  After a resume, the plan in force was made with the old values
+#: of all others.
+_NOT_OF_A_PLAN = (
+    "snip_interval", "snip_start", "snip_apply_lag", "snip_warmup_precision", "snip_solve_timeout", "snip_guard",
+    "snip_bf16_eval_interval",
 )  # fmt: skip
 
 
@@ -117,7 +118,8 @@ class Trainer(RunState):
                     f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
                     f"--snip-start {first}"
                 )
-        changed = [line for line in self.changed if line.startswith(_OF_A_PLAN)]
+        of_snip = [line for line in self.changed if line.startswith(("snip_", "gemm_times"))]
+        changed = [line for line in of_snip if not line.startswith(_NOT_OF_A_PLAN)]
         if planner is not None and (planner.plan or planner.pending) and changed and probe > first:
             LOGGER.warning(
                 f"a plan from before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "

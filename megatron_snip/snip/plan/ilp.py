@@ -7,7 +7,7 @@ Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, 
 higher saves more; the target is in e's unit.
 
 program.py checks the input: ties form groups, fixed and reserved options exclude options, churn adds to Q.
-``saving_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
+``saving_row``, ``limit_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,25 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.plan.milp import Answer, Limits, Model, Row, least_longest, run_highs, scaled, worst
+from megatron_snip.snip.plan.milp import (
+    ROW_TOLERANCE,
+    Answer,
+    Effort,
+    Model,
+    Row,
+    least_longest,
+    run_highs,
+    scaled,
+    worst,
+)
 from megatron_snip.snip.plan.program import (
     BUDGET_TOLERANCE,
+    Bools,
     Budget,
     Floats,
     InfeasibleTarget,
     Ints,
+    Limit,
     Program,
     check_feasible,
     checked,
@@ -72,6 +84,7 @@ def solve(
     reserved: ArrayLike | None = None,
     current: ArrayLike | None = None,
     churn: ArrayLike = 0.0,
+    limits: Sequence[Limit] = (),
     gap: float = 1e-4,
     node_limit: int = 20_000,
     time_limit: float = 30.0,
@@ -87,7 +100,7 @@ def solve(
     them; they do not count in a stage's max_o e.
     current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
     [O, O] from one option to another.
-    gap: see Solution; 0 requests the exact optimum.
+    limits: further linear constraints.  gap: see Solution; 0 requests the exact optimum.
     node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
     the only possible cause of differences between two runs.
 
@@ -97,19 +110,18 @@ def solve(
     begin = clock.perf_counter()
     program = checked(
         quality_loss, efficiency, target, stage=stage, time=time, ties=ties, fixed=fixed, reserved=reserved,
-        current=current, churn=churn,
+        current=current, churn=churn, limits=limits,
     )  # fmt: skip
     if not gap >= 0:
         raise UserError(f"gap is {gap}, but must be 0 or more")
-    check_feasible(program)
-    limits = Limits(gap, node_limit, time_limit, begin)
-    rows, makespan, status = [saving_row(program, budget) for budget in program.budgets], None, "optimal"
+    _check_reachable(program)
+    effort = Effort(gap, node_limit, time_limit, begin)
+    rows, makespan, status = _rows(program), None, "optimal"
     if program.time is not None:
-        makespan, status = _makespan(program, rows[0], limits)
+        makespan, status = _makespan(program, rows, effort)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
-    found = _solved(Model(_beyond_least(program), rows), limits)
-    choice = found.choice[program.group]
-    base = float(_least(program).sum())
+    found = _solved(Model(_beyond_least(program), rows), effort)
+    choice, base = found.choice[program.group], float(_least(program).sum())
     return Solution(
         choice=choice,
         objective=base + found.cost,
@@ -125,7 +137,7 @@ def solve(
 def solve_pareto(
     quality_loss: ArrayLike, efficiency: ArrayLike, targets: Sequence[float], **constraints: Any
 ) -> list[Solution]:
-    """One Solution per target, in the order of targets; constraints and limits as in ``solve``.
+    """One Solution per target, in the order of targets; constraints as in ``solve``.
 
     If a plan also reaches the next higher target, it is that target's solution too, since its bound also holds there.
     time_limit is per target.  Raises as ``solve``, before anything is solved, for the highest target.
@@ -133,11 +145,11 @@ def solve_pareto(
     found: dict[float, Solution] = {}
     if not len(targets):
         return []
-    limits = {"gap", "node_limit", "time_limit"}
-    terms = {name: value for name, value in constraints.items() if name not in limits}
+    effort = {"gap", "node_limit", "time_limit"}
+    terms = {name: value for name, value in constraints.items() if name not in effort}
     for target in targets:  # report all input errors before solving anything
         checked(quality_loss, efficiency, target, **terms)
-    check_feasible(checked(quality_loss, efficiency, max(targets), **terms))
+    _check_reachable(checked(quality_loss, efficiency, max(targets), **terms))
     last: Solution | None = None
     for target in sorted(set(targets)):
         program = checked(quality_loss, efficiency, target, **terms)
@@ -149,22 +161,76 @@ def solve_pareto(
 
 def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
     """Raise InfeasibleTarget if no plan reaches the target.  efficiency [L, O], constraints as in ``solve``."""
-    check_feasible(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+    _check_reachable(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+
+
+def _rows(program: Program) -> list[Row]:
+    """All constraints but a makespan's."""
+    rows = [saving_row(program, budget) for budget in program.budgets]
+    return rows + [limit_row(program, limit) for limit in program.limits]
 
 
 def saving_row(program: Program, budget: Budget) -> Row:
     """Constraint: what groups leave unsaved, of their maximum, is at most what their budget allows."""
-    inside = np.zeros((len(program.cost), 1), np.bool_)
-    inside[budget.groups] = True
-    return scaled(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
+    return scaled(_only(budget.groups, _unsaved(program)), max(0.0, budget.most - budget.wanted + budget.slack))
+
+
+def limit_row(program: Program, limit: Limit) -> Row:
+    """Constraint: what groups add to a limit beyond their minimum is at most what it allows."""
+    beyond, least = _beyond(limit.values, program.allowed)
+    return scaled(beyond, max(0.0, limit.most - least))
 
 
 def time_row(program: Program, groups: Ints, makespan: float) -> Row:
     """Constraint: the time of a stage's groups [G'] beyond their minimum is at most what the makespan allows."""
-    times = _times(program, groups)
-    least = times.min(axis=1, where=program.allowed, initial=np.inf)
-    beyond = np.where(program.allowed, times - least[:, None], 0.0)
-    return scaled(beyond, max(0.0, makespan * (1 + BUDGET_TOLERANCE) - float(least.sum())))
+    beyond, least = _beyond(_times(program, groups), program.allowed)
+    return scaled(beyond, max(0.0, makespan * (1 + BUDGET_TOLERANCE) - least))
+
+
+def _check_reachable(program: Program) -> None:
+    """Raise InfeasibleTarget with the highest reachable target, if no plan reaches the target and keeps all limits."""
+    check_feasible(program)
+    if not program.limits:
+        return
+    names = " and ".join(limit.name for limit in program.limits)
+    model, unit = _shortfall_model(program)
+    found = run_highs(model, Effort(0.0, 20_000, 30.0, clock.perf_counter()))
+    if found is None or not model.fits(found.choice):
+        raise InfeasibleTarget(f"no plan keeps {names}; raise a limit", -np.inf)
+    plan = np.arange(len(found.choice)), found.choice
+    short = max(float(row.values[plan].sum()) - row.upper for row in model.rows if row.z > 0)
+    if short > ROW_TOLERANCE:
+        most, each = program.target - short * unit, " per stage" if program.per_stage else ""
+        raise InfeasibleTarget(
+            f"target {program.target:.6g}{each} is out of reach: at most {most:.6g} with {names}; "
+            "lower the target or raise a limit",
+            most,
+        )
+
+
+def _shortfall_model(program: Program) -> tuple[Model, float]:
+    """Model of the least z by which a plan that keeps the limits may miss the target; and the unit of z."""
+    unsaved = _unsaved(program)
+    full = [one.full if program.per_stage and one.full > 0 else 1.0 for one in program.budgets]
+    unit = max(float(unsaved[one.groups].max()) / whole for one, whole in zip(program.budgets, full)) or 1.0
+    rows = [limit_row(program, limit) for limit in program.limits]
+    for one, whole in zip(program.budgets, full):
+        left = (one.most - one.wanted + one.slack) / (unit * whole)
+        rows.append(Row(_only(one.groups, unsaved) / (unit * whole), left, z=1.0))
+    return Model(np.where(program.allowed, 0.0, np.inf), rows, 0.0), unit
+
+
+def _beyond(values: Floats, allowed: Bools) -> tuple[Floats, float]:
+    """[G, O]: values beyond the minimum of each group, 0 for excluded options; and the sum of these minima."""
+    least = values.min(axis=1, where=allowed, initial=np.inf)
+    return np.where(allowed, values - least[:, None], 0.0), float(least.sum())
+
+
+def _only(groups: Ints, values: Floats) -> Floats:
+    """[G, O]: values of some groups, 0 for all others."""
+    only = np.zeros_like(values)
+    only[groups] = values[groups]
+    return only
 
 
 def _unsaved(program: Program) -> Floats:
@@ -176,9 +242,7 @@ def _unsaved(program: Program) -> Floats:
 def _times(program: Program, groups: Ints) -> Floats:
     """[G, O]: times of some groups, 0 for all others."""
     assert program.time is not None
-    times = np.zeros_like(program.time)
-    times[groups] = program.time[groups]
-    return times
+    return _only(groups, program.time)
 
 
 def _slowest(program: Program, choice: Ints) -> float:
@@ -200,22 +264,22 @@ def _least(program: Program) -> Floats:
     return least
 
 
-def _solved(model: Model, limits: Limits) -> Answer:
+def _solved(model: Model, effort: Effort) -> Answer:
     """HiGHS's plan.  Raises UserError if it has none that satisfies the rows."""
-    found = run_highs(model, limits)
+    found = run_highs(model, effort)
     if found is not None and 0 < found.cost < 1e-3 * model.cost.max(where=np.isfinite(model.cost), initial=0.0):
         # no better plan has an option that costs more than a whole plan; without it, HiGHS tells the others apart
         close = np.where(model.cost <= found.cost * (1 + 1e-9), model.cost, np.inf)
-        found = run_highs(dataclasses.replace(model, cost=close), limits) or found
+        found = run_highs(dataclasses.replace(model, cost=close), effort) or found
     if found is None or not model.fits(found.choice):
         raise UserError(
-            f"the solver found no plan within {limits.seconds:.6g} seconds and {limits.node_limit} nodes; raise its "
+            f"the solver found no plan within {effort.seconds:.6g} seconds and {effort.node_limit} nodes; raise its "
             "limits, or lower the target"
         )
     return found
 
 
-def _makespan(program: Program, target: Row, limits: Limits) -> tuple[float, str]:
+def _makespan(program: Program, rows: Sequence[Row], effort: Effort) -> tuple[float, str]:
     """The bound M on a stage's time: that of the slowest stage, as fast as the target allows; and how it was found.
 
         1. M  = the lowest time of the slowest stage over relaxed plans, which may split linears between options, that
@@ -225,7 +289,7 @@ def _makespan(program: Program, target: Row, limits: Limits) -> tuple[float, str
     M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
     """
     ideal = _ideal_makespan(program, program.budgets[0])
-    fastest = _solved(_longest_model(program, [target], ideal)[0], limits)
+    fastest = _solved(_longest_model(program, rows, ideal)[0], effort)
     return max(ideal, _slowest(program, fastest.choice)), fastest.status
 
 
@@ -250,4 +314,4 @@ def _reaches(program: Program, choice: Ints) -> bool:
     """Whether a plan [L] for a lower target also reaches this one."""
     plan = np.zeros(len(program.cost), np.int64)
     plan[program.group] = choice
-    return all(saving_row(program, budget).holds(plan) for budget in program.budgets)
+    return all(row.holds(plan) for row in _rows(program))

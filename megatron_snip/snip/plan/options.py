@@ -10,7 +10,7 @@ for the linears fixed to them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -32,6 +32,7 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 
@@ -63,6 +64,15 @@ class Choices:
     def formats(self) -> set[str]:
         """All formats of all options."""
         return {getattr(option, gemm) for option in self.options for gemm in GEMMS}
+
+
+#: Further constraints: options, linears and choices -> limits, none if no option asks for any.  See CONTRIBUTING.md.
+LIMITS: tuple[Callable[[SnipConfig, Sequence[LinearShape], Choices], Sequence[Limit]], ...] = ()
+
+
+def limits_of(snip: SnipConfig, shapes: Sequence[LinearShape], choices: Choices) -> tuple[Limit, ...]:
+    """All limits that the options ask for."""
+    return tuple(limit for make in LIMITS for limit in make(snip, shapes, choices))
 
 
 def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
@@ -200,6 +210,7 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             ties=choices.ties,
             fixed=choices.fixed,
             reserved=choices.reserved,
+            limits=limits_of(snip, shapes, choices),
         )
     except InfeasibleTarget as error:
         way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
@@ -238,6 +249,7 @@ def solve_request(
         reserved=choices.reserved if choices.reserved.any() else None,
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
+        limits=limits_of(snip, shapes, choices),
     )
     return request if snip.snip_max_loss is None else replace(request, target=request.most())
 

@@ -7,7 +7,8 @@ and churn is part of the cost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +31,27 @@ class InfeasibleTarget(UserError):
     def __init__(self, message: str, reachable: float) -> None:
         super().__init__(message)
         self.reachable = reachable
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """A linear constraint: the sum over linears of values[l, o_l] is at most ``at_most``.
+
+    name: how messages call it, such as its option.  values [L, O], in any unit, may be negative.
+    """
+
+    name: str
+    values: Floats
+    at_most: float
+
+    @property
+    def most(self) -> float:
+        """``at_most``, with a tolerance for rounding."""
+        return self.at_most + BUDGET_TOLERANCE * float(np.abs(self.values).max(axis=1).sum())
+
+    def holds(self, choice: Ints) -> bool:
+        """Whether a plan [L] satisfies it."""
+        return float(self.values[np.arange(len(choice)), choice].sum()) <= self.most
 
 
 @dataclass(frozen=True)
@@ -58,8 +80,9 @@ class Program:
     """Checked input.
 
     group [L]: the group of each linear.  churn [L, O]: cost of leaving the current plan.  held: number of fixed
-    linears.  Sums over the linears of each group: cost (including churn), saved and time [G, O], time may be None; full
-    [G], see Budget.  allowed [G, O].  stage [G]: ids, 0 without stages.  per_stage: each stage has the target.
+    linears.  Sums over the linears of each group: cost (including churn), saved, time and the values of limits [G, O],
+    time may be None; full [G], see Budget.  allowed [G, O].  stage [G]: ids, 0 without stages.  per_stage: each stage
+    has the target.
     """
 
     group: Ints
@@ -71,6 +94,7 @@ class Program:
     full: Floats
     allowed: Bools
     stage: Ints
+    limits: tuple[Limit, ...]
     target: float
     per_stage: bool
 
@@ -93,7 +117,8 @@ class Program:
 
 
 def dominated(program: Program) -> Bools:
-    """[G, O]: options that no best plan takes, as another costs the group less, saves as much and takes no longer.
+    """[G, O]: options that no best plan takes.  Another costs the group less, saves as much, takes no longer and adds
+    no more to any limit.
 
     Options of equal cost are left to the solver.
     """
@@ -103,12 +128,24 @@ def dominated(program: Program) -> Bools:
         better = (cost[:, [other]] < cost) & (saved[:, [other]] >= program.saved) & program.allowed[:, [other]]
         if program.time is not None:
             better &= program.time[:, [other]] <= program.time
+        for limit in program.limits:
+            better &= limit.values[:, [other]] <= limit.values
         found |= better
     return found
 
 
 def check_feasible(program: Program) -> None:
-    """Raise InfeasibleTarget with the highest reachable target if no plan reaches the target."""
+    """Raise InfeasibleTarget with the highest reachable target if no plan reaches the target, or keeps one limit.
+
+    ilp.solve finds conflicts between several of them.
+    """
+    for limit in program.limits:
+        if (least := float(np.where(program.allowed, limit.values, np.inf).min(axis=1).sum())) > limit.most:
+            raise InfeasibleTarget(
+                f"{limit.name}: at most {limit.at_most:.6g} is out of reach, at least {least:.6g} with these options; "
+                "raise the limit, free fixed linears or allow other options",
+                -np.inf,
+            )
     short = [budget for budget in program.budgets if budget.most < budget.wanted - budget.slack]
     if not short:
         return
@@ -142,6 +179,7 @@ def checked(
     reserved: ArrayLike | None = None,
     current: ArrayLike | None = None,
     churn: ArrayLike = 0.0,
+    limits: Sequence[Limit] = (),
 ) -> Program:
     """Arguments of ``ilp.solve`` as a Program.  Raises UserError with the argument and the row."""
     quality = np.array(quality_loss, dtype=np.float64)
@@ -173,6 +211,7 @@ def checked(
         full=_summed(saved[:, ~only_fixed].max(axis=1), group),
         allowed=_allowed(group, fixed_ids, only_fixed),
         stage=_of_groups(np.zeros(count, np.int64) if stages is None else stages, group),
+        limits=tuple(replace(one, values=_summed(_values(one, quality.shape), group)) for one in limits),
         target=float(target),
         per_stage=stages is not None and time is None,
     )
@@ -213,6 +252,17 @@ def _reserved(reserved: ArrayLike | None, options: int) -> Bools:
     if only_fixed.all():
         raise UserError("all options are reserved for linears fixed to them; leave one to the others")
     return only_fixed
+
+
+def _values(limit: Limit, shape: tuple[int, ...]) -> Floats:
+    values = np.array(limit.values, dtype=np.float64)
+    if values.shape != shape or not np.isfinite(limit.at_most):
+        raise UserError(
+            f"{limit.name} has values {list(values.shape)} and at most {limit.at_most}, but needs [linears, options] = "
+            f"{list(shape)} and a finite number"
+        )
+    _check_finite(limit.name, values)
+    return values
 
 
 def _times(time: ArrayLike, stages: Ints | None, shape: tuple[int, ...]) -> Floats:

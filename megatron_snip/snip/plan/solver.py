@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 import megatron_snip
 from megatron_snip.errors import UserError
-from megatron_snip.files.json import Finite, checked
+from megatron_snip.files.json import Finite, Text, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
+from megatron_snip.snip.plan.program import Limit
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
 GRACE_SECONDS = 60.0
@@ -61,6 +62,14 @@ _Matrix = Annotated[list[_Row], Meta(min_length=1, max_length=1 << 16)]
 _Ids = list[Annotated[int, Meta(ge=-1, le=1 << 20)]]
 
 
+class _Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`Limit` in JSON."""
+
+    name: Text
+    values: _Matrix
+    at_most: Finite
+
+
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request in JSON; sizes are checked against quality_loss."""
 
@@ -74,6 +83,7 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserved: list[bool] | None
     current: _Ids | None
     churn: float | _Matrix
+    limits: list[_Limit]
     gap: Finite
     node_limit: Annotated[int, Meta(ge=0, le=1 << 40)]
     time_limit: Annotated[float, Meta(ge=0, le=1e6)]
@@ -84,7 +94,7 @@ class SolveRequest:
     """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
 
     quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved [O] or
-    None; churn a number or [O, O]; the rest as in ``ilp.solve``.
+    None; churn a number or [O, O]; limits with values [L, O]; the rest as in ``ilp.solve``.
     ``to_dict`` gives plain JSON values, and ``from_dict`` the same request, bit for bit.
     """
 
@@ -98,6 +108,7 @@ class SolveRequest:
     reserved: NDArray[np.bool_] | None = None
     current: NDArray[np.int64] | None = None
     churn: float | NDArray[np.float64] = 0.0
+    limits: tuple[Limit, ...] = ()
     gap: float = 1e-4
     node_limit: int = 20_000
     time_limit: float = 30.0
@@ -105,7 +116,9 @@ class SolveRequest:
     def to_dict(self) -> dict[str, Any]:
         """Lists, numbers and None by field name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
+        limits = [{**vars(limit), "values": limit.values.tolist()} for limit in values.pop("limits")]
+        plain = {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
+        return {**plain, "limits": limits}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
@@ -121,16 +134,31 @@ class SolveRequest:
         for name, shape in shape_of.items():
             if found[name] is not None:
                 found[name] = _array(name, found[name], shape)
+        found["limits"] = tuple(
+            Limit(one["name"], _array(f"limits: {one['name']}", one["values"], (rows, columns)), one["at_most"])
+            for one in map(msgspec.structs.asdict, found["limits"])
+        )
         return cls(**found)
 
     def most(self) -> float:
         """The highest target, at most 1, that a plan reaches."""
-        terms = {name: getattr(self, name) for name in ("stage", "time", "ties", "fixed", "reserved")}
+        terms = {name: getattr(self, name) for name in ("stage", "time", "ties", "fixed", "reserved", "limits")}
         try:
             check_target(self.efficiency, 1.0, **terms)
         except InfeasibleTarget as error:
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
+
+    def keeps(self, choice: NDArray[np.int64]) -> bool:
+        """Whether a plan [L] keeps all limits and reaches the target, in total or per stage."""
+        if not all(limit.holds(choice) for limit in self.limits):
+            return False
+        saved, target = self.efficiency[np.arange(len(choice)), choice], self.target * (1 - 1e-9)
+        if self.stage is None or self.time is not None:
+            return bool(saved.sum() >= target)
+        free = self.efficiency if self.reserved is None else self.efficiency[:, ~self.reserved]
+        stages = [self.stage == stage for stage in np.unique(self.stage)]
+        return all(saved[here].sum() >= target * free[here].max(axis=1).sum() for here in stages)
 
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
