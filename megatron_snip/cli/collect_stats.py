@@ -1,7 +1,7 @@
 r"""Probe a checkpoint without training: collect the statistics that plans are made from.
 
-    python tools/collect_stats.py --load runs/my/checkpoints
-    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/collect_stats.py \
+    megatron-snip probe --load runs/my/checkpoints
+    torchrun --rdzv-backend one_node --nproc_per_node 8 -m megatron_snip.cli probe \
         --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
@@ -14,9 +14,7 @@ The layout does not come from the run.  --load may also be a Hugging Face model;
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli.command import Parser
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
@@ -138,16 +137,14 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
     stats.save(output)
     print(
         f"{output}: {len(stats.shapes)} linears in {', '.join(stats.formats)}, before iteration {stats.iteration}, "
-        f"loss {stats.loss:.4f}; next: python tools/generate_plan.py --stats {output} --load {load}",
+        f"loss {stats.loss:.4f}; next: megatron-snip plan --stats {output} --load {load}",
         flush=True,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--output", type=path_word, default="stats.json", help="file of the statistics (default: stats.json)"
     )
@@ -162,8 +159,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise UserError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

@@ -1,10 +1,10 @@
 r"""Score a model on benchmarks of EleutherAI's lm-evaluation-harness, unquantised or under a plan.
 
-    python tools/evaluate.py runs/my/checkpoints --tasks zero-shot
-    python tools/evaluate.py runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
-    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/evaluate.py llama/ --tensor-model-parallel-size 8 --bf16 \
-        --tasks mmlu --num-fewshot 5
-    python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
+    megatron-snip evaluate runs/my/checkpoints --tasks zero-shot
+    megatron-snip evaluate runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
+    torchrun --rdzv-backend one_node --nproc_per_node 8 -m megatron_snip.cli evaluate llama/ \
+        --tensor-model-parallel-size 8 --bf16 --tasks mmlu --num-fewshot 5
+    megatron-snip evaluate runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
 MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names, task
 files, and the preset ``zero-shot``.  By default nothing is quantised.  --plan FILE quantises the linears' forward as in
@@ -21,7 +21,6 @@ import dataclasses
 import difflib
 import importlib.util
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli.command import Parser
 from megatron_snip.cli.tables import aligned
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
@@ -84,7 +84,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
         if (kind := task.get_config("output_type")) not in SCORED:
             raise UserError(
                 f"--tasks: {name} is of kind {kind}, but this tool only scores text; leave it out, or export the "
-                "model with tools/convert_checkpoint.py and run lm_eval itself"
+                "model with `megatron-snip convert` and run lm_eval itself"
             )
     return manager, names
 
@@ -291,9 +291,7 @@ def tracked(state: Mapping[str, Any]) -> Config:
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into this command's options and the trainer's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("model", type=path_word, help="a folder of checkpoints, one of them, or a Hugging Face folder")
     parser.add_argument(
         "--tasks", required=True, help=f"comma-separated tasks of lm-eval; also {', '.join(PRESETS)}, and YAML files"
@@ -373,8 +371,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if run_dir is not None:
             track(run_dir, start, evaluation.row(precision))
     runtime.stop()
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

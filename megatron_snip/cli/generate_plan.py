@@ -1,6 +1,6 @@
 r"""Make plans from statistics: SNIP's, baselines for comparison, and a picture of the trade-off.
 
-    python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
+    megatron-snip plan --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
         --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
 Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
 from megatron_snip.cli.collect_stats import prepare
+from megatron_snip.cli.command import Parser
 from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
@@ -260,13 +259,11 @@ def in_own_words(message: str, own: argparse.Namespace) -> str:
     return message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line.  Raises UserError for bad input."""
+    parser = Parser(__doc__)
     parser.add_argument(
-        "--stats", required=True, type=path_word, help="statistics of tools/collect_stats.py or of a run"
+        "--stats", required=True, type=path_word, help="statistics of `megatron-snip probe` or of a run"
     )
     parser.add_argument(
         "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
@@ -278,10 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first random plan (default: 0)")
     parser.add_argument("--output-dir", type=path_word, default="plans", help="output folder (default: plans)")
     own, rest = parser.parse_known_args(arguments)
-    is_first = runtime.environment_rank() == 0
     if twice := given_twice(own, rest):
-        print(f"generate_plan: {twice}", file=sys.stderr)
-        return 1
+        raise UserError(twice)
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)
@@ -291,17 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config.replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
     except (UserError, OSError) as error:
-        if is_first:
-            print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
-        else:
-            time.sleep(3.0)  # torchrun ends all ranks when one fails; let rank 0 print its line first
-        return 1
-    if is_first:
+        raise UserError(in_own_words(one_line(error), own)) from error
+    if runtime.environment_rank() == 0:
         print(f"{text}\nwrote plans and pareto.html to {own.output_dir}")
     if start is not None:
         runtime.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -48,7 +48,7 @@ def _existing(tokenizer_type: str, model: str | None) -> Path:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model file, such as Llama-2's or an output of tools/train_tokenizer.py."""
+    """A sentencepiece .model file, such as Llama-2's or an output of `megatron-snip tokenizer`."""
 
     def __init__(self, model: Path) -> None:
         try:

@@ -90,7 +90,7 @@ def validate(config: Config, world_size: int) -> None:
     if not (config.model.num_layers or config.model.hidden_size):
         example = "examples/llama_1b/llama_1b.toml"
         if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
-            example = "the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+            example = "the model.toml that `megatron-snip convert import` writes of a model from Hugging Face"
         raise UserError(
             "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
             f"--config FILE with them, such as {example}"

@@ -45,7 +45,7 @@ from megatron_snip.snip.plan.cost import MEASURES, achieved, saving
 from megatron_snip.snip.plan.ilp import Solution
 
 VERSION = 2
-_WAY_OUT = "use a plan that a run or tools/generate_plan.py wrote, or make a new plan (--precision snip)"
+_WAY_OUT = "use a plan that a run or `megatron-snip plan` wrote, or make a new plan (--precision snip)"
 #: Sums of shares may differ by their order, and people round them.
 _SHARE_TOLERANCE = 1e-4
 

@@ -16,7 +16,7 @@ from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.made_up import assert_same
 
-TOOL = Path(collect_stats.__file__)
+TOOL = Path(__file__).resolve().parents[3] / "tools/collect_stats.py"
 
 
 @pytest.fixture
