@@ -36,7 +36,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, TrialRecord
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
@@ -327,7 +327,7 @@ def first_plans(
     lowest = _lowest(request)
     if all(limit.holds(lowest) for limit in request.limits):
         everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
-        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
+        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=UNSOLVED), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))

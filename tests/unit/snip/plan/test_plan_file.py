@@ -10,7 +10,7 @@ import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.ilp import solve
-from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, build_plan
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, SolverRecord, build_plan
 from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
@@ -59,7 +59,7 @@ def test_hash_is_of_iteration_and_linears_only():
         '"layers.1.mlp.up_proj":["fp4","fp4","fp4"]}}'
     )
     assert plan().hash == hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert plan(objective="random", target=0.1, solver=SolverRecord()).hash == plan().hash
+    assert plan(objective="random", target=0.1, solver=UNSOLVED).hash == plan().hash
     assert plan(linears=dict(reversed(plan().linears.items()))).hash == plan().hash
     assert plan(iteration=101).hash != plan().hash
     assert plan(linears={**plan().linears, "layers.1.mlp.up_proj": FP8}).hash != plan().hash
