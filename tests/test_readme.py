@@ -129,7 +129,10 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
     elif words[0] == "torchrun":
         launched(command, stubs, tmp_path)
     elif words[0] == "megatron-snip":
-        check_options(words[1:])
+        assert not words[1:] or words[1] in COMMANDS
+        check_options(words[1:] or ["train"])
+    elif words == ["source", ".venv/bin/activate"]:
+        assert ".venv" in (ROOT / "tools/set_up.sh").read_text()  # which makes it
     elif words[0] == "sbatch":
         assert all((ROOT / word).is_file() for word in words[1:] if not word.startswith("--"))
     elif words[:2] == ["bash", "examples/authors_workflow/run.sh"]:

@@ -119,7 +119,7 @@ def test_an_objective_says_what_it_needs(name):
     """Of statistics of the loss divergence alone there are plans by that."""
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
     if get_objective(name).needs_operands:
-        with pytest.raises(ValueError, match="have no .* without updates; probe with .*collect_stats.py"):
+        with pytest.raises(ValueError, match="have no .* without updates; probe with .*megatron-snip probe"):
             quality(name, inputs)
     else:
         assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
