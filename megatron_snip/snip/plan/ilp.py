@@ -6,8 +6,8 @@ Source: SNIP, arXiv 2602.01410 (one-hot ILP); solver: HiGHS, https://highs.dev.
 Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative; e [L, O] any unit,
 higher saves more; the target is in e's unit.
 
-program.py checks the input: ties form groups, fixed and reserved options exclude options, churn adds to Q.
-``saving_row``, ``limit_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
+program.py checks the input: ties form groups, fixed and reserved options exclude options, and churn adds to Q.  The
+other constraints are ``saving_row``, ``limit_row`` and ``time_row``.  milp.py solves a model of such rows.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def solve(
 
     All linears together must save ``target`` in e's unit.
     stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
-    time [L, O], 0 or more: then all stages together save the target again, and no stage may exceed a time bound that is
-    minimised first (see ``_makespan``; Solution.makespan is the bound).
+    time [L, O], 0 or more: all stages together save the target, as without stage, and no stage may take longer than a
+    bound that is minimised first (see ``_makespan``; Solution.makespan is the bound).
     ties [L]: linears with the same non-negative id take one option; -1 is untied.
-    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options only for linears fixed to
-    them; they do not count in a stage's max_o e.
+    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options that only linears fixed
+    to them may take; a stage's max_o e leaves them out.
     current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
     [O, O] from one option to another.
     limits: further linear constraints.  gap: see Solution; 0 requests the exact optimum.
@@ -139,7 +139,7 @@ def solve_pareto(
 ) -> list[Solution]:
     """One Solution per target, in the order of targets; constraints as in ``solve``.
 
-    If a plan also reaches the next higher target, it is that target's solution too, since its bound also holds there.
+    A plan that also reaches the next higher target is that target's solution, too, because its bound holds there.
     time_limit is per target.  Raises as ``solve``, before anything is solved, for the highest target.
     """
     found: dict[float, Solution] = {}
@@ -171,7 +171,7 @@ def _rows(program: Program) -> list[Row]:
 
 
 def saving_row(program: Program, budget: Budget) -> Row:
-    """Constraint: what groups leave unsaved, of their maximum, is at most what their budget allows."""
+    """Constraint: groups leave at most as much of their maximum savings unsaved as their budget allows."""
     return scaled(_only(budget.groups, _unsaved(program)), max(0.0, budget.most - budget.wanted + budget.slack))
 
 
@@ -268,7 +268,7 @@ def _solved(model: Model, effort: Effort) -> Answer:
     """HiGHS's plan.  Raises UserError if it has none that satisfies the rows."""
     found = run_highs(model, effort)
     if found is not None and 0 < found.cost < 1e-3 * model.cost.max(where=np.isfinite(model.cost), initial=0.0):
-        # no better plan has an option that costs more than a whole plan; without it, HiGHS tells the others apart
+        # no better plan has an option that costs more than this plan; without these, HiGHS can compare the others
         close = np.where(model.cost <= found.cost * (1 + 1e-9), model.cost, np.inf)
         found = run_highs(dataclasses.replace(model, cost=close), effort) or found
     if found is None or not model.fits(found.choice):
@@ -280,13 +280,13 @@ def _solved(model: Model, effort: Effort) -> Answer:
 
 
 def _makespan(program: Program, rows: Sequence[Row], effort: Effort) -> tuple[float, str]:
-    """The bound M on a stage's time: that of the slowest stage, as fast as the target allows; and how it was found.
+    """The bound M on a stage's time, which is as low as the target allows, and the solver's status.
 
         1. M  = the lowest time of the slowest stage over relaxed plans, which may split linears between options, that
-                save exactly the target; raised to what an integral plan can do if none keeps it;
+                save exactly the target; raised if no integral plan is that fast;
         2. minimise Q  subject to  target saved in total,  time of every stage <= M.
 
-    M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
+    Plans for M save exactly the target.  Otherwise, M would always be the time of the plan that saves the most.
     """
     ideal = _ideal_makespan(program, program.budgets[0])
     fastest = _solved(_longest_model(program, rows, ideal)[0], effort)

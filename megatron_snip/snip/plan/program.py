@@ -1,8 +1,8 @@
 """The integer program as checked data: options, costs and savings of each group of linears, and the target.
 
 Convention: L linears, O options, G groups of linears that take one option; an untied linear is its own group.
-Ties, fixed linears, reserved options and churn are resolved here: ties form groups, fixed and reserved exclude options,
-and churn is part of the cost.
+This module resolves ties, fixed linears, reserved options and churn: ties form groups, fixed linears and reserved
+options exclude options, and churn is part of the cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bools = NDArray[np.bool_]
 
 #: Tolerance of a budget, relative to the largest reachable savings, only for the rounding of e.
 BUDGET_TOLERANCE = 1e-9
-#: Savings that differ by less, relative to the largest, are the same sum in another order.
+#: Savings that differ by less, relative to the largest, count as equal: their sums have another order.
 _SAME = 1e-12
 
 
@@ -37,7 +37,7 @@ class InfeasibleTarget(UserError):
 class Limit:
     """A linear constraint: the sum over linears of values[l, o_l] is at most ``at_most``.
 
-    name: how messages call it, such as its option.  values [L, O], in any unit, may be negative.
+    name: its name in messages, such as its option.  values [L, O], in any unit, may be negative.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Budget:
     """Groups [G'] that must save ``wanted`` together.
 
     most: their largest savings.  full: the sum over their linears of the largest savings of an unreserved option,
-    ignoring fixes.  slack: how far most may be below wanted because of rounding.
+    ignoring fixes.  slack: tolerance for rounding; most may be this far below wanted.
     """
 
     stage: int
@@ -120,7 +120,7 @@ def dominated(program: Program) -> Bools:
     """[G, O]: options that no best plan takes.  Another costs the group less, saves as much, takes no longer and adds
     no more to any limit.
 
-    Options of equal cost are left to the solver.
+    Between options of equal cost, the solver decides.
     """
     cost, saved = program.cost, program.saved + _SAME * np.abs(program.saved).max()
     found = np.zeros_like(program.allowed)

@@ -1,8 +1,8 @@
-"""The ILP in its own process, so that training neither waits for a solve nor dies with it.
+"""The ILP in its own process: training does not wait for a solve, and survives its crash.
 
 ``BackgroundSolver(request)`` starts this module as a process that imports numpy and HiGHS but not torch.  The request
 is one line of JSON on stdin, the answer the last line on stdout.  Numbers are Python's shortest exact decimals, so the
-child solves the very same matrices.
+child solves exactly the same matrices.
 
 The child ends when it is done, when stdin closes or its parent is gone (checked every half second), or on its own
 alarm.  The parent ends it in ``result`` and ``cancel``, which always reap it.
@@ -50,7 +50,7 @@ class SolverFailed(RuntimeError):
 
 
 class SolverKilled(SolverFailed):
-    """A signal killed the child, perhaps for lack of memory; another try may well succeed."""
+    """A signal killed the child, perhaps because memory ran out.  A retry may succeed."""
 
 
 #: Dtypes of the arrays that are not float64.
@@ -198,7 +198,7 @@ class BackgroundSolver:
         # A child that never reads would block the write of a long request, so a thread does it.
         self._writer = threading.Thread(target=self._write, args=(line,), name="solver-stdin", daemon=True)
         self._writer.start()
-        # A chatty child must not block either, so threads read its output; files would fail on a full disk.
+        # Threads read its output, so that much output does not block it either.  Files would fail on a full disk.
         self._output, self._errors = _Reader(self._child.stdout), _Reader(self._child.stderr)
 
     @property
@@ -344,7 +344,7 @@ def _exit_with_parent(parent: int) -> NoReturn:
 def main() -> None:
     """Entry point of the child: read one request from stdin, write one answer to stdout."""
     parent = int(sys.argv[1])  # it may be gone by now, with another process as our parent
-    # The default action ends the process even where no Python code can run.
+    # The default action ends the process even while no Python code can run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     signal.alarm(int(GRACE_SECONDS))
