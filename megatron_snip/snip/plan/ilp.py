@@ -16,10 +16,8 @@ import dataclasses
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.milp import (
@@ -42,6 +40,7 @@ from megatron_snip.snip.plan.program import (
     Ints,
     Limit,
     Program,
+    Terms,
     check_feasible,
     checked,
     dominated,
@@ -72,50 +71,18 @@ class Solution:
     makespan: float | None = None
 
 
-def solve(
-    quality_loss: ArrayLike,
-    efficiency: ArrayLike,
-    target: float,
-    *,
-    stage: ArrayLike | None = None,
-    time: ArrayLike | None = None,
-    ties: ArrayLike | None = None,
-    fixed: ArrayLike | None = None,
-    reserved: ArrayLike | None = None,
-    current: ArrayLike | None = None,
-    churn: ArrayLike = 0.0,
-    limits: Sequence[Limit] = (),
-    gap: float = 1e-4,
-    node_limit: int = 20_000,
-    time_limit: float = 30.0,
-) -> Solution:
-    """Choose an option for each of L linears; quality_loss and efficiency are [L, O].
-
-    All linears together must save ``target`` in e's unit.
-    stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
-    time [L, O], 0 or more: all stages together save the target, as without stage, and no stage may take longer than a
-    bound that is minimised first (see ``_makespan``; Solution.makespan is the bound).
-    ties [L]: linears with the same non-negative id take one option; -1 is untied.
-    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options that only linears fixed
-    to them may take; a stage's max_o e leaves them out.
-    current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
-    [O, O] from one option to another.
-    limits: further linear constraints.  gap: see Solution; 0 requests the exact optimum.
-    node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
-    the only possible cause of differences between two runs.
+def solve(terms: Terms) -> Solution:
+    """The plan with the lowest quality loss.
 
     Raises InfeasibleTarget; UserError with the row for shapes, ids and non-finite numbers, and if there is no plan
     within the limits.
     """
     begin = clock.perf_counter()
-    program = checked(
-        quality_loss, efficiency, target, stage=stage, time=time, ties=ties, fixed=fixed, reserved=reserved,
-        current=current, churn=churn, limits=limits,
-    )  # fmt: skip
-    if not gap >= 0:
-        raise UserError(f"gap is {gap}, but must be 0 or more")
+    program = checked(terms)
+    if not terms.gap >= 0:
+        raise UserError(f"gap is {terms.gap}, but must be 0 or more")
     _check_reachable(program)
-    effort = Effort(gap, node_limit, time_limit, begin)
+    effort = Effort(terms.gap, terms.node_limit, terms.time_limit, begin)
     rows, makespan, status = _rows(program), None, "optimal"
     if program.time is not None:
         makespan, status = _makespan(program, rows, effort)
@@ -134,10 +101,8 @@ def solve(
     )
 
 
-def solve_pareto(
-    quality_loss: ArrayLike, efficiency: ArrayLike, targets: Sequence[float], **constraints: Any
-) -> list[Solution]:
-    """One Solution per target, in the order of targets; constraints as in ``solve``.
+def solve_pareto(terms: Terms, targets: Sequence[float]) -> list[Solution]:
+    """One Solution per target in place of that of ``terms``, in the order of targets.
 
     A plan that also reaches the next higher target is that target's solution, too, because its bound holds there.
     time_limit is per target.  Raises as ``solve``, before anything is solved, for the highest target.
@@ -145,23 +110,20 @@ def solve_pareto(
     found: dict[float, Solution] = {}
     if not len(targets):
         return []
-    effort = {"gap", "node_limit", "time_limit"}
-    terms = {name: value for name, value in constraints.items() if name not in effort}
-    for target in targets:  # report all input errors before solving anything
-        checked(quality_loss, efficiency, target, **terms)
-    _check_reachable(checked(quality_loss, efficiency, max(targets), **terms))
+    each = {target: dataclasses.replace(terms, target=target) for target in targets}
+    programs = {target: checked(one) for target, one in each.items()}  # report all input errors before solving
+    _check_reachable(programs[max(targets)])
     last: Solution | None = None
-    for target in sorted(set(targets)):
-        program = checked(quality_loss, efficiency, target, **terms)
-        if last is None or program.time is not None or not _reaches(program, last.choice):
-            last = solve(quality_loss, efficiency, target, **constraints)
+    for target in sorted(each):
+        if last is None or terms.time is not None or not _reaches(programs[target], last.choice):
+            last = solve(each[target])
         found[target] = last
     return [found[target] for target in targets]
 
 
-def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
-    """Raise InfeasibleTarget if no plan reaches the target.  efficiency [L, O], constraints as in ``solve``."""
-    _check_reachable(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+def check_target(terms: Terms) -> None:
+    """Raise InfeasibleTarget if no plan reaches the target.  Ignores quality_loss."""
+    _check_reachable(checked(dataclasses.replace(terms, quality_loss=np.zeros_like(terms.efficiency))))
 
 
 def _rows(program: Program) -> list[Row]:

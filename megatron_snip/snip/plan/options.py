@@ -45,7 +45,7 @@ BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 class Choices:
     """Columns of the matrices, and which linears may take them.
 
-    ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
+    ties [L] as in Terms, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
     reserved [O]: true for an option that only linears fixed to it may take.  measure: the target's unit, in MEASURES.
     """
 
@@ -202,19 +202,11 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
         )
-    constraint = _stage_constraint(snip, shapes)
     try:
-        check_target(
-            saved,
-            target,
-            stage=stages(shapes) if constraint == "each" else None,
-            ties=choices.ties,
-            fixed=choices.fixed,
-            reserved=choices.reserved,
-            limits=limits_of(snip, shapes, choices),
-        )
+        check_target(solve_request(snip, shapes, choices, np.zeros_like(saved), times=times))
     except InfeasibleTarget as error:
-        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
+        each = _stage_constraint(snip, shapes) == "each"
+        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if each else ""
         raise UserError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
     return choices
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from typing import IO, Annotated, Any, NoReturn
 
 import msgspec
@@ -33,7 +33,7 @@ import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import Finite, Text, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
-from megatron_snip.snip.plan.program import Limit
+from megatron_snip.snip.plan.program import Limit, Terms
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
 GRACE_SECONDS = 60.0
@@ -89,29 +89,11 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_limit: Annotated[float, Meta(ge=0, le=1e6)]
 
 
-@dataclass(frozen=True, eq=False)
-class SolveRequest:
-    """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
+class SolveRequest(Terms):
+    """Terms that a checkpoint can hold.
 
-    quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved [O] or
-    None; churn a number or [O, O]; limits with values [L, O]; the rest as in ``ilp.solve``.
     ``to_dict`` gives plain JSON values, and ``from_dict`` the same request, bit for bit.
     """
-
-    quality_loss: NDArray[np.float64]
-    efficiency: NDArray[np.float64]
-    target: float
-    stage: NDArray[np.int64] | None = None
-    time: NDArray[np.float64] | None = None
-    ties: NDArray[np.int64] | None = None
-    fixed: NDArray[np.int64] | None = None
-    reserved: NDArray[np.bool_] | None = None
-    current: NDArray[np.int64] | None = None
-    churn: float | NDArray[np.float64] = 0.0
-    limits: tuple[Limit, ...] = ()
-    gap: float = 1e-4
-    node_limit: int = 20_000
-    time_limit: float = 30.0
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, numbers and None by field name."""
@@ -142,9 +124,8 @@ class SolveRequest:
 
     def most(self) -> float:
         """The highest target, at most 1, that a plan reaches."""
-        terms = {name: getattr(self, name) for name in ("stage", "time", "ties", "fixed", "reserved", "limits")}
         try:
-            check_target(self.efficiency, 1.0, **terms)
+            check_target(replace(self, target=1.0))
         except InfeasibleTarget as error:
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
@@ -162,8 +143,7 @@ class SolveRequest:
 
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return solve(**values)
+        return solve(self)
 
 
 def _array(name: str, values: Any, shape: tuple[int, ...]) -> NDArray[Any]:
