@@ -7,13 +7,14 @@
     of the highest predicted cost; the linear stays held if the new plan measures better than the one without it
 
 Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts plans
-well as long as the errors of single linears add up.  Where they do not, as in models with large outliers at high shares
-of FP4, only a measurement shows the cost.  Losses are compared token by token, which removes what all plans share.
+well as long as the errors of single linears add up.  They do not in models with large outliers at high shares of FP4.
+There, only a measurement shows the cost.  Trials compare losses token by token, which removes what all plans share.
 
-The first-order part of a loss change is luck, which further training takes away.  Early in a run it exceeds the cost of
-low precision, and some plan always measures below BF16.  So the trial ends after the solver's plan if that costs no
-more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many standard errors.  If a
-plan measures below its prediction, the prediction counts: a measurement can count against a plan, but not for it.
+The first-order part of a loss change is luck, and vanishes with further training.  Early in a run it exceeds the cost
+of low precision, and some plan always measures below BF16.  The trial therefore ends after the solver's plan if that
+costs no more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many standard
+errors.  If a plan measures below its prediction, the prediction counts: a measurement counts against a plan, but never
+for it.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Options of SNIP that do not decide what a plan is.  After a resume, the plan in force was made with the old values
-#: of all others.
+#: Options of SNIP that do not affect what a plan contains.  All others do: if one changes, the plan in force after a
+#: resume still comes from its old value.
 _NOT_OF_A_PLAN = (
     "snip_interval", "snip_start", "snip_apply_lag", "snip_warmup_precision", "snip_solve_timeout", "snip_guard",
     "snip_bf16_eval_interval",
@@ -95,7 +95,7 @@ class Trainer(RunState):
             raise UserError(reason)
 
     def _warn_about_unreachable(self) -> None:
-        """Warn about everything that the options request but that this run's iterations or data will never reach."""
+        """Warn about everything in the options that this run's iterations or data will never reach."""
         t, log, snip, planner = self.config.training, self.config.logging, self.config.snip, self.parts.coordinator
         first, last = self.iteration + 1, t.train_iters
         if first > last:
@@ -275,7 +275,7 @@ class Trainer(RunState):
         return measured | (coordinator.predicted_metrics() if coordinator else {})
 
     def _validate(self) -> dict[str, Any]:
-        """Mean loss over the next validation batches; before training, over those of the first validation."""
+        """Mean loss over the next validation batches.  Before training, they are those of the first validation."""
         loader, log = self.parts.valid_loader, self.config.logging
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
@@ -296,7 +296,7 @@ class Trainer(RunState):
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
 
     def _validate_new_weights(self) -> None:
-        """Validate the initial weights, as the row of iteration 0."""
+        """Validate the initial weights, and write the result as the row of iteration 0."""
         if self.iteration == 0 and (row := self._validate()) and self.writer is not None:
             self.writer.write({"iteration": 0, **row})
 

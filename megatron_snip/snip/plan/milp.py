@@ -4,8 +4,8 @@
 
 Variables are x[g, o] in {0, 1}.  They sum to 1 per group, and each further ``Row`` is a constraint.
 Source: HiGHS, https://highs.dev.
-Convention: one thread, seed 0, no output.  Costs and rows are divided by their maximum.  Models are passed as arrays,
-since building them from expressions takes seconds.
+Convention: one thread, seed 0, no output.  Costs and rows are divided by their maximum.  HiGHS gets arrays, because
+building a model from expressions takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row:
     """A constraint: the sum over groups of values[g, o_g], minus ``z`` times the longest, is in [``lower``, ``upper``].
 
     values [G, O], from ``scaled``.  The longest is the only continuous variable, see Model.
-    Constraints on plans have only an upper bound: ``holds`` ignores a lower one.
+    Constraints on plans have only an upper bound, and ``holds`` ignores a lower one.
     """
 
     values: Floats

@@ -1,4 +1,4 @@
-"""The options of each linear and the constraints of a plan, from the command line; the only reader of both.
+"""The options of each linear and the constraints of a plan, from the command line.  Only this module reads them.
 
     --snip-options fp8,fp4 --snip-granularity gemm --snip-fix "layers.0.*=fp8,layers.*.down_proj=bf16"
     -> Choices(options [O], ties [L], fixed [L], reserved [O]) -> SolveRequest
@@ -45,8 +45,8 @@ BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 class Choices:
     """Columns of the matrices, and which linears may take them.
 
-    ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
-    reserved [O]: true for options only for linears fixed to them.  measure: the unit of a target, a key of MEASURES.
+    ties [L] as in Terms, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
+    reserved [O]: true for an option that only linears fixed to it may take.  measure: the target's unit, in MEASURES.
     """
 
     options: tuple[LinearPrecision, ...]
@@ -108,11 +108,12 @@ def measured_options(words: str, formats: Iterable[str]) -> str:
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """Read --snip-options, --snip-granularity and --snip-fix for these linears.  Unresolved auto means the CPU's
-    options.
+    """Read --snip-options, --snip-granularity and --snip-fix for these linears.
 
-    Raises UserError for unknown formats, for fixes that match nothing, conflict, or split a tie, and for a granularity
-    that ties nothing.
+    If auto has not been resolved for a device, it means the CPU's options.
+
+    Raises UserError for unknown formats, for fixes that match nothing, conflict or split a tie, and for granularity
+    fused if no linears read the same input.
     """
     words = {"auto": AUTO, RECIPES_WORD: f"{RECIPES_WORD}:hopper"}.get(snip.snip_options, snip.snip_options)
     try:
@@ -201,19 +202,11 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
         )
-    constraint = _stage_constraint(snip, shapes)
     try:
-        check_target(
-            saved,
-            target,
-            stage=stages(shapes) if constraint == "each" else None,
-            ties=choices.ties,
-            fixed=choices.fixed,
-            reserved=choices.reserved,
-            limits=limits_of(snip, shapes, choices),
-        )
+        check_target(solve_request(snip, shapes, choices, np.zeros_like(saved), times=times))
     except InfeasibleTarget as error:
-        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
+        each = _stage_constraint(snip, shapes) == "each"
+        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if each else ""
         raise UserError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
     return choices
 
@@ -230,9 +223,8 @@ def solve_request(
 ) -> SolveRequest:
     """The solver's request; quality_loss [L, O] over ``choices.options``.
 
-    held [L]: options of linears that cannot be judged, -1 for others; --snip-fix takes precedence, and ties extend
-    both.  current: precisions in force, for --snip-churn.  Under --snip-max-loss the target is the most that can be
-    reached.
+    held [L]: options of linears without finite statistics, -1 for others.  --snip-fix takes precedence, and ties extend
+    both.  current: precisions in force, for --snip-churn.  Under --snip-max-loss, the target is the highest reachable.
     """
     fixed = choices.fixed if held is None else _with_held(choices, held)
     constraint = _stage_constraint(snip, shapes)

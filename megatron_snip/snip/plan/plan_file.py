@@ -10,9 +10,9 @@ Source: docs/architecture.md.  Convention: names are Hugging Face's with the glo
 target_unit is the unit of the target: "FP4 share" of the linears' FLOPs, or "modelled time" saved, relative to the
 fastest format everywhere.  achieved is the FP4 share in both cases.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration and
-linears: what ranks must agree on, and not how it was found.
-The solver proves bound and gap for the sum over single linears.  "trial" holds measurements: the loss above BF16's in
-nats and its standard error, for this plan and all others in the trial; null without a trial.
+linears.  Ranks must agree on these, but not on how the plan was found.
+Bound and gap, which the solver proves, are for the sum over single linears.  "trial" holds measurements: the loss above
+BF16's in nats and its standard error, for this plan and all others in the trial; null without a trial.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_snip.snip.plan.ilp import Solution
 
 VERSION = 2
 _WAY_OUT = "use a plan that a run or `megatron-snip plan` wrote, or make a new plan (--precision snip)"
-#: Sums of shares may differ by their order, and people round them.
+#: The order of a sum changes shares a little, and people round them.
 _SHARE_TOLERANCE = 1e-4
 
 

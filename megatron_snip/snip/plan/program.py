@@ -1,13 +1,12 @@
 """The integer program as checked data: options, costs and savings of each group of linears, and the target.
 
 Convention: L linears, O options, G groups of linears that take one option; an untied linear is its own group.
-Ties, fixed linears, reserved options and churn are resolved here: ties form groups, fixed and reserved exclude options,
-and churn is part of the cost.
+This module resolves ties, fixed linears, reserved options and churn: ties form groups, fixed linears and reserved
+options exclude options, and churn is part of the cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 #: Tolerance of a budget, relative to the largest reachable savings, only for the rounding of e.
 BUDGET_TOLERANCE = 1e-9
-#: Savings that differ by less, relative to the largest, are the same sum in another order.
+#: Savings that differ by less, relative to the largest, count as equal: their sums have another order.
 _SAME = 1e-12
 
 
@@ -37,7 +36,7 @@ class InfeasibleTarget(UserError):
 class Limit:
     """A linear constraint: the sum over linears of values[l, o_l] is at most ``at_most``.
 
-    name: how messages call it, such as its option.  values [L, O], in any unit, may be negative.
+    name: its name in messages, such as its option.  values [L, O], in any unit, may be negative.
     """
 
     name: str
@@ -54,12 +53,47 @@ class Limit:
         return float(self.values[np.arange(len(choice)), choice].sum()) <= self.most
 
 
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What to solve: choose one of O options for each of L linears.
+
+    quality_loss [L, O]: what a plan minimises, in any unit.  efficiency [L, O]: what options save, in any unit; all
+    linears together must save ``target`` in that unit.
+    stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
+    time [L, O], 0 or more: all stages together save the target, as without stage, and no stage may take longer than a
+    bound that is minimised first (see ``ilp._makespan``; Solution.makespan is the bound).
+    ties [L]: linears with the same non-negative id take one option; -1 is untied.
+    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options that only linears fixed
+    to them may take; a stage's max_o e leaves them out.
+    current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
+    [O, O] from one option to another.
+    limits: further linear constraints.  gap: see ilp.Solution; 0 requests the exact optimum.
+    node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
+    the only possible cause of differences between two runs.
+    """
+
+    quality_loss: Floats
+    efficiency: Floats
+    target: float
+    stage: Ints | None = None
+    time: Floats | None = None
+    ties: Ints | None = None
+    fixed: Ints | None = None
+    reserved: Bools | None = None
+    current: Ints | None = None
+    churn: float | Floats = 0.0
+    limits: tuple[Limit, ...] = ()
+    gap: float = 1e-4
+    node_limit: int = 20_000
+    time_limit: float = 30.0
+
+
 @dataclass(frozen=True)
 class Budget:
     """Groups [G'] that must save ``wanted`` together.
 
     most: their largest savings.  full: the sum over their linears of the largest savings of an unreserved option,
-    ignoring fixes.  slack: how far most may be below wanted because of rounding.
+    ignoring fixes.  slack: tolerance for rounding; most may be this far below wanted.
     """
 
     stage: int
@@ -120,7 +154,7 @@ def dominated(program: Program) -> Bools:
     """[G, O]: options that no best plan takes.  Another costs the group less, saves as much, takes no longer and adds
     no more to any limit.
 
-    Options of equal cost are left to the solver.
+    Between options of equal cost, the solver decides.
     """
     cost, saved = program.cost, program.saved + _SAME * np.abs(program.saved).max()
     found = np.zeros_like(program.allowed)
@@ -167,23 +201,10 @@ def check_feasible(program: Program) -> None:
     )
 
 
-def checked(
-    quality_loss: ArrayLike,
-    efficiency: ArrayLike,
-    target: float,
-    *,
-    stage: ArrayLike | None = None,
-    time: ArrayLike | None = None,
-    ties: ArrayLike | None = None,
-    fixed: ArrayLike | None = None,
-    reserved: ArrayLike | None = None,
-    current: ArrayLike | None = None,
-    churn: ArrayLike = 0.0,
-    limits: Sequence[Limit] = (),
-) -> Program:
-    """Arguments of ``ilp.solve`` as a Program.  Raises UserError with the argument and the row."""
-    quality = np.array(quality_loss, dtype=np.float64)
-    saved = np.array(efficiency, dtype=np.float64)
+def checked(terms: Terms) -> Program:
+    """Terms as a Program.  Raises UserError with the field and the row."""
+    quality = np.array(terms.quality_loss, dtype=np.float64)
+    saved = np.array(terms.efficiency, dtype=np.float64)
     if quality.ndim != 2 or 0 in quality.shape or saved.shape != quality.shape:
         raise UserError(
             f"quality_loss is {list(quality.shape)} and efficiency {list(saved.shape)}, "
@@ -191,29 +212,29 @@ def checked(
         )
     _check_finite("quality_loss", quality)
     _check_finite("efficiency", saved)
-    if not np.isfinite(target):
-        raise UserError(f"target is {target}, but must be a finite number")
+    if not np.isfinite(terms.target):
+        raise UserError(f"target is {terms.target}, but must be a finite number")
     count, options = quality.shape
-    stages = None if stage is None else _ids("stage", stage, count)
-    tie_ids = np.full(count, -1) if ties is None else _ids("ties", ties, count)
-    fixed_ids = np.full(count, -1) if fixed is None else _ids("fixed", fixed, count, options)
-    only_fixed = _reserved(reserved, options)
+    stages = None if terms.stage is None else _ids("stage", terms.stage, count)
+    tie_ids = np.full(count, -1) if terms.ties is None else _ids("ties", terms.ties, count)
+    fixed_ids = np.full(count, -1) if terms.fixed is None else _ids("fixed", terms.fixed, count, options)
+    only_fixed = _reserved(terms.reserved, options)
     _check_ties(tie_ids, stages, fixed_ids)
     group = _groups(tie_ids)
-    left = _churn(current, churn, count, options)
+    left = _churn(terms.current, terms.churn, count, options)
     return Program(
         group=group,
         churn=left,
         held=int((fixed_ids >= 0).sum()),
         cost=_summed(quality + left, group),
         saved=_summed(saved, group),
-        time=None if time is None else _summed(_times(time, stages, quality.shape), group),
+        time=None if terms.time is None else _summed(_times(terms.time, stages, quality.shape), group),
         full=_summed(saved[:, ~only_fixed].max(axis=1), group),
         allowed=_allowed(group, fixed_ids, only_fixed),
         stage=_of_groups(np.zeros(count, np.int64) if stages is None else stages, group),
-        limits=tuple(replace(one, values=_summed(_values(one, quality.shape), group)) for one in limits),
-        target=float(target),
-        per_stage=stages is not None and time is None,
+        limits=tuple(replace(one, values=_summed(_values(one, quality.shape), group)) for one in terms.limits),
+        target=float(terms.target),
+        per_stage=stages is not None and terms.time is None,
     )
 
 

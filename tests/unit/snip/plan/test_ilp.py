@@ -10,15 +10,27 @@ import pytest
 
 from megatron_snip.errors import UserError
 from megatron_snip.quant import LinearShape
-from megatron_snip.snip.plan import ilp
+from megatron_snip.snip.plan import ilp, program
 from megatron_snip.snip.plan.cost import GemmTimes, efficiency
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, solve, solve_pareto
+from megatron_snip.snip.plan.ilp import InfeasibleTarget
 from megatron_snip.snip.plan.milp import Answer
-from megatron_snip.snip.plan.program import Limit, checked, dominated
+from megatron_snip.snip.plan.program import Limit, Terms, dominated
 from megatron_snip.snip.plan.recipes import recipe_options
 from tests.unit.snip.plan.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
 
 SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
+
+
+def solve(*terms, **more):
+    return ilp.solve(Terms(*terms, **more))
+
+
+def solve_pareto(quality, saved, targets, **more):
+    return ilp.solve_pareto(Terms(quality, saved, 0.0, **more), targets)
+
+
+def checked(*terms, **more):
+    return program.checked(Terms(*terms, **more))
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
