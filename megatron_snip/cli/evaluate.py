@@ -40,6 +40,7 @@ from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.build_model import build_model
+from megatron_snip.train.health.memory import WEIGHTS, warn_about_memory
 from megatron_snip.train.report.evaluations import Evaluation, Scores, evaluation_file, score_rows
 from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.run.run_folder import (
@@ -191,6 +192,7 @@ def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Ru
     else:
         refuse_other_model(config, start.state, finetune=True)
     start = agree_on(config, start)
+    warn_about_memory(config, here, WEIGHTS)
     (stage,) = build_model(config, mesh_of(config, here), here.device).values()
     assert start.load is not None
     with naming(start.load, start.load_iteration):
