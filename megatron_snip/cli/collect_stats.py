@@ -24,11 +24,11 @@ from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
-from megatron_snip.cli.command import Parser
+from megatron_snip.cli import parsers
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -146,11 +146,7 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--output", type=path_word, default="stats.json", help="file of the statistics (default: stats.json)"
-    )
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parsers.probe().parse_known_args(arguments)
     output = Path(own.output)
     check_output("--output", output)
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
