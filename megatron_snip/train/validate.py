@@ -1,7 +1,7 @@
 """Every rule on options that needs no file and no process group: layout, batches, choices.
 
-Checked before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a tokenizer, a plan
-or a registry.
+These checks come before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a
+tokenizer, a plan or a registry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_snip.model.stages import is_interleaved
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
-#: Every numeric option by its range; None is accepted where an option allows it.
+#: Every numeric option by its range.  An option that allows None may be None.
 RANGES: dict[str, tuple[str, ...]] = {
     "a positive number up to 9999": ("num_layers",),
     "a positive number": (
@@ -90,7 +90,7 @@ def validate(config: Config, world_size: int) -> None:
     if not (config.model.num_layers or config.model.hidden_size):
         example = "examples/llama_1b/llama_1b.toml"
         if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
-            example = "the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+            example = "the model.toml that `megatron-snip convert import` writes of a model from Hugging Face"
         raise UserError(
             "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
             f"--config FILE with them, such as {example}"
@@ -225,7 +225,7 @@ def _validate_choices(config: Config) -> None:
 
 
 def _validate_pairs(config: Config) -> None:
-    """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
+    """Raise UserError for contradictory pairs of options: one would silently win, or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, but --device is cpu; use gloo, or drop --device")
@@ -282,7 +282,7 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
-        if value is not None and not given["dry_run"] and name != "dry_run":
+        if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 

@@ -4,7 +4,7 @@ Source: SNIP, arXiv 2602.01410 (efficiency = fraction of FLOPs in FP4).
 Convention: a linear has three GEMMs (fprop, dgrad, wgrad) of 2 N K FLOPs per token each.  Shapes are those of the whole
 model, before tp.  A matrix [L, O] has one row per linear and one column per option.
 
-tools/profile_gemms.py measures a table of GEMM times.  Only a table includes the cost of casts and memory:
+`megatron-snip profile` measures a table of GEMM times.  Only a table includes the cost of casts and memory:
 
     {"version": 1, "hardware": "NVIDIA H200", "about": {"torch": "2.13.0", "tokens": 8192, ...},
      "times": {"fp8": {"fprop": 0.6, "dgrad": 0.6, "wgrad": 0.7}, ...},
@@ -53,7 +53,7 @@ PUBLISHED = "published:"
 _FOLDER = Path(__file__).parent / "published"
 
 VERSION = 1
-_WAY_OUT = "measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
+_WAY_OUT = "measure it again with `megatron-snip profile`, or leave --gemm-times out for nominal times"
 #: Format -> GEMM -> time per FLOP.
 Table = Mapping[str, Mapping[str, float]]
 _Time = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
@@ -197,14 +197,14 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
 
 
 def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``ties`` of ilp.solve for granularity "fused", [L]: linears with a common input share an id."""
+    """``Terms.ties`` for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
 def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``stage`` of ilp.solve, [L]."""
+    """``Terms.stage``, [L]."""
     return np.array([shape.stage for shape in shapes], dtype=np.int64)
 
 

@@ -79,7 +79,7 @@ def option_default(name: str) -> object:
 
 def numeric_options() -> set[str]:
     types = {f.name: str(f.type) for group in fields(Config) for f in fields(getattr(Config(), group.name))}
-    return {name for name, kind in types.items() if "int" in kind or "float" in kind}
+    return {name for name, kind in types.items() if "int" in kind or "float" in kind or kind == "Needed"}
 
 
 def test_every_numeric_option_has_a_range():
@@ -329,7 +329,7 @@ def test_no_model_has_so_many_blocks_or_none():
     assert error(num_layers=0, hidden_size=0).startswith("no model: give --num-layers, --hidden-size, ")
     loaded = error(num_layers=0, hidden_size=0, load="llama")
     assert loaded.endswith(
-        "such as the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+        "such as the model.toml that `megatron-snip convert import` writes of a model from Hugging Face"
     )
     assert error(num_layers=0) == "--num-layers is missing or 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
+from megatron_snip.cli.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
 from megatron_snip.cli.shares import plan_and_try
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -19,7 +20,6 @@ from megatron_snip.train.run.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown
-from tools.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
 
 
 def test_what_json_has_no_word_for_is_null():
