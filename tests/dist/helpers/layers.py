@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_snip.formats import Hadamard, get_format, register
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.parallel.data import sum_gradients_over_tp
 from megatron_snip.parallel.tags import Tags, add_parameter
@@ -37,11 +35,10 @@ from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears.linear_op import pack
 from megatron_snip.quant.casts.rounding import random_bits
+from tests.dist.helpers.rotated import register_rotated
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain", "rotated")
-#: Transforms along tokens and along channels, which tp cuts, under the amax of the whole tensor.
-ROTATED = Hadamard("+--+" * 4, frozenset({"fprop", "dgrad", "wgrad"}))
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -115,9 +112,8 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
 
 def run_all() -> dict[tuple, dict[str, Any]]:
     """Every case in one start of the ranks."""
-    register(replace(get_format("nvfp4_plain"), name="rotated", hadamard=ROTATED))
-    cases = [(kind, p, sp) for kind in KINDS for p in PRECISIONS for sp in (False, True)]
-    return {case: run_linear(*case) for case in cases}
+    register_rotated()
+    return {case: run_linear(*case) for case in product(KINDS, PRECISIONS, (False, True))}
 
 
 #: Precisions of three linears that read one input.
