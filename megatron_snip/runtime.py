@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import platform
+import shlex
 import signal
 import socket
 import sys
@@ -77,7 +78,7 @@ def environment_world_size() -> int:
 
 
 def made_with() -> dict[str, str | int]:
-    """What results may depend on besides options: package versions, device name, number of ranks."""
+    """What results may depend on besides options: package versions, device, number of ranks; when and how it began."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU ({platform.machine()})"
     return {
         "megatron_snip": megatron_snip.__version__,
@@ -87,6 +88,8 @@ def made_with() -> dict[str, str | int]:
         "highspy": version("highspy"),
         "device": gpu,
         "processes": environment_world_size(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv),
     }
 
 
