@@ -53,7 +53,6 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
-    backend: str
 
 
 def environment_rank() -> int:
@@ -190,7 +189,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         _check_launch()
         # NCCL then creates its communicators here and splits the mesh's from them, not at first use in mid-step
         _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
-    return Runtime(rank, world_size, local_rank, place, backend)
+    return Runtime(rank, world_size, local_rank, place)
 
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:

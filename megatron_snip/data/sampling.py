@@ -80,7 +80,7 @@ class GPTDataset:
         if indexed.dtype.kind not in "iu":
             raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are not token ids")
         if num_samples < 1:
-            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
+            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are requested; request at least one")
         first, last = split_range
         lengths = np.asarray(indexed.sequence_lengths[first:last])
         if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
