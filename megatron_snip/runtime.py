@@ -172,7 +172,7 @@ def keep_freed_memory() -> None:
 
 
 def start(backend: str, timeout_minutes: float, ending: Ending | None = None, device: str = "auto") -> Runtime:
-    """Join the process group and choose a device.  Every process must call it once; `stop` undoes it.
+    """Join the process group and choose a device.  Every rank must call it once; `stop` undoes it.
 
     ending: receives a watch over the other ranks.
     """

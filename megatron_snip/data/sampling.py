@@ -343,7 +343,7 @@ class _Builder:
 def check_data(*path_lists: Sequence[str], whole: bool = True) -> None:
     """Open and close every corpus of the path lists.  Raises UserError for the first that cannot be read.
 
-    whole: also read the whole indices, which one process per node does.
+    whole: also read the whole indices, as one rank per node does.
     """
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():
