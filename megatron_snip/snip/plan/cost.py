@@ -152,8 +152,8 @@ class GemmTimes:
     def published(cls, name: str) -> GemmTimes:
         """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for others.
 
-        Formats with the same element and the same number of elements per scale run the same GEMM.  If only one of them was
-        published, the others take its times, although their casts may differ.
+        Formats with the same element and the same number of elements per scale run the same GEMM.  If only one of them
+        was published, the others take its times, although their casts may differ.
         """
         known = sorted(path.stem for path in _FOLDER.glob("*.json"))
         if name not in known:
