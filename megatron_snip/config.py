@@ -288,7 +288,8 @@ class DryRunConfig:
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of ranks of the run; by default torchrun's.
-    memory_gib: Optional[float] = None  # With --dry-run: fail if a rank needs more than this many GiB.
+    memory_gib: Optional[float] = None  # With --dry-run: say by how much it fits, or fail if a rank needs more GiB.
+    dry_run_gemms: bool = False  # With --dry-run: also list the shapes and formats of all GEMMs.
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ Under torchrun: `torchrun --rdzv-backend one_node --nproc_per_node N -m megatron
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from megatron_snip import __version__
+from megatron_snip.arguments import asks_for_help
+from megatron_snip.cli.parsers import PARSERS
+from megatron_snip.errors import UserError
 
 #: Command -> (module of the package whose ``main`` takes the remaining words, description).
 COMMANDS = {
@@ -40,7 +44,10 @@ def usage() -> str:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """Run a command; only this imports its modules.  Returns the exit status."""
+    """Run a command; only this imports its modules, and help does not.  Returns the exit status."""
+    if asks_for_help(words) and name in PARSERS:
+        with contextlib.suppress(UserError):  # the command itself reports it
+            PARSERS[name]().parse_known_args(words)
     module = importlib.import_module(f"megatron_snip.{COMMANDS[name][0]}")
     if name not in ON_RANKS:
         return module.main(words) or 0

@@ -40,16 +40,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_snip import runtime
-from megatron_snip.cli import collect_stats, preprocess_data
+from megatron_snip.cli import collect_stats, parsers, preprocess_data
 from megatron_snip.cli.collect_stats import Batches
-from megatron_snip.cli.command import Parser
 from megatron_snip.cli.shares import ABOUT, Planned, plan_and_try, shown
 from megatron_snip.cli.trials import make_trials, trial_samples
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word, read_file
+from megatron_snip.files.io import check_output, one_line, read_file
 from megatron_snip.files.json import write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
@@ -69,7 +68,6 @@ from megatron_snip.train.validate import check_ranges
 LOGGER = logging.getLogger("megatron_snip")
 #: Linears in the terminal's table.
 MOST_SHOWN = 12
-SHARES = "0.5,0.75,0.9"
 
 
 @dataclass(frozen=True)
@@ -289,23 +287,12 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """This tool's options, and the trainer's."""
-    parser = Parser(__doc__)
-    parser.add_argument("model", type=path_word, help="a Hugging Face folder, or a folder of checkpoints")
-    parser.add_argument(
-        "--data", required=True, type=path_word, help="text, JSON lines, or an indexed dataset's prefix"
-    )
-    parser.add_argument("--output", default="analysis", type=path_word, help="output folder (default: analysis)")
-    parser.add_argument("--formats", default="fp8,fp4", help="formats that a linear may take (default: fp8,fp4)")
-    parser.add_argument("--shares", help=f"FP4's shares of the FLOPs (default: {SHARES})")
-    parser.add_argument("--batches", type=int, default=8, help="batches, each probed separately (default: 8)")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch (default: 4)")
-    parser.add_argument("--seq-length", type=int, default=1024, help="tokens in a sequence (default: 1024)")
-    return parser.parse_known_args(arguments)
+    return parsers.analyse().parse_known_args(arguments)
 
 
 def read_shares(own: argparse.Namespace) -> list[float]:
     """--shares; UserError for what are none, and for too few batches."""
-    words = SHARES if own.shares is None else own.shares
+    words = parsers.SHARES if own.shares is None else own.shares
     try:
         shares = [float(word) for word in words.split(",")]
     except ValueError:

@@ -24,17 +24,18 @@ from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
-from megatron_snip.cli.command import Parser
+from megatron_snip.cli import parsers
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
+from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memory
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.run.state_file import new_state
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -83,6 +84,7 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     p = config.parallel
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
+    warn_about_memory(config, here, TRAINING if updates else WEIGHTS)
     parts = build(config, here, None, draw=False, moments=updates)
     assert parts.coordinator is not None
     if not updates:  # skip the linears' weight gradients, a third of the pass
@@ -144,11 +146,7 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--output", type=path_word, default="stats.json", help="file of the statistics (default: stats.json)"
-    )
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parsers.probe().parse_known_args(arguments)
     output = Path(own.output)
     check_output("--output", output)
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))

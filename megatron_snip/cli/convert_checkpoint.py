@@ -32,10 +32,10 @@ from megatron_snip import __version__, runtime
 from megatron_snip.checkpoint.manifest import Manifest, check, naming
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
-from megatron_snip.cli.command import Parser
+from megatron_snip.cli import parsers
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, path_word, toml_value
+from megatron_snip.files.io import check_output, toml_value
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.huggingface import (
     check_weights,
@@ -320,19 +320,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = Parser(__doc__)
-    which = parser.add_subparsers(dest="which", required=True)
-    into = which.add_parser("import", help="Hugging Face to a checkpoint")
-    into.add_argument("--hf", type=path_word, required=True, help="folder with config.json and safetensors files")
-    into.add_argument("--save", type=path_word, required=True, help="new folder for the checkpoint")
-    out = which.add_parser("export", help="a checkpoint to Hugging Face")
-    out.add_argument("--load", type=path_word, required=True, help="a folder of checkpoints, or an iter_ folder")
-    out.add_argument("--ckpt-step", type=int, help="iteration to export (default: the newest)")
-    out.add_argument("--hf", type=path_word, required=True, help="new folder for the model")
-    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 after --bf16, else float32)")
-    for one in (into, out):
-        one.add_argument("--dry-run", action="store_true", help="print what would be written, but write nothing")
-    own = parser.parse_args(argv)
+    own = parsers.convert().parse_args(argv)
     if own.which == "import":
         import_hf(Path(own.hf), Path(own.save), dry_run=own.dry_run)
     else:

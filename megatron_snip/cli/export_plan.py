@@ -22,9 +22,10 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_snip.arguments import parse
-from megatron_snip.cli.command import Parser, reported
+from megatron_snip.cli import parsers
+from megatron_snip.cli.command import reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, path_word
+from megatron_snip.files.io import check_output
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.counterparts import Request, Version
 from megatron_snip.interop.exports import TARGETS, Target
@@ -76,12 +77,7 @@ def request_of(path: str, words: Sequence[str], version: Version) -> Request:
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
-    parser.add_argument("--to", choices=TARGETS, required=True, help="the program that will read it")
-    parser.add_argument("--output", type=path_word, required=True, help="output folder")
-    parser.add_argument("--for-version", metavar="X.Y", help="version of that program")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parsers.export().parse_known_args(arguments)
     target = TARGETS[options.to]
     request = request_of(options.plan, rest, version_of(target, options.for_version))
     files, notes = target.write(request)

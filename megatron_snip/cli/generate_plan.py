@@ -32,13 +32,13 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
+from megatron_snip.cli import parsers
 from megatron_snip.cli.collect_stats import prepare
-from megatron_snip.cli.command import Parser
 from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.files.json import write_atomic
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
@@ -261,20 +261,7 @@ def in_own_words(message: str, own: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--stats", required=True, type=path_word, help="statistics of `megatron-snip probe` or of a run"
-    )
-    parser.add_argument(
-        "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
-    )
-    parser.add_argument("--options", help="comma-separated precisions that a linear may take (default: --snip-options)")
-    parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
-    parser.add_argument("--try", dest="trying", action="store_true", help="run a trial with the weights of --load")
-    parser.add_argument("--num-random", type=int, default=5, help="number of random plans (default: 5)")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of the first random plan (default: 0)")
-    parser.add_argument("--output-dir", type=path_word, default="plans", help="output folder (default: plans)")
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parsers.plan().parse_known_args(arguments)
     if twice := given_twice(own, rest):
         raise UserError(twice)
     try:

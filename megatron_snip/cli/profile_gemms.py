@@ -26,10 +26,11 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
-from megatron_snip.cli.command import Parser, reported
+from megatron_snip.cli import parsers
+from megatron_snip.cli.command import reported
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, path_word
+from megatron_snip.files.io import check_output
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes
@@ -203,14 +204,7 @@ def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("--output", required=True, type=path_word, help="the table, for --gemm-times")
-    parser.add_argument(
-        "--formats", default="fp8,fp4", help="comma-separated (default: fp8,fp4); bf16 is always measured"
-    )
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each GEMM (default: 9)")
-    parser.add_argument("--warmup", type=int, default=3, help="runs before them (default: 3)")
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parsers.profile().parse_known_args(arguments)
     if own.repeats < 1 or own.warmup < 0:
         raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
     config, output = parse(rest), Path(own.output)

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.cli.command import Parser, reported
+from megatron_snip.cli import parsers
+from megatron_snip.cli.command import reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, path_word
+from megatron_snip.files.io import check_output
 from megatron_snip.train.report.run_summary import format_summary
 from megatron_snip.train.report.sections import write_report
 
@@ -38,10 +39,6 @@ def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
-    parser.add_argument("--compare", action="store_true", help="one report that compares the first run with the others")
-    parser.add_argument("--output", type=path_word, metavar="FILE", help="file of the report")
-    own = parser.parse_intermixed_args(arguments)
+    own = parsers.report().parse_intermixed_args(arguments)
     print(report(own.runs, own.compare, own.output))
     return 0

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_snip.arguments import parse
-from megatron_snip.cli.command import Parser, reported
+from megatron_snip.cli import parsers
+from megatron_snip.cli.command import reported
 from megatron_snip.cli.tables import aligned
-from megatron_snip.files.io import path_word
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
@@ -87,10 +87,7 @@ def stages(plan: Plan, words: Sequence[str]) -> str:
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("plan", type=path_word, help="plan file, such as RUN_DIR/plans/iter_0000100.json")
-    parser.add_argument("--against", type=path_word, help="another plan to compare with")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parsers.show().parse_known_args(arguments)
     plan = Plan.load(options.plan)
     other = Plan.load(options.against) if options.against else None
     each = f"\n{stages(plan, rest)}" if rest else ""

@@ -316,8 +316,12 @@ class Trainer(RunState):
             tflops = self._tflops(row["batch-size"], seconds) if throughput else None
             peak = peak_tflops(self.instruments.device) if throughput else None
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
-            total = self.config.training.train_iters
-            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops, peak=peak))
+            total, tokens = self.config.training.train_iters, row["batch-size"] * self.config.model.seq_length
+            done = max(1, self.iteration - self.start.iteration)
+            # so far, with probes, validations and saves
+            left = (time.perf_counter() - self.began) / done * (total - self.iteration)
+            numbers = {"nan_iterations": self.nan_iterations, "tokens": tokens, "left": left}
+            runtime.say(progress_line(shown, total, **numbers, tflops=tflops, peak=peak))
 
 
 def train(config: Config, ending: Ending | None = None) -> None:

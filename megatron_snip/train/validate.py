@@ -282,7 +282,7 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
-        if value is not None and not given["dry_run"] and name != "dry_run":
+        if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 

@@ -68,8 +68,13 @@ def dry_run(config: Config) -> None:
         return
     measured = measure_all(config, world_size, end_ranks(config, world_size))
     runtime.say(as_text(config, world_size, measured))
-    if config.dry_run.memory_gib is not None:
-        check_memory(config, world_size, measured, config.dry_run.memory_gib)
+    worst = max(measured, key=lambda one: one.worst.total)
+    if config.dry_run.memory_gib is None:
+        runtime.say(f"\n{needs(worst)}; --memory-gib GIB says whether that fits")
+    else:
+        check_memory(config, world_size, worst, config.dry_run.memory_gib)
+        spare = config.dry_run.memory_gib - worst.worst.total / GIB
+        runtime.say(f"\nfits in {config.dry_run.memory_gib:g} GiB with {spare:.1f} to spare: {needs(worst)}")
 
 
 def without_files(config: Config) -> Config:
@@ -300,9 +305,15 @@ class _Stretches:
                 self.parts.linears[shape.name].precision = options[int(column)]
 
 
-def check_memory(config: Config, world_size: int, measured: Sequence[Measured], gib: float) -> None:
-    """Raise UserError if a peak exceeds this many GiB.  Dry runs find the changes that would help."""
-    worst = max(measured, key=lambda one: one.worst.total)
+def needs(worst: Measured) -> str:
+    """The rank that needs the most memory, and how much."""
+    return (
+        f"rank {worst.rank}, pipeline stage {worst.stage}, needs {worst.worst.total / GIB:.1f} GiB ({worst.worst.name})"
+    )
+
+
+def check_memory(config: Config, world_size: int, worst: Measured, gib: float) -> None:
+    """Raise UserError if the worst peak exceeds this many GiB.  Dry runs find the changes that would help."""
     if worst.worst.total <= gib * GIB:
         return
     found = []
@@ -316,10 +327,7 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
     else:
         least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
         way_out = f"no single change makes it fit: {least}; combine changes or use more ranks"
-    raise UserError(
-        f"--memory-gib {gib:g}: rank {worst.rank}, pipeline stage {worst.stage}, needs "
-        f"{worst.worst.total / GIB:.1f} GiB ({worst.worst.name}); {way_out}"
-    )
+    raise UserError(f"--memory-gib {gib:g}: {needs(worst)}; {way_out}")
 
 
 def _changes(config: Config) -> list[tuple[str, Config]]:
