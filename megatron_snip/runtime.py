@@ -54,7 +54,6 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
-    backend: str
 
 
 def environment_rank() -> int:
@@ -176,7 +175,7 @@ def keep_freed_memory() -> None:
 
 
 def start(backend: str, timeout_minutes: float, ending: Ending | None = None, device: str = "auto") -> Runtime:
-    """Join the process group and choose a device.  Every process must call it once; `stop` undoes it.
+    """Join the process group and choose a device.  Every rank must call it once; `stop` undoes it.
 
     ending: receives a watch over the other ranks.
     """
@@ -193,7 +192,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         _check_launch()
         # NCCL then creates its communicators here and splits the mesh's from them, not at first use in mid-step
         _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
-    return Runtime(rank, world_size, local_rank, place, backend)
+    return Runtime(rank, world_size, local_rank, place)
 
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:
