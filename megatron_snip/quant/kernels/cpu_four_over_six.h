@@ -38,6 +38,11 @@ FN bool is_e2m1(const Grid& g) { return g.mantissa_bits == 1 && g.emin == 0 && g
 // Magnitudes of kLanes elements, `step` apart, of which `count` exist; 0 where one is not finite.
 template <class T>
 FN F sizes_of(const T* x, int64_t step, int64_t count) {
+  if (count == 1) {
+    F one{};
+    one[0] = size_as_float<T>(size_of<T>(load<typename Sizes<T>::Word>(x)));
+    return one;
+  }
   alignas(64) float sizes[kLanes] = {};
   const int lanes = int(std::min<int64_t>(count, kLanes));
   for (int i = 0; i < lanes; ++i)
@@ -53,21 +58,26 @@ FN F row_of_sizes(const float* x) { return as<F>(load<U>(x) & 0x7fffffffu); }
 
 // --- Estimates of E2M1 in blocks of sides 1 and 16
 
-// The squared error of magnitudes below 7 under `encode`, in units of the scale, added to `sum`.  It is not finite where
-// one of them is not.  Ties go to either side, which is as far.
+// The squared error of magnitudes that become less than 7, in units of kUnit squares of the scale, added to `sum`.  It is
+// not finite where one of them is not.  Ties go to either side, which is as far.  encode: times kFactor.
 #if SNIP_LANES == 16
-// E2M1 numbers to nearest, by the whole quarters of a magnitude.
-alignas(64) constexpr float kNearest[32] = {0, .5, .5, 1, 1, 1.5, 1.5, 2, 2, 2, 3, 3, 3, 3, 4, 4,
-                                            4, 4,  4,  4, 6, 6,   6,   6, 6, 6, 6, 6, 6, 6, 6, 6};
+// In quarters: E2M1 numbers to nearest, by the whole quarters of a magnitude.  Sums and products take turns, because
+// processors have units for each.
+constexpr float kFactor = 4.0f, kUnit = 1.0f / 16;
+alignas(64) constexpr float kNearest[32] = {0,  2,  2,  4,  4,  6,  6,  8,  8,  8,  12, 12, 12, 12, 16, 16,
+                                            16, 16, 16, 16, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24};
 
 FN F add_squared(F size, F encode, F sum) {
-  const __m512 at = _mm512_fmadd_round_ps(size, encode * 4.0f, broadcast(0x1p23f), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const F y = size * encode;
+  const __m512 at = _mm512_add_round_ps(y, broadcast(0x1p23f), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   const __m512 nearest =
       _mm512_permutex2var_ps(_mm512_load_ps(kNearest), _mm512_castps_si512(at), _mm512_load_ps(kNearest + 16));
-  const __m512 error = _mm512_fnmadd_ps(size, encode, nearest);
+  const F error = nearest - y;
   return _mm512_fmadd_ps(error, error, sum);
 }
 #else
+constexpr float kFactor = 1.0f, kUnit = 1.0f;
+
 FN F add_squared(F size, F encode, F sum) {
   const F y = size * encode;
 #if SNIP_LANES == 8
@@ -77,13 +87,20 @@ FN F add_squared(F size, F encode, F sum) {
 #endif
   const F c = as<F>((as<I>(bounded) & 0x7f800000) + (22 << 23));
   const F error = ((y + c) - c) - y;
+#if SNIP_LANES == 8
+  return _mm256_fmadd_ps(error, error, sum);
+#else
   return sum + error * error;
+#endif
 }
 #endif
 
-// Both candidates' errors, in units of their scales.
+// Both candidates' errors.
 struct Estimate {
   F encode, other_encode, error, other_error;
+
+  FN Estimate(F encode, F other_encode)
+      : encode(encode * kFactor), other_encode(other_encode * kFactor), error{}, other_error{} {}
 
   FN void add(F size) {
     error = add_squared(size, encode, error);
@@ -92,13 +109,19 @@ struct Estimate {
 };
 
 // Settle kLanes blocks by their estimated errors, and return a mask of those where these nearly agree, which are left
-// as they were.  The sums here and of the exact way differ by less than 2**-12 of the larger scale's square for 16
-// elements, of which there are `rows`: each is off by less than 12 * 2**-22 squares.
+// as they were.
+//
+// Both ways round the same y.  Five roundings tell an element's error here from that of the exact way, at most
+// 5 y / 2**24 in units of the scale, with y < 7.  By Cauchy's inequality a sum E of n squares is then off by at most
+// 70 sqrt(n E) / 2**24, and the order of the sum takes less than n E / 2**21.  This is for both candidates, squared,
+// with some room; a block has n = 16 `rows` elements.
 FN unsigned settle_by_estimates(Scratch& s, int block, F error, F other_error, int64_t rows) {
   const F scale = load<F>(s.stored + block), other_scale = load<F>(s.other_stored + block);
   const F difference = other_error * other_scale * other_scale - error * scale * scale;
-  const F apart = as<F>(as<I>(difference) & 0x7fffffff), bound = other_scale * other_scale * (float(rows) * 0x1p-12f);
-  const I clear = apart > bound;
+  const F larger = error > other_error ? error : other_error, square = other_scale * other_scale;
+  const float n = float(rows);
+  const F bound = square * square * larger * (n * (0x1p-27f / kUnit) + larger * (n * n * 0x1p-31f));
+  const I clear = difference * difference > bound;
   settle(s, block, clear & (difference < 0.0f));
   return mask_of(~clear);
 }
@@ -134,7 +157,7 @@ template <class T>
 FN unsigned settle_rows(Scratch& s, int block, const T* x, int64_t stride, int64_t rows, int64_t block_rows) {
   F errors[kLanes], other_errors[kLanes];
   for (int b = 0; b < kLanes; ++b) {
-    Estimate e = {broadcast(s.encode[block + b]), broadcast(s.other_encode[block + b]), F{}, F{}};
+    Estimate e(broadcast(s.encode[block + b]), broadcast(s.other_encode[block + b]));
     for (int64_t i = 0; i < rows; ++i) {
       const T* from = x + i * stride + b * 16;
       if constexpr (kLanes == 16) {
@@ -186,7 +209,7 @@ FN F in_lanes(F v) { return _mm512_permutexvar_ps(load<__m512i>(kBlocks), v); }
 
 // Of bfloat16 two columns come from one shuffle, so that blocks in lanes are quicker than elements in lanes.
 FN unsigned settle_rows(Scratch& s, int block, const bfloat16* x, int64_t stride, int64_t rows, int64_t block_rows) {
-  Estimate e = {in_lanes(load<F>(s.encode + block)), in_lanes(load<F>(s.other_encode + block)), F{}, F{}};
+  Estimate e(in_lanes(load<F>(s.encode + block)), in_lanes(load<F>(s.other_encode + block)));
   for (int64_t i = 0; i < rows; ++i) {
     __m512i pairs[8];
     pairs_of_columns(x + i * stride, pairs);
@@ -246,7 +269,7 @@ FN void four_over_six(const Form& form, const T* x, int64_t stride, int64_t rows
     }
     unsigned unclear;
     if (width == 1) {
-      Estimate e = {load<F>(s.encode + b), load<F>(s.other_encode + b), F{}, F{}};
+      Estimate e(load<F>(s.encode + b), load<F>(s.other_encode + b));
       for (int64_t i = 0; i < rows; ++i) e.add(row_of_sizes(x + i * stride + b));
       unclear = settle_by_estimates(s, b, e.error, e.other_error, 1);
     } else {
