@@ -230,8 +230,8 @@ class MockDataset:
 class Repeated:
     """A dataset that starts over at its end, without limit.
 
-    The order is that of the dataset, however many samples are read.  After a rewind that skips samples, a run reads
-    more than planned, without a change to earlier samples.  The first samples are the ones that repeat.
+    The order does not depend on how many samples are read.  After a rewind that skips samples, a run reads more than
+    planned.  Earlier samples stay the same, and the dataset's first samples come again at the end.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -323,8 +323,8 @@ class _Builder:
     def blend(self, paths: Sequence[str], split: str | None, part: int, num_samples: int) -> Dataset | None:
         """One corpus, or a weighted blend of several, with Megatron's sizes.  Without a split, all sequences are used.
 
-        A single prefix with a weight is a blend of one, with a blend's surplus, under --data-path, but a plain corpus
-        where each part has its own paths.  Megatron does the same, and the order depends on it.
+        Under --data-path, a single prefix with a weight is a blend of one, with a blend's surplus.  If each part has
+        its own paths, it is a plain corpus.  Megatron does the same, and the order depends on it.
         """
         prefixes, raw_weights = parse_blend(paths)
         if raw_weights is None or (split is None and len(prefixes) == 1):

@@ -224,7 +224,7 @@ class TransformersTokenizer:
 
 
 def _check_file(path: Path) -> None:
-    """Raise UserError for files that would block transformers or take it long to read."""
+    """Raise UserError for files that would block transformers or take too long to read."""
     if path.is_dir() or path.suffix not in (".json", ".model", ".txt", ".jinja"):
         return
     with open_file(path, "tokenizer", "give another --tokenizer-model") as file:

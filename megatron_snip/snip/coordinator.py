@@ -300,7 +300,7 @@ class Coordinator:
         return best, metrics
 
     def _take(self, plan: Plan) -> Metrics:
-        """Apply a plan if all processes hold the same."""
+        """Apply a plan if all ranks hold the same one."""
         plan = plan if self.final is None else self.final.plan(plan, self.shapes, plan.iteration)
         if not self._agreed(plan):
             return self._keep(plan.iteration, "the plan's hash differs between ranks")
@@ -308,7 +308,7 @@ class Coordinator:
         return self._apply(plan)
 
     def _switch(self, iteration: int) -> Metrics:
-        """The late switch, once it is due, of whatever holds by then."""
+        """Apply the late switch to the precisions in force, once it is due."""
         if self.final is None or iteration < self.final.start:
             return {}
         now, row = self.plan or Plan(iteration, self._linears()), {"snip/final_precision": str(self.final)}

@@ -2,9 +2,9 @@
 
 Source: Megatron-LM core 0.16.1, optimizer_param_scheduler.py and get_optimizer_param_scheduler of training.py; the
 values equal Megatron's, to the last bit.
-Convention: schedules are functions of the samples behind the updates so far.  The first update has the rate at 0
-samples, and a skipped update does not advance them.  Options in iterations count full batches of --global-batch-size
-samples; with --train-samples all options are in samples.
+Convention: schedules are functions of the number of samples in the updates so far.  The first update has the rate at 0
+samples, and a skipped update does not advance a schedule.  Options in iterations count full batches of
+--global-batch-size samples; with --train-samples all options are in samples.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
 def decay_start(t: TrainingConfig) -> int | None:
     """First iteration of WSD's final decay, the first whose rate is below the peak; None for other styles.
 
-    Skipped updates, which shift the schedule, are not foreseen.
+    Does not foresee skipped updates, which shift the schedule.
     """
     if t.lr_decay_style != "WSD":
         return None
@@ -86,7 +86,7 @@ def decay_start(t: TrainingConfig) -> int | None:
 
 
 def final_switch(config: Config) -> Final | None:
-    """When and to what --snip-final-precision switches; None without it.  Raises UserError if either cannot be."""
+    """When and to what --snip-final-precision switches; None without it.  Raises UserError for impossible values."""
     text, count, t = config.snip.snip_final_precision, config.snip.snip_final_iters, config.training
     if text is None:
         return None
@@ -115,7 +115,7 @@ def weight_decay(t: TrainingConfig, samples: int) -> float:
 
 
 def check_batches(t: TrainingConfig) -> None:
-    """Raise UserError if --rampup-batch-size does not reach --global-batch-size, and for less than one batch."""
+    """Raise UserError if --rampup-batch-size does not reach --global-batch-size, or the run has less than one batch."""
     ramp, samples = t.rampup_batch_size, t.train_samples
     if samples is not None and not ramp and 0 < samples < t.global_batch_size:
         raise UserError(

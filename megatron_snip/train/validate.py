@@ -1,7 +1,7 @@
 """Every rule on options that needs no file and no process group: layout, batches, choices.
 
-Checked before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a tokenizer, a plan
-or a registry.
+These checks come before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a
+tokenizer, a plan or a registry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_snip.model.stages import is_interleaved
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
-#: Every numeric option by its range; None is accepted where an option allows it.
+#: Every numeric option by its range.  An option that allows None may be None.
 RANGES: dict[str, tuple[str, ...]] = {
     "a positive number up to 9999": ("num_layers",),
     "a positive number": (
@@ -225,7 +225,7 @@ def _validate_choices(config: Config) -> None:
 
 
 def _validate_pairs(config: Config) -> None:
-    """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
+    """Raise UserError for contradictory pairs of options: one would silently win, or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, but --device is cpu; use gloo, or drop --device")

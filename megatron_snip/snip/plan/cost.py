@@ -197,14 +197,14 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
 
 
 def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``ties`` of ilp.solve for granularity "fused", [L]: linears with a common input share an id."""
+    """``Terms.ties`` for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
 def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``stage`` of ilp.solve, [L]."""
+    """``Terms.stage``, [L]."""
     return np.array([shape.stage for shape in shapes], dtype=np.int64)
 
 

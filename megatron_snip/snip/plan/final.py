@@ -51,11 +51,11 @@ class Final:
 
     @property
     def plans_fprop(self) -> bool:
-        """Whether fprop, whose errors plans weigh, still has its planned format."""
+        """Whether fprop keeps its planned format.  Plans weigh fprop's errors."""
         return self.gemms[0] == PLANNED
 
     def of(self, precision: LinearPrecision) -> LinearPrecision:
-        """What a linear of this precision runs in after the switch; the same when it is applied again."""
+        """The precision after the switch of a linear that now has this one.  Applying it twice changes nothing more."""
         now = [getattr(precision, gemm) for gemm in GEMMS]
         return LinearPrecision(*(old if word == PLANNED else word for word, old in zip(self.gemms, now)))
 
@@ -64,7 +64,7 @@ class Final:
         return hashlib.sha256(f"{before} {self}".encode()).hexdigest()[:16]
 
     def plan(self, plan: Plan, shapes: Sequence[LinearShape], iteration: int) -> Plan:
-        """A plan after the switch, which takes effect at this iteration; a plan for an earlier one is left as it is."""
+        """The plan after the switch, effective from this iteration.  Before the switch, the plan itself."""
         linears = {name: self.of(precision) for name, precision in plan.linears.items()}
         if iteration < self.start or linears == plan.linears:
             return plan

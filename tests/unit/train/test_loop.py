@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 import time
 
@@ -220,6 +221,8 @@ def test_a_progress_line_counts_iterations_alone(train_here, monkeypatch):
     seconds = [row["iteration-time"] for row in rows[1:]]
     for line, (one, other) in zip(lines, (seconds[:2], seconds[2:]), strict=True):
         assert f"elapsed time per iteration (ms): {(one + other) / 2 * 1000:.1f} |" in line
+        assert re.search(r"\| tokens per second: \d+ \| time left: \d+:\d\d:\d\d \|$", line)
+    assert "time left: 0:00:00" in lines[-1] and "time left: 0:00:00" not in lines[0]
 
 
 def reading(monkeypatch) -> list[tuple[str, list[int]]]:
