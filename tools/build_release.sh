@@ -28,8 +28,9 @@ tar -xzf "$work"/megatron_snip-*.tar.gz -C "$work/source" --strip-components=1
 if [ -n "${KERNEL:-}" ]; then
     cp "$KERNEL" "$work/source/megatron_snip/quant/kernels/_cpu.so" # setup.py takes it, as it is newer than the sources
 fi
-LDFLAGS="-static-libstdc++ -static-libgcc ${LDFLAGS:-}" python -m pip wheel --quiet --no-deps --no-build-isolation \
-    --wheel-dir "$work/plain" "$work/source"
+# what the kernel does not use of the C++ runtime would need a newer glibc
+export LDFLAGS="-static-libstdc++ -Wl,--gc-sections -Wl,--exclude-libs,ALL ${LDFLAGS:-}"
+python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/plain" "$work/source"
 unzip -l "$work"/plain/*.whl | grep -q '/_cpu\.so$' || give_up "the kernel was not compiled; install a C++ compiler"
 auditwheel repair --wheel-dir "$work/wheels" "$work"/plain/*.whl >"$work/log" 2>&1 ||
     give_up "auditwheel failed: $(tail -n 3 "$work/log")"

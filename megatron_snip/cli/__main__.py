@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,19 @@ def usage() -> str:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """Run a command; only this imports its modules, and help does not.  Returns the exit status."""
+    """Run a command.  Returns the exit status, 0 if the reader of its output has left, as in `... | head`."""
+    try:
+        try:
+            return _run(name, words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 0
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Import a command's modules, which help does not need, and run it."""
     if asks_for_help(words) and name in PARSERS:
         with contextlib.suppress(UserError):  # the command itself reports it
             PARSERS[name]().parse_known_args(words)

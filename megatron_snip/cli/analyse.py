@@ -270,7 +270,10 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
         ("batches", f"{own.batches} of {own.batch_size} x {own.seq_length} tokens"),
         ("formats", ", ".join(found.formats)),
     ]  # fmt: skip
-    figures = [pictures.divergence_heatmap(found.column(fmt), "nats") | {"title": fmt} for fmt in found.formats]
+    every_cost = [cost for fmt in found.formats for cost in found.column(fmt).values()]
+    figures = [
+        pictures.divergence_heatmap(found.column(fmt), "nats", every_cost) | {"title": fmt} for fmt in found.formats
+    ]
     every = table(heads, [totals, *found.rows([name for name, _ in worst])])
     sections = [
         Section("Sensitivity", "Predicted increase of the loss, in nats, if one linear runs in a format.", figures),
@@ -282,6 +285,11 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
     write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
     parts = [text_table(heads, rows), text_table(plan_heads, plan_rows), *(s.text for s in planned.curve())]
+    if plans:
+        parts.append(
+            f"next: train with --precision plan --precision-plan {output}/{next(iter(plans))}.json, or "
+            f"megatron-snip export {output}/{next(iter(plans))}.json --to megatron --output exported_plan"
+        )
     return "\n\n".join([*parts, f"{output}/report.html"])
 
 

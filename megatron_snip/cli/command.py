@@ -38,6 +38,8 @@ def reported(main: Main) -> Main:
     def run(arguments: Sequence[str] | None = None) -> int:
         try:
             return main(arguments)
+        except BrokenPipeError:  # no error: nobody reads on, as in `... | head`
+            raise
         except (UserError, OSError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             return 2

@@ -52,13 +52,19 @@ from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.snip.trial import TrialFailed, Tried, with_record
 from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
 from megatron_snip.train.pictures.figures import pareto
+from megatron_snip.train.report.headline import number
 from megatron_snip.train.report.page import Section, page
+from megatron_snip.train.report.page import table as html_table
 from megatron_snip.train.run.run_folder import Start, saved_options, with_saved_options
 from megatron_snip.train.run.state_file import read_run_file
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.validate import check_ranges
 
 LOGGER = logging.getLogger("megatron_snip")
+WHAT_QUALITY_IS = (
+    "Quality loss is the number that a plan minimises. Under the objective snip it is the predicted rise of the loss "
+    "beyond that of the base option (fp8, or else the first), divided by the loss."
+)
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
 
@@ -217,7 +223,13 @@ def generate(
         kind.append((row["saved"], row["quality_loss"], name))
     figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
     facts = [("statistics", str(stats)), ("objective", objective), ("target", str(planner.config.snip.snip_target))]
-    sections.append(Section("Trade-off", "", [figure]))
+    heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
+    cells = [
+        [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
+         f"{row['quality_loss'] / bound:.2f}" if bound else "", number(row["loss_divergence"])]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    sections.append(Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells)))
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""

@@ -17,7 +17,7 @@ from megatron_snip.cli.command import reported
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output
 from megatron_snip.train.report.run_summary import format_summary
-from megatron_snip.train.report.sections import write_report
+from megatron_snip.train.report.sections import compared, write_report
 
 
 def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
@@ -33,7 +33,7 @@ def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
         file = Path(output) if output else Path(run) / name
         check_output("--output" if output else "the report", file)
         shown.append(f"{format_summary(run)}\n\n{write_report(run, others, file)}")
-    return "\n\n".join(shown)
+    return "\n\n".join([*shown[:-1], compared(runs), shown[-1]] if compare else shown)
 
 
 @reported

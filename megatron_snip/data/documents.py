@@ -201,7 +201,7 @@ def _compressed(path: str) -> Iterator[Piece]:
     with open(path, "rb") as raw:
         stream = _decompressed(path, raw)
         if not os.fstat(raw.fileno()).st_size:
-            raise UserError(f"{path} is empty, which no compressed file is; is it whole?")
+            raise UserError(f"{path} is empty, but a compressed file has at least a header; is it whole?")
         while True:
             try:
                 block = stream.read(PIECE_BYTES)

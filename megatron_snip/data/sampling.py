@@ -80,7 +80,7 @@ class GPTDataset:
         if indexed.dtype.kind not in "iu":
             raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are not token ids")
         if num_samples < 1:
-            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
+            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are requested; request at least one")
         first, last = split_range
         lengths = np.asarray(indexed.sequence_lengths[first:last])
         if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
@@ -343,7 +343,7 @@ class _Builder:
 def check_data(*path_lists: Sequence[str], whole: bool = True) -> None:
     """Open and close every corpus of the path lists.  Raises UserError for the first that cannot be read.
 
-    whole: also read the whole indices, which one process per node does.
+    whole: also read the whole indices, as one rank per node does.
     """
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():

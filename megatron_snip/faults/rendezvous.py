@@ -48,4 +48,4 @@ def agree_on_start(store: Store, rank: int, world_size: int, seconds: float) -> 
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     missing = [str(r) for r, name in enumerate(names) if not store.check([name])]
     who = f"rank {', '.join(missing[:8])} did not come" if missing else "some ranks belong to an earlier start"
-    raise TimeoutError(f"the processes did not meet within {seconds:.0f} s: {who}")
+    raise TimeoutError(f"the ranks did not meet within {seconds:.0f} s: {who}")

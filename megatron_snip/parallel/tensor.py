@@ -198,7 +198,7 @@ class _ParallelLinear(nn.Module):
         )  # fmt: skip
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
-        """What linears of one input are now, this one the first; rows: of the input, that this rank has."""
+        """The `Group` of linears that read one input, this one first.  rows: the input's rows on this rank."""
         calls = []
         for linear in linears:
             call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]

@@ -184,7 +184,7 @@ class Trainer(RunState):
         limit = self.config.training.max_skipped_iterations
         if self.nan_in_a_row >= limit:
             raise UserError(
-                f"loss or gradient was not finite in {limit} iterations in a row, the last {self.iteration}; "
+                f"loss or gradient was not finite in {limit} iterations in a row, up to iteration {self.iteration}; "
                 "lower --lr or raise precision, and continue from the last checkpoint"
             )
 

@@ -93,8 +93,8 @@ def final_switch(config: Config) -> Final | None:
     start = decay_start(t) if count == "decay" else t.train_iters - count + 1
     if start is None:
         raise UserError(
-            f"--snip-final-precision {text}: with --lr-decay-style {t.lr_decay_style} the rate decays from its warm-up "
-            "on, or never; give --snip-final-iters a number of iterations, or take WSD"
+            f"--snip-final-precision {text}: --lr-decay-style {t.lr_decay_style} has no final decay; give "
+            "--snip-final-iters a number of iterations, or use --lr-decay-style WSD"
         )
     if start < 1:
         raise UserError(f"--snip-final-iters is {count}, but --train-iters {t.train_iters}; give fewer")
@@ -156,9 +156,11 @@ def check_samples(config: Config) -> None:
 def check_schedule(t: TrainingConfig) -> None:
     """Raise UserError for contradictory rates and decays."""
     if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+        raise UserError(
+            f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, but the rate decays from --lr to --min-lr; change one"
+        )
     if t.lr_warmup_init > t.lr:
-        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
+        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, where warm-up ends; lower it")
     for unit in ("iters", "samples"):
         if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
             raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} mean the same; drop one")
@@ -168,11 +170,11 @@ def check_schedule(t: TrainingConfig) -> None:
             )
     wsd = "lr_wsd_decay_iters" if t.train_samples is None else "lr_wsd_decay_samples"
     if t.lr_decay_style == "WSD" and getattr(t, wsd) is None:
-        raise UserError(f"--lr-decay-style WSD needs --{wsd.replace('_', '-')}, how long it decays at the end; give it")
+        raise UserError(f"--lr-decay-style WSD needs --{wsd.replace('_', '-')}, the length of its final decay; give it")
     ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
     if style == "constant" and ends != (None, None):
         raise UserError(
-            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, but "
+            "--start-weight-decay and --end-weight-decay need a weight decay that grows, but "
             "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
         )
     if style != "constant" and None in ends:

@@ -105,7 +105,7 @@ def validate(config: Config, world_size: int) -> None:
     _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
     if m.kv_channels is None:
         _divides(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
-    _divides(m.head_dim, 2, "channels of a head by the two that rotary positions turn", "change --kv-channels")
+    _divides(m.head_dim, 2, "channels of a head by 2, as rotary embeddings need", "change --kv-channels")
     _divides(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
     _divides(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
     for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
@@ -213,9 +213,9 @@ def _validate_choices(config: Config) -> None:
         )
     c = config.checkpoint
     if c.keep_every is not None and c.keep_last is None:
-        raise UserError(f"--keep-every {c.keep_every} spares what --keep-last would delete; give --keep-last too")
+        raise UserError(f"--keep-every {c.keep_every} has no effect without --keep-last; give --keep-last too")
     if c.ckpt_step is not None and not c.load:
-        raise UserError(f"--ckpt-step {c.ckpt_step} names no folder; give --load too")
+        raise UserError(f"--ckpt-step {c.ckpt_step} needs a folder; give --load too")
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):

@@ -15,8 +15,8 @@ Times are per FLOP, relative to BF16's average over all measurements.  ``times``
 bf16 defaults to 1.  Nominal times are those of tensor cores on paper, proportional to the element's bits: BF16 1,
 FP8 1/2, FP4 1/4.
 
-Files in published/ hold times that others published, in the unit in which they did; "about" has the source, the date,
-the device and the shapes of each.  --gemm-times published:NAME reads one, and divides by its BF16's mean.
+Files in published/ hold times that others published, in their units.  "about" has the source, the date, the device and
+the shapes.  --gemm-times published:NAME reads one, and divides it by the mean of its BF16 times.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GemmTimes:
 
     @property
     def told(self) -> str:
-        """One line for the log: whose times these are, and what they count."""
+        """One line for the log: where these times come from, and what they include."""
         if self.times is None:
             return "nominal: FP8 takes half of BF16's time, FP4 a quarter; --gemm-times takes other tables"
         about = [str(self.about[key]) for key in ("device", "unit") if key in self.about]
@@ -150,10 +150,10 @@ class GemmTimes:
 
     @classmethod
     def published(cls, name: str) -> GemmTimes:
-        """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for another.
+        """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for others.
 
-        Formats with the same element and as many elements to a scale run the same GEMM.  Where only one of them was
-        published, the others take its times; their casts may differ.
+        Formats with the same element and the same number of elements per scale run the same GEMM.  If only one of them
+        was published, the others take its times, although their casts may differ.
         """
         known = sorted(path.stem for path in _FOLDER.glob("*.json"))
         if name not in known:
@@ -169,7 +169,7 @@ class GemmTimes:
 
 
 def _kernel(name: str) -> tuple[Any, int]:
-    """What decides the GEMM of a format: its element, and how many elements along the reduction dim share a scale."""
+    """What determines a format's GEMM: its element, and how many elements along the reduction dim share a scale."""
     fmt = get_format(name)
     return fmt.element, fmt.tile
 

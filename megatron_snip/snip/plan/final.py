@@ -2,8 +2,8 @@
 
     bf16/plan/plan    fprop in BF16, dgrad and wgrad in the formats that each linear has by then
 
-Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), app. D: most of what FP4 costs is fprop's,
-and a switch of fprop alone to BF16 recovers most of it.
+Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), app. D: most of the cost of FP4 comes
+from fprop, and a switch of fprop alone to BF16 recovers most of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Final:
         return LinearPrecision(*(old if word == PLANNED else word for word, old in zip(self.gemms, now)))
 
     def hash(self, before: str | None) -> str:
-        """A name, as a plan's hash, for what a run without a planner has after the switch; before: its plan's hash."""
+        """In place of a plan's hash after the switch, without a planner.  before: the hash of the plan, if any."""
         return hashlib.sha256(f"{before} {self}".encode()).hexdigest()[:16]
 
     def plan(self, plan: Plan, shapes: Sequence[LinearShape], iteration: int) -> Plan:

@@ -117,7 +117,7 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
             if not torch.cuda.is_available():  # nothing queries the GPU
                 config = config.replace(distributed_backend="auto", device="auto")
         config, plan = check(config, world_size)
-        here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
+        here = Runtime(rank, world_size, rank, torch.device("cpu"))
         _join_fake_group(rank, world_size)
         stack.callback(dist.destroy_process_group)
         tracker = Tracker(1 if device == "cpu" else GPU_GRANULE)
@@ -326,7 +326,7 @@ def check_memory(config: Config, world_size: int, worst: Measured, gib: float) -
         way_out = f"it fits with {' or '.join(fits)}"
     else:
         least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
-        way_out = f"no single change makes it fit: {least}; combine changes or take more processes"
+        way_out = f"no single change makes it fit: {least}; combine changes or use more ranks"
     raise UserError(f"--memory-gib {gib:g}: {needs(worst)}; {way_out}")
 
 

@@ -9,6 +9,7 @@ page sets those of text and grid.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_snip.snip.plan import Plan
 Figure = dict[str, Any]
 Curve = tuple[Sequence[int], Sequence[float]]
 
-MOST_POINTS, MOST_MARKS, MOST_COLUMNS = 4000, 200, 200
+MOST_POINTS, MOST_MARKS, MOST_COLUMNS, MOST_LABELS = 4000, 200, 200, 12
 MOST_CELLS = 1_000_000  # linears of all plans that the slider holds
 _COLOURS = {"bf16": "#aab4c2", "fp8": "#5b8fbf", "fp4": "#e8893c"}
 _SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#6b8f4e", "#a5482f")
@@ -186,15 +187,19 @@ def shares(all_plans: Sequence[Plan]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def divergence_heatmap(values: Mapping[str, float], what: str) -> Figure:
-    """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty."""
+def divergence_heatmap(values: Mapping[str, float], what: str, among: Iterable[float] = ()) -> Figure:
+    """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty.
+
+    among: all values that share the scale of colours; by default, these.
+    """
     grid = Grid(values)
     table: list[list[float | None]] = [[None] * grid.blocks for _ in grid.kinds]
     for name, (row, block) in grid.cells.items():
         table[row][block] = values[name] if values[name] > 0 else None
     layout = _heatmap_layout(grid.kinds, grid.blocks)
     layout["yaxis"] |= {"tickvals": list(range(len(grid.kinds))), "range": [len(grid.kinds) - 0.5, -0.5]}
-    return {"data": [_log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}")], "layout": layout}
+    heat = _log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}", among)
+    return {"data": [heat], "layout": layout}
 
 
 def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
@@ -205,7 +210,7 @@ def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure
     ]
     ticks = _log_ticks([y for _, ys in curves.values() for y in ys if y > 0])
     layout = axes("iteration", what)
-    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
     return {"data": data, "layout": layout}
 
 
@@ -217,7 +222,7 @@ def blocks_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure:
     table = [[row[i] if row.get(i, 0) > 0 else None for i in at] for row in rows]
     layout = axes("iteration", "block")
     layout["xaxis"] |= {"type": "category", "nticks": 8}
-    layout["yaxis"] |= {"autorange": "reversed", "nticks": 10}
+    layout["yaxis"] |= {"autorange": "reversed", **_whole(len(rows))}
     layout["height"] = 160 + 12 * min(max(len(rows), 5), 40)
     places = {"x": [str(i) for i in at]}
     return {
@@ -247,6 +252,12 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
         scatter |= {"text": [f"iteration {p[3]}" for p in both]}
         equal = line("as predicted", (ends, ends), PALETTE[1], dash="dot")
         layout = axes("predicted (nats)", "measured (nats)")
+        low, high = min(p[1] - 2 * (p[2] or 0.0) for p in both), max(p[1] + 2 * (p[2] or 0.0) for p in both)
+        span = [min(low, ends[0]), max(high, ends[1])]
+        edge = 0.05 * (span[1] - span[0])
+        for axis in layout.values():  # equal, so that the diagonal is one
+            axis |= {"range": [span[0] - edge, span[1] + edge], "constrain": "domain"}
+        layout["yaxis"]["scaleanchor"] = "x"
         figures.append({"data": [equal, scatter], "layout": layout})
     return figures
 
@@ -304,18 +315,23 @@ def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
     """A vertical line per new plan, on a separate axis from 0 to 1."""
     kept = [marks[i] for i in picked(len(marks), MOST_MARKS)]
     texts = [f"plan from iteration {iteration}: {share:.1%} in FP4" for iteration, share in kept]
+    labels = [f"{share:.0%}" if len(kept) <= MOST_LABELS else "" for _, share in kept]
     return {
-        "type": "scatter", "mode": "lines", "name": "new plan", "yaxis": "y2",
+        "type": "scatter", "mode": "lines+text", "name": "new plan", "yaxis": "y2",
         "line": {"color": _MARK, "width": 1, "dash": "dot"},
         "x": [x for iteration, _ in kept for x in (iteration, iteration, None)], "y": [0, 1, None] * len(kept),
-        "text": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{text}<extra></extra>",
+        "text": [t for label in labels for t in ("", label, "")], "textposition": "bottom right",
+        "textfont": {"color": _MARK, "size": 11},
+        "hovertext": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
 
 
-def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Figure:
-    """A heatmap of logarithms.  Its colour bar and hover text show the values."""
+def _log_heat(table: list[list[float | None]], places: Figure, text: str, among: Iterable[float] = ()) -> Figure:
+    """A heatmap of logarithms.  Its colour bar and hover text show the values.  among: as divergence_heatmap's."""
     logs = [[None if v is None else round(math.log10(v), 4) for v in row] for row in table]
     known = [v for row in logs for v in row if v is not None]
+    if shared := [math.log10(v) for v in among if v > 0 and math.isfinite(v)]:
+        places, known = {**places, "zmin": min(shared), "zmax": max(shared)}, shared
     ticks = _log_ticks([10**v for v in known])
     return {
         "type": "heatmap", "z": logs, "customdata": [_rounded(row) for row in table], **places, "hoverongaps": False,
@@ -323,7 +339,7 @@ def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Fig
         "hovertemplate": text + "<extra></extra>",
         "colorbar": {
             "thickness": 10, "outlinewidth": 0,
-            "tickvals": [math.log10(t) for t in ticks], "ticktext": [f"{t:g}" for t in ticks],
+            "tickvals": [math.log10(t) for t in ticks], "ticktext": [_tick(t) for t in ticks],
         },
     }  # fmt: skip
 
@@ -336,6 +352,11 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
     return [float(f"1e{power}") for power in range(low, high + 1, -(-(high - low) // 5))]
 
 
+def _tick(value: float) -> str:
+    """A tick's text, in plotly's notation: 0.0001, 1e-5."""
+    return re.sub(r"e-0", "e-", f"{value:g}")
+
+
 def axes(x: str, y: str) -> Figure:
     """A layout with these titles of the axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
@@ -343,10 +364,15 @@ def axes(x: str, y: str) -> Figure:
 
 def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
     layout = axes("block", "")
-    layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], "tickformat": "d"}
+    layout["xaxis"] |= {"showgrid": False, "zeroline": False, "range": [-0.5, blocks - 0.5], **_whole(blocks)}
     layout["yaxis"] |= {"showgrid": False, "zeroline": False, "ticktext": list(kinds)}
     layout["height"] = 130 + 30 * max(len(kinds), 3)
     return layout
+
+
+def _whole(count: int) -> Figure:
+    """Ticks at whole numbers below ``count``, sixteen at most."""
+    return {"tick0": 0, "dtick": -(-count // 16), "tickformat": "d"}
 
 
 def _range(all_curves: Sequence[Curve]) -> list[float] | None:

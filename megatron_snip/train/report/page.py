@@ -31,6 +31,7 @@ h3 { font-size: .93rem; font-weight: 600; margin: 1.2rem 0 0 }
 button { font: inherit; font-size: 13px; color: var(--ink); background: none; border: 1px solid var(--line);
   border-radius: 6px; padding: .3rem .7rem; cursor: pointer; white-space: nowrap }
 p { margin: .3rem 0 .6rem } p.path { color: var(--faint); font: 13px ui-monospace, monospace; overflow-wrap: anywhere }
+p.verdict { font-size: 1.08rem; margin: .8rem 0 1rem }
 p.note { color: var(--warn); overflow-wrap: anywhere } p.text { color: var(--faint) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
@@ -57,8 +58,8 @@ const layoutOf = own => ({
   font: {color: ink(), size: 12, family: 'system-ui, sans-serif'},
   legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'},
   modebar: {bgcolor: 'rgba(0,0,0,0)', color: 'rgba(128,128,128,0.6)', activecolor: 'rgb(128,128,128)'},
-  xaxis: {gridcolor: line, zerolinecolor: line, automargin: true, ...own.xaxis},
-  yaxis: {gridcolor: line, zerolinecolor: line, automargin: true, zeroline: false, ...own.yaxis},
+  xaxis: {gridcolor: line, zerolinecolor: line, automargin: true, exponentformat: 'e', ...own.xaxis},
+  yaxis: {gridcolor: line, zerolinecolor: line, automargin: true, zeroline: false, exponentformat: 'e', ...own.yaxis},
 });
 const cells = (plans, step) => {
   const fresh = () => Array.from({length: 4 * plans.rows - 1}, () => Array(plans.columns).fill(null));
@@ -123,9 +124,14 @@ class Section:
 
 
 def page(
-    title: str, path: str, rows: Sequence[tuple[str, str]], notes: Sequence[str], sections: Sequence[Section]
+    title: str,
+    path: str,
+    rows: Sequence[tuple[str, str]],
+    notes: Sequence[str],
+    sections: Sequence[Section],
+    verdict: str = "",
 ) -> str:
-    """The page: facts, notes and sections."""
+    """The page: a verdict in words, facts, notes and sections."""
     facts = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -133,7 +139,9 @@ def page(
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<header><h1>{html.escape(title)}</h1><button id='theme' type='button'>light / dark</button></header>",
-        f"<p class='path'>{html.escape(path)}</p><table>{facts}</table>",
+        f"<p class='path'>{html.escape(path)}</p>",
+        *([f"<p class='verdict'>{html.escape(verdict)}</p>"] if verdict else []),
+        f"<table>{facts}</table>",
         *(f"<p class='note'>{html.escape(note)}</p>" for note in notes),
         "<noscript><p class='note'>The pictures need JavaScript; nothing is loaded from anywhere.</p></noscript>",
     ]

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
@@ -28,10 +27,10 @@ from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.predict.sampling import top_token
 from megatron_snip.train.pictures import figures as pictures
 from megatron_snip.train.report.evaluations import read_evaluations, score_rows
+from megatron_snip.train.report.headline import config_of, difference_text, headline, verdict
 from megatron_snip.train.report.page import Section, folded, page, table
 from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
 from megatron_snip.train.report.trials import trials
-from megatron_snip.train.run.run_folder import saved_options
 from megatron_snip.train.setup import snip_shapes
 
 #: Most lines in the table of plans; the solver's seconds per point of the trade-off.
@@ -48,8 +47,11 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
     sections = [section for section in found if section is not None]
-    facts, notes = rows_of(summary_of(run)), [note for one in (run, *rest) for note in one.notes]
-    text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
+    facts = [*headline(run), *rows_of(summary_of(run))]
+    notes = [note for one in (run, *rest) for note in one.notes]
+    name, *more = _names([run, *rest])
+    title = f"{name} compared with {', '.join(more)}" if more else name
+    text = page(title, str(run.path), facts, notes, sections, verdict(run))
     path = file or run.path / "report.html"
     write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may not be UTF-8
     return path
@@ -72,11 +74,29 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
         if figure is None:
             run.notes.append(f"{name} and {other} have no iteration in common, so no difference is shown")
         else:
-            figures.append(figure)
-            text = "Difference of the training losses at equal iterations; the band assumes independent iterations."
+            figures.append(figure | {"title": f"{name} - {other}"})
+            text += f"{difference_text(name, other, run, runs[other])} "
+    if len(figures) > 1:
+        text += "Bands are two standard errors, if iterations are independent. "
     if others and marks:
-        text = f"New plans are those of {name}. {text}".rstrip()
-    return Section("Loss", text, figures)
+        text += f"New plans are those of {name}."
+    return Section("Loss", text.rstrip(), figures)
+
+
+def compared(runs: Sequence[str | Path]) -> str:
+    """How the first run ends beside each of the others: a line each."""
+    run, *others = map(read_run, runs)
+    name, *more = _names([run, *others])
+    return "\n".join(difference_text(name, other, run, one) for other, one in zip(more, others, strict=True))
+
+
+def _optimisation(run: Run) -> Section | None:
+    """Gradient norm and learning rate."""
+    figures = []
+    for title, key in (("Gradient norm", "grad-norm"), ("Learning rate", "learning-rate")):
+        if (curve := run.column(key))[0]:
+            figures.append(pictures.curves({title.lower(): curve}, title.lower()) | {"title": title})
+    return Section("Optimisation", "", figures) if figures else None
 
 
 def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -171,7 +191,11 @@ def _measured(run: Run) -> Section | None:
          predicted.get(plan))
         for plan, row in last.items()
     ]  # fmt: skip
-    text = "Mean over the extra BF16 forwards under each plan, with two standard errors, next to the prediction."
+    count = len(run.column("snip/bf16_loss")[0])
+    text = (
+        f"Mean over the extra BF16 forwards under each plan, {count} in all, with two standard errors, next to the "
+        "prediction."
+    )
     return Section("Measured against predicted", text, pictures.measured(points)) if points else None
 
 
@@ -217,8 +241,7 @@ def _trade_off(run: Run) -> Section | None:
 
 def _planner(run: Run, stats: Statistics) -> Planner:
     """A planner with the run's options and these statistics."""
-    groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
-    config = parse([], saved_options({"config": run.options}, groups))
+    config = config_of(run)
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
     shapes = snip_shapes(config)
     if [shape.name for shape in shapes] != list(stats.names):
@@ -313,5 +336,5 @@ def _shown(value: Any) -> str:
 
 #: Sections after the loss, in the page's order.
 _SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-    _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+    _optimisation, _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
 )  # fmt: skip

@@ -112,7 +112,8 @@ def test_the_table_of_plans_by_hand(tmp_path):
     assert [[row.split()[0], *row.split()[3:]] for row in rows] == [
         ["plan_40", "-", "-", "4"], ["plan_40.4", "-", "-", "4"], ["plan_50", "-", "-", "3"]
     ], "one batch has no regret, and nothing was tried"  # fmt: skip
-    assert "Measured curve" not in shown(tmp_path / "report.html") and len(text.split("\n\n")) == 3
+    assert "Measured curve" not in shown(tmp_path / "report.html") and len(text.split("\n\n")) == 4
+    assert f"--precision-plan {tmp_path}/plan_40.json" in text.split("\n\n")[2]
     assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
     assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404
     steps = shown(tmp_path / "report.html")["Plans"][0]["plans"]["steps"]

@@ -123,8 +123,9 @@ def test_the_version_stands_in_one_place():
     assert 'dynamic = ["version"]' in project and 'attr = "megatron_snip.__version__"' in project
 
 
-def test_a_reader_that_stops_reading_help_sees_no_traceback():
-    words = [sys.executable, "pretrain_llama.py", "--help"]
+@pytest.mark.parametrize("program", ["pretrain_llama.py --help", "tools/gather_text.py --source docs --min-bytes 1"])
+def test_a_reader_that_stops_reading_sees_no_traceback(program, tmp_path):
+    words = [sys.executable, *program.split(), *(["--output", str(tmp_path)] if "gather" in program else [])]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -325,7 +325,7 @@ def test_too_many_in_a_row_end_the_run(train_here, tmp_path, monkeypatch):
     with pytest.raises(ValueError) as info:
         train_here(max_skipped_iterations=2, save_interval=1, train_iters=8)
     assert str(info.value) == (
-        "loss or gradient was not finite in 2 iterations in a row, the last 4; "
+        "loss or gradient was not finite in 2 iterations in a row, up to iteration 4; "
         "lower --lr or raise precision, and continue from the last checkpoint"
     )
     assert [row["iteration"] for row in valid_json(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]

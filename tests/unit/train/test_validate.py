@@ -237,7 +237,7 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
             "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
         ),
-        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
+        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay need a weight decay that grows"),
         (
             {"weight_decay_incr_style": "linear", "end_weight_decay": 1.0},
             "--weight-decay-incr-style linear needs --start",
@@ -247,10 +247,10 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
         ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, but --lr-decay-style is cosine; use WSD"),
-        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, how long it decays at the end"),
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its final decay"),
         (
             {"lr_decay_style": "WSD", "train_samples": 240, "train_iters": 0},
-            "--lr-decay-style WSD needs --lr-wsd-decay-samples, how long it decays at the end",
+            "--lr-decay-style WSD needs --lr-wsd-decay-samples, the length of its final decay",
         ),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
@@ -258,8 +258,8 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         ),
         (
             {"snip_final_precision": "bf16"},
-            "--snip-final-precision bf16: with --lr-decay-style cosine the rate decays from its warm-up on, or never; "
-            "give --snip-final-iters a number of iterations, or take WSD",
+            "--snip-final-precision bf16: --lr-decay-style cosine has no final decay; give --snip-final-iters a number "
+            "of iterations, or use --lr-decay-style WSD",
         ),
         (
             {"snip_final_precision": "bf16", "snip_final_iters": 10**6},

@@ -173,8 +173,10 @@ def test_the_difference_to_another_run(tmp_path):
 
 def test_marks_beside_other_runs_name_their_run(tmp_path):
     mine, other = (run_of_everything(tmp_path / name) for name in ("mine", "other"))
-    told = "New plans are those of mine. Difference of the training losses"
-    assert told in write_report(mine, [other]).read_text() and told[:9] not in write_report(mine).read_text()
+    text, alone = write_report(mine, [other]).read_text(), write_report(mine).read_text()
+    assert "New plans are those of mine." in text and "New plans" not in alone
+    assert "mine - other: training loss +0.0000 ± 0 nats over the last 10 iterations." in text
+    assert "<title>mine compared with other</title>" in text and "<title>mine</title>" in alone
 
 
 def test_runs_that_differ_in_more_than_precision_are_told_of(tmp_path):
@@ -336,7 +338,7 @@ def test_a_run_s_name_is_no_markup(tmp_path):
     loss, difference = shown(write_report(runs[0], runs[1:]))["Loss"]
     assert loss["data"][0]["name"] == "a&lt;b&gt;&amp;c: training"
     assert difference["layout"]["yaxis"]["title"]["text"] == "a&lt;b&gt;&amp;c - plain (nats)"
-    assert "<title>a&lt;b&gt;&amp;c</title>" in (runs[0] / "report.html").read_text()
+    assert "<title>a&lt;b&gt;&amp;c compared with plain</title>" in (runs[0] / "report.html").read_text()
 
 
 def test_stages_of_the_last_plan(tmp_path):
