@@ -124,7 +124,7 @@ def _blocks(precision: str, parallel: dict[str, Any]) -> Callable[[], object]:
     """An iteration's forward and backward on one of two processes."""
     words = {**MODEL, **parallel, "precision": precision}
     config, plan = check(Config().replace(**words), 2)
-    parts = build(config, runtime.Runtime(0, 2, 0, torch.device("cpu"), "fake"), plan)
+    parts = build(config, runtime.Runtime(0, 2, 0, torch.device("cpu")), plan)
     batch = parts.train_loader.batch(0)
     parts.train_loader.close()
 

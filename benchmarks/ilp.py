@@ -20,7 +20,8 @@ from itertools import product
 import numpy as np
 from harness import machine, report, save
 
-from megatron_snip.snip.plan.ilp import Solution, solve
+from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.plan.solver import SolveRequest
 
 #: Out and in features of a block's linears: Llama-2 7B and 70B.
 BLOCKS = {
@@ -73,7 +74,7 @@ def run(model: str, options: int, family: str, kind: str, stages: int, repeats: 
         if kind.startswith("makespan"):
             constraints["time"] = times
         begin = time.process_time()
-        found = solve(**matrices, target=target, **constraints)
+        found = SolveRequest(**matrices, target=target, **constraints).solve()
         seconds.append(time.process_time() - begin)
         if widest is None or found.gap > widest.gap:
             widest = found

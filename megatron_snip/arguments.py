@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,11 @@ def _check_texts(config: Config) -> None:
                 raise UserError(f"{option} {text!r} is not UTF-8; rename it, or set LC_ALL=C.UTF-8 where it is")
 
 
+def program_name() -> str:
+    """The command or script that you called, for its help."""
+    return Path(sys.argv[0]).name
+
+
 def asks_for_help(words: Sequence[str]) -> bool:
     """Whether the command line asks for help."""
     return "--help" in words or "-h" in words
@@ -183,7 +189,7 @@ def _read_words(words: list[str]) -> Config:
             return tyro.cli(
                 Config,
                 args=words,
-                prog="pretrain_llama.py",
+                prog=program_name(),
                 description="Pretrain a Llama or Qwen3 in mixed FP4 and FP8. --config FILE.toml reads options from a "
                 "file; the command line overrides it.",
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),

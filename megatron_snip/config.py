@@ -13,11 +13,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional, Union
+
+import tyro
 
 from megatron_snip.errors import UserError
 
 TILE = 128  # tokens and channels of a quantisation tile; shapes are checked against it
+
+#: A number that you must give: the help shows no default, and validation refuses 0.
+Needed = Annotated[int, tyro.conf.arg(help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,13 @@ class ModelConfig:
     """The kind of model and its shape."""
 
     model_name: str = "llama"  # Kind of model: llama, or qwen3, which normalises queries and keys.
-    num_layers: int = 0  # Transformer blocks (required).
-    hidden_size: int = 0  # Width of the residual stream (required).
-    ffn_hidden_size: int = 0  # Width of the SwiGLU (required).
-    num_attention_heads: int = 0  # Query heads (required).
+    num_layers: Needed = 0  # Transformer blocks (required).
+    hidden_size: Needed = 0  # Width of the residual stream (required).
+    ffn_hidden_size: Needed = 0  # Width of the SwiGLU (required).
+    num_attention_heads: Needed = 0  # Query heads (required).
     num_query_groups: Optional[int] = None  # Key/value heads; by default as many as query heads.
     kv_channels: Optional[int] = None  # Channels per head; by default hidden size / heads.
-    seq_length: int = 0  # Tokens of a training sequence (required).
+    seq_length: Needed = 0  # Tokens of a training sequence (required).
     max_position_embeddings: Optional[int] = None  # Longest position; by default the sequence length.
     rotary_base: float = 10000.0  # Base of the rotary embedding.
     use_rope_scaling: bool = False  # Llama 3's frequency scaling of the rotary embedding.
@@ -94,10 +99,10 @@ class TrainingConfig:
     """Batches, optimiser, schedule and the end of a run."""
 
     micro_batch_size: int = 1  # Sequences that a rank runs at once.
-    global_batch_size: int = 0  # Sequences in one iteration, over all ranks (required).
+    global_batch_size: Needed = 0  # Sequences in one iteration, over all ranks (required).
     # START INCREMENT SAMPLES: the batch grows from START in steps of INCREMENT over SAMPLES; needs train-samples.
     rampup_batch_size: tuple[int, ...] = ()
-    train_iters: int = 0  # Iterations of the whole run (required, unless you give train-samples).
+    train_iters: Needed = 0  # Iterations of the whole run (required, or train-samples).
     train_samples: Optional[int] = None  # Sequences of the whole run, instead of train-iters.
     lr: float = 3e-4  # Peak learning rate.
     min_lr: float = 0.0  # Learning rate at the end of the decay.
@@ -262,8 +267,8 @@ class SnipConfig:
     # each: every pipeline stage meets the target; makespan: the slowest stage is made fast; auto: each if several.
     snip_stage_constraint: Literal["auto", "none", "each", "makespan"] = "auto"
     snip_churn: float = 0.0  # Price of changing a linear, in the objective's unit; a third for each GEMM.
-    # Table from tools/profile_gemms.py, or published:NAME, one of b200, b300, gb200 and h200.  By default BF16 takes 1,
-    # FP8 1/2 and FP4 1/4.
+    # Table from `megatron-snip profile`, or published:NAME, one of b200, b300, gb200 and h200.  By default BF16 takes
+    # 1, FP8 1/2 and FP4 1/4.
     gemm_times: Optional[str] = None
     snip_solve_timeout: float = 60.0  # Seconds to wait for a late solver before keeping the old plan.
     snip_guard: bool = False  # Fall back step by step when the loss breaks; see docs/reliability.md.
@@ -283,7 +288,8 @@ class DryRunConfig:
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of ranks of the run; by default torchrun's.
-    memory_gib: Optional[float] = None  # With --dry-run: fail if a rank needs more than this many GiB.
+    memory_gib: Optional[float] = None  # With --dry-run: say by how much it fits, or fail if a rank needs more GiB.
+    dry_run_gemms: bool = False  # With --dry-run: also list the shapes and formats of all GEMMs.
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import platform
+import shlex
 import signal
 import socket
 import sys
@@ -53,7 +54,6 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
-    backend: str
 
 
 def environment_rank() -> int:
@@ -77,7 +77,7 @@ def environment_world_size() -> int:
 
 
 def made_with() -> dict[str, str | int]:
-    """What results may depend on besides options: package versions, device name, number of ranks."""
+    """What results may depend on besides options: package versions, device, number of ranks; when and how it began."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU ({platform.machine()})"
     return {
         "megatron_snip": megatron_snip.__version__,
@@ -87,6 +87,8 @@ def made_with() -> dict[str, str | int]:
         "highspy": version("highspy"),
         "device": gpu,
         "processes": environment_world_size(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv),
     }
 
 
@@ -173,7 +175,7 @@ def keep_freed_memory() -> None:
 
 
 def start(backend: str, timeout_minutes: float, ending: Ending | None = None, device: str = "auto") -> Runtime:
-    """Join the process group and choose a device.  Every process must call it once; `stop` undoes it.
+    """Join the process group and choose a device.  Every rank must call it once; `stop` undoes it.
 
     ending: receives a watch over the other ranks.
     """
@@ -190,7 +192,7 @@ def start(backend: str, timeout_minutes: float, ending: Ending | None = None, de
         _check_launch()
         # NCCL then creates its communicators here and splits the mesh's from them, not at first use in mid-step
         _join(backend, rank, world_size, timeout_minutes, ending, place if backend == "nccl" else None)
-    return Runtime(rank, world_size, local_rank, place, backend)
+    return Runtime(rank, world_size, local_rank, place)
 
 
 def _gpu_of(local_rank: int, backend: str, device: str) -> int:

@@ -120,7 +120,7 @@ def check_command_line(text: str) -> tuple[Config, int, list[str]]:
     from torch.distributed.run import get_args_parser
 
     words = text.splitlines()
-    program = next(i for i, word in enumerate(words) if word.endswith("pretrain_llama.py"))
+    program = next(i for i, word in enumerate(words) if word.endswith("pretrain_llama.py") or word == "train")
     launch = get_args_parser().parse_args(words[: program + 1])
     world_size = int(launch.nproc_per_node) * int(launch.nnodes.split(":")[-1])
     config = parse(words[program + 1 :])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip import megatron_options
+from megatron_snip.cli.__main__ import COMMANDS
 from megatron_snip.config import option_groups
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
@@ -41,15 +42,19 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 README = [*dict.fromkeys(command for page in PAGES for command in commands(page.read_text()))]
 
 
-#: Runs each script of the command line as it would run with --help, in one process, since each imports torch.
+#: Runs each script or command as it would run with --help, in one process, since each imports torch.
 HELPS = """
 import contextlib, io, json, os, runpy, sys
+from megatron_snip.cli.__main__ import main
 found, path = {}, list(sys.path)
 for script in sys.argv[1:]:
     said, sys.argv, sys.path[:] = io.StringIO(), [script, "--help"], [os.path.dirname(script), *path[1:]]
     with contextlib.redirect_stdout(said):
         try:
-            runpy.run_path(script, run_name="__main__")
+            if script.endswith(".py"):
+                runpy.run_path(script, run_name="__main__")
+            else:
+                main([script, "--help"])
         except SystemExit as end:
             assert not end.code, (script, end.code)
     found[script] = said.getvalue()
@@ -59,10 +64,10 @@ print(json.dumps(found))
 
 @functools.cache
 def helps() -> dict[str, str]:
-    """What the README's Python scripts say to --help."""
+    """What the README's Python scripts, and all commands of megatron-snip, say to --help."""
     words_of = [split_environment(command)[1] for command in README]
     scripts = {words[1] for words in words_of if words[0] == "python" and words[1] != "-m"}
-    command = [sys.executable, "-c", HELPS, *sorted(scripts)]
+    command = [sys.executable, "-c", HELPS, *sorted(scripts), *COMMANDS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -93,6 +98,14 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     return done.stdout, check_command_line(done.stdout)[1]
 
 
+def check_options(words: list[str]) -> None:
+    """The help of a script or command has all its options here; the trainer's own may follow a command's."""
+    text, options = helps()[words[0]], {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    taken = options - {f"--{name.replace('_', '-')}" for name in option_groups()} if words[0] in COMMANDS else options
+    missing = [option for option in sorted(taken) if option not in text]
+    assert not missing, f"{words[0]} --help does not tell {missing}"
+
+
 def workflow_script() -> str:
     """The script of the authors' workflow, with a line for each of its steps."""
     script = (ROOT / "examples/authors_workflow/run.sh").read_text()
@@ -111,8 +124,15 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
         assert launched(command, stubs, tmp_path)[1] == 4
     elif words[0] == "bash" and words[1].startswith("examples/llama_"):
         assert launched(command, stubs, tmp_path)[1] == WORLD_SIZES[Path(words[1]).parent.name]
+    elif words[0] == "torchrun" and "megatron_snip.cli" in words and "train" not in words:
+        check_options(words[words.index("megatron_snip.cli") + 1 :])
     elif words[0] == "torchrun":
         launched(command, stubs, tmp_path)
+    elif words[0] == "megatron-snip":
+        assert not words[1:] or words[1] in COMMANDS
+        check_options(words[1:] or ["train"])
+    elif words == ["source", ".venv/bin/activate"]:
+        assert ".venv" in (ROOT / "tools/set_up.sh").read_text()  # which makes it
     elif words[0] == "sbatch":
         assert all((ROOT / word).is_file() for word in words[1:] if not word.startswith("--"))
     elif words[:2] == ["bash", "examples/authors_workflow/run.sh"]:
@@ -132,9 +152,7 @@ def test_command(command: str, stubs: Path, tmp_path: Path, monkeypatch: pytest.
         text = (ROOT / f"{words[2].replace('.', '/')}.py").read_text()
         assert all(f'"{word}"' in text for word in words[3:] if word.startswith("--"))
     elif words[0] == "python":
-        text = helps()[words[1]]
-        missing = [word for word in words[2:] if word.startswith("--") and word not in text]
-        assert not missing, f"{words[1]} --help does not tell {missing}"
+        check_options(words[1:])
     else:
         pytest.fail(f"no check for this command: {command}; add one")
 

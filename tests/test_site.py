@@ -76,3 +76,13 @@ def test_a_line_that_nobody_says_is_found_out(source: list[str]) -> None:
     assert not any(says(text, "no data: give --data-paths") for text in source)
     assert says(f"rank {PLACEHOLDER} was started with other options", "rank ... was started with")
     assert not says("was started with rank", "rank ... was started with")
+
+
+def test_the_program_on_the_api_page_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
+    assert program and "range(120)" in program[1]
+    words = [sys.executable, "-c", program[1].replace("range(120)", "range(12)"), str(ROOT / "README.md")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    share = int(re.search(r"step 11: .* (\d+)% in FP4", done.stdout)[1])
+    assert 75 <= share < 100

@@ -29,7 +29,7 @@ LEVELS = [
     {"model", "data", "snip", "checkpoint"},
     {"interop"},
     {"attach", "train"},
-    {"cli"},
+    {"cli", "integrations"},
     {"tools", "pretrain_llama"},
 ]
 SHAPED = ("quant", "parallel", "model")  # tensor functions here name their shapes

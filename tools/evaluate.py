@@ -1,12 +1,6 @@
-"""Scores of a model on benchmarks; megatron_snip/cli/evaluate.py tells how to call it."""
+"""Runs `megatron-snip evaluate` from a checkout."""
 
-from __future__ import annotations
-
-import sys
-
-from megatron_snip import runtime
-from megatron_snip.cli.evaluate import main
+from megatron_snip.cli.__main__ import script
 
 if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])
+    script("evaluate")

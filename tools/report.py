@@ -1,10 +1,6 @@
-"""Reports of run folders; megatron_snip/cli/report.py tells how to call it."""
+"""Runs `megatron-snip report` from a checkout."""
 
-from __future__ import annotations
-
-import sys
-
-from megatron_snip.cli.report import main
+from megatron_snip.cli.__main__ import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script("report")

@@ -24,7 +24,7 @@ is_new_enough() {
 
 find_python() {
     local name
-    for name in ${PYTHON:+"$PYTHON"} python3 python python3.13 python3.12 python3.11; do
+    for name in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11; do
         if is_new_enough "$name"; then
             echo "$name"
             return

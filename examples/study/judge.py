@@ -8,7 +8,7 @@ the name of a format, for all linears, or a plan file, of whose linears it reads
 increase of the loss over unrounded linears in nats a token, with its standard error over tokens, paired.
 
 The model computes in float32 from weights in BF16, which on most CPUs is faster than BF16.  --dtype bfloat16 is the
-trainer's own.  Scales of `nvfp4_plain` depend on what is rounded at once: here one sequence.
+trainer's own.  Scales of NVFP4 depend on what is rounded at once: here one sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FORMATS = ("fp8", "fp4", "mxfp8", "nvfp4_plain")
+#: Rows and columns of the blocks of an input and of a weight.
+BLOCKS = {
+    "fp8": ((1, 128), (128, 128)),
+    "fp4": ((1, 128), (128, 128)),
+    "mxfp8": ((1, 32), (1, 32)),
+    "nvfp4_plain": ((1, 16), (1, 16)),
+    "nvfp4": ((1, 16), (16, 16)),
+    "nvfp4_4over6": ((1, 16), (16, 16)),
+}
+FORMATS = tuple(BLOCKS)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 TEXTS = {"prose": "held_out_prose.txt", "code": "held_out_code.txt"}
@@ -53,10 +62,22 @@ def blocked(x: Tensor, rows: int, cols: int) -> Tensor:
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
 
 
+def to_nvfp4(blocks: Tensor, wanted: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [R, r, C, c] on the grid of E2M1, their scales, and the blocks' squared errors [R, 1, C, 1] times whole^2.
+
+    wanted [R, 1, C, 1]: the blocks' scales before they are rounded to E4M3; whole []: one over the tensor's scale.
+    """
+    one = torch.ones(())
+    stored = to_e4m3(wanted)
+    scale = stored * torch.div(one, whole)
+    encode = torch.div(one, scale).clamp(max=torch.finfo(torch.float32).max)
+    values = to_e2m1((blocks * encode).clamp(-E2M1_MAX, E2M1_MAX))
+    return values, scale, (values * stored - blocks * whole).square().sum((1, 3), keepdim=True)
+
+
 def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
     """x [R, C] of an fprop, rounded to a format along C, in x's dtype; role is "input" or "weight"."""
-    side = 128 if role == "weight" else 1
-    rows, cols = {"fp8": (side, 128), "fp4": (side, 128), "mxfp8": (1, 32), "nvfp4_plain": (1, 16)}[fmt]
+    rows, cols = BLOCKS[fmt][role == "weight"]
     blocks = blocked(x.float(), rows, cols)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     one = torch.ones(())
@@ -65,12 +86,14 @@ def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
         exponent = torch.where(amax > 0, exponent - (mantissa == 0.5).int(), -127).clamp(-127, 127)
         scale, encode = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
         values = to_e4m3(blocks * encode)
-    elif fmt == "nvfp4_plain":
-        whole = torch.div(torch.tensor(E4M3_MAX * E2M1_MAX), x.float().abs().max())
-        stored = to_e4m3(amax * (whole * torch.div(one, torch.tensor(E2M1_MAX))))
-        scale = stored * torch.div(one, whole)
-        encode = torch.div(one, scale).clamp(max=torch.finfo(torch.float32).max)
-        values = to_e2m1((blocks * encode).clamp(-E2M1_MAX, E2M1_MAX))
+    elif fmt == "nvfp4_4over6":  # a block's amax becomes 6, or 4 with 1.5 times the scale: the smaller error
+        whole = torch.div(torch.tensor(256 * E2M1_MAX), amax.max())
+        wanted = torch.div(amax, torch.tensor(E2M1_MAX)) * whole
+        (six, by_six, more), (four, by_four, less) = (to_nvfp4(blocks, each, whole) for each in (wanted, wanted * 1.5))
+        values, scale = torch.where(less < more, four, six), torch.where(less < more, by_four, by_six)
+    elif fmt.startswith("nvfp4"):
+        whole = torch.div(torch.tensor(E4M3_MAX * E2M1_MAX), amax.max())
+        values, scale, _ = to_nvfp4(blocks, amax * (whole * torch.div(one, torch.tensor(E2M1_MAX))), whole)
     else:
         largest = E4M3_MAX if fmt == "fp8" else E2M1_MAX
         encode = torch.div(torch.tensor(largest), amax).clamp(max=torch.finfo(torch.float32).max)

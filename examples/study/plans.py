@@ -13,8 +13,8 @@ from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import efficiency
-from megatron_snip.snip.plan.ilp import solve
 from megatron_snip.snip.plan.options import read_choices, solve_request
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train.setup import Parts
 
 Floats = NDArray[np.float64]
@@ -56,7 +56,7 @@ def shapes_of(parts: Parts) -> list[LinearShape]:
 
 def plan_by(quality: Floats, shapes: Sequence[LinearShape], target: float) -> Precisions:
     """The plan of least quality loss [L, 2], of FP8 and FP4, at a share of FP4."""
-    chosen = solve(quality, efficiency(shapes, OPTIONS), target, gap=0.0).choice
+    chosen = SolveRequest(quality, efficiency(shapes, OPTIONS), target, gap=0.0).solve().choice
     return {shape.name: OPTIONS[option] for shape, option in zip(shapes, chosen, strict=True)}
 
 

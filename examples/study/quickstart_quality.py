@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parents[2] / "examples/quickstart.toml"
 
 def make_data(folder: Path) -> Path:
     """Text, tokenizer and tokens as examples/quickstart.sh makes them."""
-    from tools import gather_text, preprocess_data, train_tokenizer
+    from megatron_snip.cli import gather_text, preprocess_data, train_tokenizer
 
     text, model = folder / "text", folder / "tokenizer"
     gather_text.main(["--output", str(text), "--max-bytes", "16000000"])

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
+from megatron_snip.cli.gather_text import SYSTEM_DOCUMENTATION, read_text, source_files
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
-from tools.gather_text import SYSTEM_DOCUMENTATION, read_text, source_files
 
 PROSE, CODE = SYSTEM_DOCUMENTATION, Path(sysconfig.get_path("stdlib"))
 HELD_OUT = 0.3  # share of the files

@@ -1,4 +1,4 @@
-"""Recipes as a plan's options: predicted against true costs over ten formats, and plans against fixed recipes.
+"""Recipes as a plan's options: predicted against true costs over the formats, and plans against fixed recipes.
 
     python -m examples.study.recipes examples/study/settings/12_gqa_planted.toml --checkpoints late,middle
 
@@ -37,6 +37,7 @@ from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 FORMATS = (
     "fp8", "mxfp8", "mxfp8_floor", "mxfp6_e2m3", "mxfp6_e3m2", "fp4", "fp4_pow2", "mxfp4", "nvfp4_plain", "nvfp4",
+    "nvfp4_4over6",
 )  # fmt: skip
 PROBED, TRUTH, JUDGED = 8, 8, 32  # batches
 TABLE = "published:b300"

@@ -2,8 +2,8 @@
 
 `<save>/lock.json` names the process and host that hold the folder.  The holder touches the file every few seconds.  On
 the same host, the lock is stale as soon as the process is gone; from another host, after 30 s without a touch.
-A lock that was copied with its folder is stale too.  A run that finds a stale lock overwrites it.  A holder that was
-suspended that long finds the new lock when it resumes, and stops writing checkpoints.
+A copy of a lock, made with its folder, is stale too.  A run overwrites a stale lock.  If the holder was suspended for
+that long, it finds the new lock when it resumes, and stops writing checkpoints.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FolderLock:
                     f"{folder} belongs to {other}, which is still running; wait until it ends, or give another --save"
                 )
             write_atomic(self.path, self._text)
-            time.sleep(0.2)  # others that found the same stale lock have written theirs by now; the last one holds
+            time.sleep(0.2)  # other runs that found the same stale lock have written theirs by now; the last one wins
             if self.held():
                 break
         self._stop = threading.Event()
@@ -119,14 +119,14 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the file system may be unavailable for a while
+            with contextlib.suppress(OSError):  # the file system may be unavailable for a moment
                 if not self.held():
                     return  # `check` reports it
                 os.utime(self.path)
 
 
 def living_holder(folder: Path) -> str:
-    """The run, process and host that hold a folder of checkpoints, or "".  Takes a while if it is another host."""
+    """The run, process and host that hold a folder of checkpoints, or "".  Takes seconds if the host is another."""
     path = folder / LOCK
     if not path.is_file():  # a pipe or folder of this name is no lock
         return ""
@@ -140,9 +140,9 @@ def living_holder(folder: Path) -> str:
 
 
 def _is_touched(path: Path, other: _Holder | None) -> bool:
-    """Whether the holder still touches this lock, rather than the original that this is a copy of.
+    """Whether the holder still touches this lock.  If this lock is a copy, the holder touches the original.
 
-    Uses only this host's clock, since clocks of hosts differ.
+    Uses only this host's clock, because clocks of hosts differ.
     """
     end, first = time.monotonic() + STALE_SECONDS, _touched(path)
     while time.monotonic() < end:

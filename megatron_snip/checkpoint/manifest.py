@@ -6,10 +6,10 @@
     <save>/iter_0000100/*.distcp                 weights and moments, sharded, by torch.distributed.checkpoint
     <save>/iter_0000100/.metadata                a pickle for torch's own reader; this package never opens it
 
-A checkpoint is complete if it matches its manifest.  Without a manifest, the save was interrupted; a file that does not
-match belongs to another checkpoint or is damaged.  `check` compares the sizes of tensor files; `storage.load_tensors`
-compares their CRCs while it reads.  A manifest may be untrusted: it names no files, and its description of tensors must
-be consistent and no larger than the files before anything is read.
+A checkpoint is complete if it matches its manifest.  If the manifest is missing, the save was interrupted.  A file that
+does not match is damaged or belongs to another checkpoint.  `check` compares the sizes of tensor files;
+`storage.load_tensors` compares their CRCs while it reads.  A manifest may be untrusted: it names no files, and its
+description of tensors must be consistent and no larger than the files before anything is read.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _unfit(tensor: SavedTensor) -> str:
 def _covers(shards: Sequence[Shard], shape: Sequence[int], dim: int) -> bool:
     """Whether shards fill a shape without overlap, from a dim on.
 
-    Works slab by slab along the dim, so any grid passes, and meshes cut tensors into grids.
+    Works slab by slab along the dim, so it accepts any grid.  Meshes cut tensors into grids.
     """
     if 0 in shape:
         return not shards
@@ -268,9 +268,9 @@ def check_whole(save: Path, iteration: int) -> Manifest:
 def tracked_iteration(save: Path) -> int | None:
     """The iteration in the tracker; None if there is neither a tracker nor a checkpoint.
 
-    Without a tracker it is that of the only checkpoint: a run that is killed after its first save has renamed the
-    folder, and before it has written the tracker, leaves exactly that.  Raises UserError if the tracker is damaged, or
-    missing although there are several checkpoints, or one that no run continues from.
+    Without a tracker, it is the only checkpoint's: that is what a run leaves if it is killed in its first save, between
+    the rename of the folder and the write of the tracker.  Raises UserError if the tracker is damaged.  Also raises it
+    if the tracker is missing and there are several checkpoints, or only one that no run continues from.
     """
     tracker = save / TRACKER
     if not tracker.is_file():
@@ -290,7 +290,7 @@ def tracked_iteration(save: Path) -> int | None:
 
 
 def _is_continued(folder: Path) -> bool:
-    """Whether a run continues from a checkpoint: it is whole, and its numbers are finite."""
+    """Whether a run continues from a checkpoint: it is complete, and its values are finite."""
     try:
         return not read_manifest(folder).not_finite
     except Damaged:

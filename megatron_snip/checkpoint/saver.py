@@ -1,8 +1,8 @@
 """Saving checkpoints, in the foreground or background, atomically, and only by the run that holds the folder's lock.
 
-A checkpoint is written under a temporary name, manifest last, and renamed when all ranks have written.  Then the
-tracker is updated.  So a kill at any moment keeps the previous checkpoint.  A failed save does not stop the run: the
-next one retries, and only several consecutive failures end the run.
+All ranks write under a temporary name.  Rank 0 then writes the manifest, renames the folder and updates the tracker, so
+a kill at any moment keeps the previous checkpoint.  A failed save does not end the run: the next save tries again, and
+only several consecutive failures end the run.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Saver:
     ) -> None:
         """Write a checkpoint with rank 0's state.  With --async-save, call `wait_copied` before the tensors change.
 
-        finite: whether the iteration's loss and gradient were finite.  If they, weights or moments are not, the
-        checkpoint is kept but the tracker is unchanged.  last: wait, because no later save can make up for this one.
+        finite: whether the iteration's loss and gradient were finite.  If any of loss, gradient, weights and moments is
+        not, the checkpoint is kept, but the tracker does not change.  last: wait, because no later save will follow.
         planner: the source of values other than the tensors.
         Raises UserError if the save fails and is the last, or after ``MOST_FAILED`` consecutive failures.
         """
@@ -178,7 +178,7 @@ class Saver:
         return running
 
     def _failed(self, error: CheckpointException, iteration: int | None, last: bool) -> None:
-        """Warn and count.  End the run after too many failures, if no save can succeed any more, or for our bugs."""
+        """Warn and count.  Ends the run after too many failures, if the lock is lost, and for bugs of ours."""
         failures = sorted(error.failures.items())
         rank, (first, _) = failures[0]
         if lost := next((e for _, (e, _) in failures if isinstance(e, LockLost)), None):
@@ -259,7 +259,7 @@ class Saver:
     def _make_room(self, need: int | None = None) -> None:
         """Under --keep-last, delete old checkpoints until a save fits, but keep one complete checkpoint.
 
-        need: bytes that must be free; by default the size of the last checkpoint, which the next should match.
+        need: bytes that must be free; by default the size of the last checkpoint, which the next one should have too.
         """
         if self.config.keep_last is None or self._lock is None or not self._lock.held():
             return
@@ -276,7 +276,7 @@ class Saver:
                 return
 
     def _has_free(self, need: int) -> bool:
-        """Whether that many bytes are free.  True if the system does not say; then the save finds out."""
+        """Whether that many bytes are free.  True if the system does not say."""
         try:
             return shutil.disk_usage(self.save_dir).free >= need
         except OSError:
@@ -336,7 +336,7 @@ def _few(names: Sequence[str]) -> list[str]:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a power failure."""
+    """Sync a folder, so that its file names survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Tensors in torch's distributed checkpoints, with a CRC-32 of each record, computed on write and checked on read.
 
-A record is one rank's shard of one tensor.  torch's own reader would load a flipped bit as a different weight, and run
-anything pickled in a crafted `.metadata`.  This reader uses the manifest and never opens that file.
+A record is one rank's shard of one tensor.  torch's own reader loads a flipped bit as a different weight, and runs any
+code that a crafted `.metadata` has pickled.  This reader uses the manifest and never opens that file.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class _Record:
 class CheckedWriter(FileSystemWriter):
     """torch's writer, with each record's CRC-32 and whether its values are finite.
 
-    Every rank passes it to `save` or `async_save`.  Then the saving thread of the first rank calls its ``publish``.
-    An error there is raised on every rank, as is a failed write on any rank.
+    Every rank passes it to `save` or `async_save`.  The saving thread of rank 0 then calls its ``publish``.  If that or
+    any rank's write fails, every rank raises the error.
     """
 
     def __init__(self, folder: Path, publish: Publish) -> None:
@@ -160,8 +160,8 @@ def _crc_and_start(folder: Path, info: _StorageInfo) -> tuple[int, int]:
 class CheckedReader(FileSystemReader):
     """torch's reader for a folder that `manifest` describes.  Raises Damaged if a record differs from what was written.
 
-    It takes dtypes, shapes and positions from the manifest and unpickles nothing.  So it reads values straight into
-    their tensors and checks them there.
+    It takes dtypes, shapes and positions from the manifest, and unpickles nothing.  It reads values straight into their
+    tensors and checks them there.
 
     tensors: names of the tensors to read.
     """
@@ -254,7 +254,7 @@ def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], mani
 
     manifest: the result of `check`, for callers that read tensor by tensor.
     Raises UserError, before it reads anything, if a tensor is missing or has another shape.  Raises Damaged, on every
-    rank, if the checkpoint differs from what was written; by then it may have read some tensors.
+    rank, if the checkpoint differs from what was written.  It may have changed some tensors by then.
     """
     folder = folder_of(save, iteration)
     manifest = manifest or check(save, iteration)

@@ -1,1 +1,1 @@
-"""What a command line runs: the mains of the scripts in tools/, which the installed package has too."""
+"""The commands of `megatron-snip`; the scripts in tools/ run the same ones from a checkout."""

@@ -1,7 +1,7 @@
 r"""Probe a checkpoint without training: collect the statistics that plans are made from.
 
-    python tools/collect_stats.py --load runs/my/checkpoints
-    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/collect_stats.py \
+    megatron-snip probe --load runs/my/checkpoints
+    torchrun --rdzv-backend one_node --nproc_per_node 8 -m megatron_snip.cli probe \
         --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
@@ -14,9 +14,7 @@ The layout does not come from the run.  --load may also be a Hugging Face model;
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,16 +24,18 @@ from torch import nn
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli import parsers
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
+from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memory
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.run.state_file import new_state
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -84,6 +84,7 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     p = config.parallel
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
+    warn_about_memory(config, here, TRAINING if updates else WEIGHTS)
     parts = build(config, here, None, draw=False, moments=updates)
     assert parts.coordinator is not None
     if not updates:  # skip the linears' weight gradients, a third of the pass
@@ -138,20 +139,14 @@ def write(stats: Statistics, output: Path, load: Path) -> None:
     stats.save(output)
     print(
         f"{output}: {len(stats.shapes)} linears in {', '.join(stats.formats)}, before iteration {stats.iteration}, "
-        f"loss {stats.loss:.4f}; next: python tools/generate_plan.py --stats {output} --load {load}",
+        f"loss {stats.loss:.4f}; next: megatron-snip plan --stats {output} --load {load}",
         flush=True,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--output", type=path_word, default="stats.json", help="file of the statistics (default: stats.json)"
-    )
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parsers.probe().parse_known_args(arguments)
     output = Path(own.output)
     check_output("--output", output)
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
@@ -162,8 +157,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise UserError(f"--output was not written: {one_line(error)}") from None
     runtime.stop()
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

@@ -1,7 +1,7 @@
 r"""Convert a Hugging Face Llama or Qwen3 to a checkpoint of pretrain_llama.py, and back.
 
-    python tools/convert_checkpoint.py import --hf meta-llama/ --save checkpoints/llama
-    python tools/convert_checkpoint.py export --load runs/my/checkpoints --hf exported/ [--ckpt-step 1000]
+    megatron-snip convert import --hf meta-llama/ --save checkpoints/llama
+    megatron-snip convert export --load runs/my/checkpoints --hf exported/ [--ckpt-step 1000]
 
 `import` writes a checkpoint with only the weights, `model.toml` with the model's options for --config, and the
 tokenizer.  Start a new run from it with `--load DIR --finetune`, at any layout.  (--load also takes a Hugging Face
@@ -11,7 +11,6 @@ AutoModelForCausalLM.from_pretrained.  Import holds one tensor in memory at a ti
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import secrets
@@ -33,9 +32,10 @@ from megatron_snip import __version__, runtime
 from megatron_snip.checkpoint.manifest import Manifest, check, naming
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
+from megatron_snip.cli import parsers
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, path_word, toml_value
+from megatron_snip.files.io import check_output, toml_value
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.huggingface import (
     check_weights,
@@ -320,27 +320,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    which = parser.add_subparsers(dest="which", required=True)
-    into = which.add_parser("import", help="Hugging Face to a checkpoint")
-    into.add_argument("--hf", type=path_word, required=True, help="folder with config.json and safetensors files")
-    into.add_argument("--save", type=path_word, required=True, help="new folder for the checkpoint")
-    out = which.add_parser("export", help="a checkpoint to Hugging Face")
-    out.add_argument("--load", type=path_word, required=True, help="a folder of checkpoints, or an iter_ folder")
-    out.add_argument("--ckpt-step", type=int, help="iteration to export (default: the newest)")
-    out.add_argument("--hf", type=path_word, required=True, help="new folder for the model")
-    out.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 after --bf16, else float32)")
-    for one in (into, out):
-        one.add_argument("--dry-run", action="store_true", help="print what would be written, but write nothing")
-    own = parser.parse_args(argv)
+    own = parsers.convert().parse_args(argv)
     if own.which == "import":
         import_hf(Path(own.hf), Path(own.save), dry_run=own.dry_run)
     else:
         export_hf(own.load, own.ckpt_step, Path(own.hf), dtype=own.dtype, dry_run=own.dry_run)
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

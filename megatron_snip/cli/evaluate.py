@@ -1,10 +1,10 @@
 r"""Score a model on benchmarks of EleutherAI's lm-evaluation-harness, unquantised or under a plan.
 
-    python tools/evaluate.py runs/my/checkpoints --tasks zero-shot
-    python tools/evaluate.py runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
-    torchrun --rdzv-backend one_node --nproc_per_node 8 tools/evaluate.py llama/ --tensor-model-parallel-size 8 --bf16 \
-        --tasks mmlu --num-fewshot 5
-    python tools/evaluate.py runs/my/checkpoints --include-path my_tasks/ --tasks my_task
+    megatron-snip evaluate runs/my/checkpoints --tasks zero-shot
+    megatron-snip evaluate runs/my/checkpoints --plan own --tasks arc_easy,piqa --batch-size 32
+    torchrun --rdzv-backend one_node --nproc_per_node 8 -m megatron_snip.cli evaluate llama/ \
+        --tensor-model-parallel-size 8 --bf16 --tasks mmlu --num-fewshot 5
+    megatron-snip evaluate runs/my/checkpoints --include-path my_tasks/ --tasks my_task
 
 MODEL is a folder of checkpoints, one checkpoint in it, or a Hugging Face folder.  --tasks takes lm-eval's names, task
 files, and the preset ``zero-shot``.  By default nothing is quantised.  --plan FILE quantises the linears' forward as in
@@ -21,7 +21,6 @@ import dataclasses
 import difflib
 import importlib.util
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,17 +28,19 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
+from megatron_snip.cli import parsers
 from megatron_snip.cli.tables import aligned
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.build_model import build_model
+from megatron_snip.train.health.memory import WEIGHTS, warn_about_memory
 from megatron_snip.train.report.evaluations import Evaluation, Scores, evaluation_file, score_rows
 from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.run.run_folder import (
@@ -54,9 +55,6 @@ from megatron_snip.train.run.trackers import check_trackers, start_trackers
 from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Our presets: name -> tasks.  zero-shot: the benchmarks of TinyLlama's model card, on whose checkpoints SNIP's
-#: authors train (https://huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1195k-token-2.5T).
-PRESETS = {"zero-shot": ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "boolq", "piqa")}
 #: Kinds of requests that we can score.
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 #: Name of the plan file in an exported model's folder.
@@ -69,11 +67,11 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
         raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path} is not a folder; give one with YAML files of tasks")
-    names = [task for word in words.split(",") for task in PRESETS.get(word.strip(), (word.strip(),))]
+    names = [task for word in words.split(",") for task in parsers.PRESETS.get(word.strip(), (word.strip(),))]
     manager = _manager(names, include_path)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
-            near = difflib.get_close_matches(name, [*PRESETS, *manager.all_tasks], n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(name, [*parsers.PRESETS, *manager.all_tasks], n=1, cutoff=0.0)[0]
             raise UserError(f"--tasks: unknown task {name!r}; did you mean {near}? --include-path DIR adds your own")
     try:
         found = manager.load(names)["tasks"]
@@ -84,7 +82,7 @@ def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
         if (kind := task.get_config("output_type")) not in SCORED:
             raise UserError(
                 f"--tasks: {name} is of kind {kind}, but this tool only scores text; leave it out, or export the "
-                "model with tools/convert_checkpoint.py and run lm_eval itself"
+                "model with `megatron-snip convert` and run lm_eval itself"
             )
     return manager, names
 
@@ -191,6 +189,7 @@ def make_model(config: Config, start: Start, plan: Plan | None, here: runtime.Ru
     else:
         refuse_other_model(config, start.state, finetune=True)
     start = agree_on(config, start)
+    warn_about_memory(config, here, WEIGHTS)
     (stage,) = build_model(config, mesh_of(config, here), here.device).values()
     assert start.load is not None
     with naming(start.load, start.load_iteration):
@@ -291,31 +290,7 @@ def tracked(state: Mapping[str, Any]) -> Config:
 
 def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into this command's options and the trainer's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model", type=path_word, help="a folder of checkpoints, one of them, or a Hugging Face folder")
-    parser.add_argument(
-        "--tasks", required=True, help=f"comma-separated tasks of lm-eval; also {', '.join(PRESETS)}, and YAML files"
-    )
-    parser.add_argument("--plan", type=path_word, help="quantise the forward: a plan FILE, or own")
-    parser.add_argument("--include-path", type=path_word, help="folder with your own tasks")
-    parser.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=int, help="questions per task, for a quick test (default: all)")
-    parser.add_argument("--batch-size", type=int, default=8, help="requests that run at once (default: 8)")
-    parser.add_argument("--max-length", type=int, help="context length in tokens (default: the model's)")
-    parser.add_argument(
-        "--add-bos", action=argparse.BooleanOptionalAction,
-        help="begin texts with the tokenizer's BOS (default: as the tokenizer of a Hugging Face folder does; not for a "
-        "run's checkpoint, whose training does not)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--bootstrap", type=int, default=1000, help="bootstrap samples for a standard error (default: 1000)"
-    )
-    parser.add_argument(
-        "--output", type=path_word, help="file of scores (default: in the run folder, or evaluation.json)"
-    )
-    return parser.parse_known_args(arguments)
+    return parsers.evaluate().parse_known_args(arguments)
 
 
 def check_own(own: argparse.Namespace) -> None:
@@ -373,8 +348,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if run_dir is not None:
             track(run_dir, start, evaluation.row(precision))
     runtime.stop()
-
-
-if __name__ == "__main__":
-    with runtime.report_errors():
-        main(sys.argv[1:])

@@ -1,6 +1,6 @@
 r"""Make plans from statistics: SNIP's, baselines for comparison, and a picture of the trade-off.
 
-    python tools/generate_plan.py --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
+    megatron-snip plan --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
         --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
 Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +32,13 @@ from typing import Any
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
+from megatron_snip.cli import parsers
 from megatron_snip.cli.collect_stats import prepare
 from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output, one_line
 from megatron_snip.files.json import write_atomic
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
@@ -53,13 +52,19 @@ from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.snip.trial import TrialFailed, Tried, with_record
 from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
 from megatron_snip.train.pictures.figures import pareto
+from megatron_snip.train.report.headline import number
 from megatron_snip.train.report.page import Section, page
+from megatron_snip.train.report.page import table as html_table
 from megatron_snip.train.run.run_folder import Start, saved_options, with_saved_options
 from megatron_snip.train.run.state_file import read_run_file
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.validate import check_ranges
 
 LOGGER = logging.getLogger("megatron_snip")
+WHAT_QUALITY_IS = (
+    "Quality loss is the number that a plan minimises. Under the objective snip it is the predicted rise of the loss "
+    "beyond that of the base option (fp8, or else the first), divided by the loss."
+)
 _SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
 
@@ -218,7 +223,13 @@ def generate(
         kind.append((row["saved"], row["quality_loss"], name))
     figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
     facts = [("statistics", str(stats)), ("objective", objective), ("target", str(planner.config.snip.snip_target))]
-    sections.append(Section("Trade-off", "", [figure]))
+    heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
+    cells = [
+        [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
+         f"{row['quality_loss'] / bound:.2f}" if bound else "", number(row["loss_divergence"])]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    sections.append(Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells)))
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
@@ -260,28 +271,11 @@ def in_own_words(message: str, own: argparse.Namespace) -> str:
     return message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--stats", required=True, type=path_word, help="statistics of tools/collect_stats.py or of a run"
-    )
-    parser.add_argument(
-        "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
-    )
-    parser.add_argument("--options", help="comma-separated precisions that a linear may take (default: --snip-options)")
-    parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
-    parser.add_argument("--try", dest="trying", action="store_true", help="run a trial with the weights of --load")
-    parser.add_argument("--num-random", type=int, default=5, help="number of random plans (default: 5)")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of the first random plan (default: 0)")
-    parser.add_argument("--output-dir", type=path_word, default="plans", help="output folder (default: plans)")
-    own, rest = parser.parse_known_args(arguments)
-    is_first = runtime.environment_rank() == 0
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line.  Raises UserError for bad input."""
+    own, rest = parsers.plan().parse_known_args(arguments)
     if twice := given_twice(own, rest):
-        print(f"generate_plan: {twice}", file=sys.stderr)
-        return 1
+        raise UserError(twice)
     try:
         given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
         stats = Path(own.stats)
@@ -291,17 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config.replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
     except (UserError, OSError) as error:
-        if is_first:
-            print(f"generate_plan: {in_own_words(one_line(error), own)}", file=sys.stderr)
-        else:
-            time.sleep(3.0)  # torchrun ends all ranks when one fails; let rank 0 print its line first
-        return 1
-    if is_first:
+        raise UserError(in_own_words(one_line(error), own)) from error
+    if runtime.environment_rank() == 0:
         print(f"{text}\nwrote plans and pareto.html to {own.output_dir}")
     if start is not None:
         runtime.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Print a run's summary and write report.html, from the run folder.  The run may still be in progress.
 
-    python tools/report.py runs/my
-    python tools/report.py runs/snip runs/bf16 runs/fp8 --compare
+    megatron-snip report runs/my
+    megatron-snip report runs/snip runs/bf16 runs/fp8 --compare
 
 Each run gets its own report.  --compare writes one report for the first run, with the losses of the others and the
 difference from each: compare.html in the first run's folder, unless you give --output.
@@ -9,15 +9,15 @@ difference from each: compare.html in the first run's folder, unless you give --
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_snip.cli import parsers
+from megatron_snip.cli.command import reported
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.files.io import check_output
 from megatron_snip.train.report.run_summary import format_summary
-from megatron_snip.train.report.sections import differences, write_report
+from megatron_snip.train.report.sections import compared, write_report
 
 
 def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
@@ -32,27 +32,13 @@ def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
     for run, others in jobs:
         file = Path(output) if output else Path(run) / name
         check_output("--output" if output else "the report", file)
-        told = "".join(f"\n{words}" for words in differences(run, others))
-        shown.append(f"{format_summary(run)}{told}\n\n{write_report(run, others, file)}")
-    return "\n\n".join(shown)
+        shown.append(f"{format_summary(run)}\n\n{write_report(run, others, file)}")
+    return "\n\n".join([*shown[:-1], compared(runs), shown[-1]] if compare else shown)
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=path_word, help="a run folder (--run-dir)")
-    parser.add_argument("--compare", action="store_true", help="one report that compares the first run with the others")
-    parser.add_argument("--output", type=path_word, metavar="FILE", help="file of the report")
-    own = parser.parse_intermixed_args(arguments)
-    try:
-        print(report(own.runs, own.compare, own.output))
-    except (UserError, OSError) as error:
-        print(f"report: {one_line(error)}", file=sys.stderr)
-        return 1
+    own = parsers.report().parse_intermixed_args(arguments)
+    print(report(own.runs, own.compare, own.output))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,6 @@ from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried, with_record
 from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
-from megatron_snip.train.pictures.figures import number
 from megatron_snip.train.report.page import Section
 from megatron_snip.train.setup import snip_shapes
 
@@ -30,7 +29,7 @@ ABOUT = (
 
 def shown(mean: float, error: float) -> str:
     """A number with its standard error."""
-    return number(mean) + ("" if math.isnan(error) else f" ± {number(error, 1)}")
+    return f"{mean:.2e}" + ("" if math.isnan(error) else f" +- {error:.0e}")
 
 
 def planner_of(config: Config, stats: Statistics) -> Planner:
@@ -63,8 +62,8 @@ class Planned:
         for name, plan in self.plans.items():
             regret, trial = self.regrets[name], plan.trial
             rows.append([
-                name, f"{plan.achieved:.1%}", number(predictions.total_loss_divergence(plan.linears)),
-                "-" if regret is None else number(regret, 2), shown(trial.increase, trial.error) if trial else "-",
+                name, f"{plan.achieved:.1%}", f"{predictions.total_loss_divergence(plan.linears):.2e}",
+                "-" if regret is None else f"{regret:.1e}", shown(trial.increase, trial.error) if trial else "-",
                 str(sum(saving(p) == 0 for p in plan.linears.values())),
             ])  # fmt: skip
         return ["plan", "in FP4", "predicted (nats)", "regret", "measured (nats)", "linears without FP4"], rows

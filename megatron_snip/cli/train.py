@@ -1,4 +1,4 @@
-"""Pretrain a Llama: what pretrain_llama.py and `megatron-snip train` run.
+"""Pretrain a Llama or Qwen3: what pretrain_llama.py and `megatron-snip train` run.
 
 torchrun --rdzv-backend one_node --nproc_per_node N pretrain_llama.py --config FILE.toml [options]
 torchrun --rdzv-backend one_node --nproc_per_node N -m megatron_snip.cli train --config FILE.toml [options]

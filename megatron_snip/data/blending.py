@@ -1,8 +1,8 @@
 """Order of a blend: which dataset each sample comes from.
 
 Source: Megatron-LM core 0.16.1, build_blending_indices of helpers.cpp.  Sample i comes from the dataset whose count is
-furthest below weight * max(i, 1), in double precision; the first dataset wins a tie.  The compiled kernel walks the
-samples; ``blending_reference`` gives the same order where it was not built, some 500 times as slowly.
+furthest below weight * max(i, 1), in double precision; the first dataset wins a tie.  A compiled kernel walks the
+samples.  If it was not built, ``blending_reference`` gives the same order, about 500 times as slowly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def blending_index(weights: Sequence[float], size: int) -> dict[str, Array]:
 
     ``weights`` must sum to 1.
     """
-    from megatron_snip.quant.kernels import cpu  # here, since it imports torch, which data workers do without
+    from megatron_snip.quant.kernels import cpu  # imported here: torch, which data workers do not need
 
     library = cpu.library()
     if library is None:

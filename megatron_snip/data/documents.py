@@ -176,7 +176,7 @@ def _saved(state: Path) -> list[_DataFile]:
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
-    """Whether a path is another program's copy or cache, such as .ipynb_checkpoints."""
+    """Whether a path is a copy or cache of another program, such as .ipynb_checkpoints."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
@@ -201,7 +201,7 @@ def _compressed(path: str) -> Iterator[Piece]:
     with open(path, "rb") as raw:
         stream = _decompressed(path, raw)
         if not os.fstat(raw.fileno()).st_size:
-            raise UserError(f"{path} is empty, which no compressed file is; is it whole?")
+            raise UserError(f"{path} is empty, but a compressed file has at least a header; is it whole?")
         while True:
             try:
                 block = stream.read(PIECE_BYTES)
@@ -229,7 +229,7 @@ def _decompressed(path: str, raw: IO[bytes]) -> Any:
 
 
 class _Zstd:
-    """Reads all frames of a file.  Raises EOFError for a cut last frame, where zstandard's own reader just ends."""
+    """Reads all frames of a file.  Raises EOFError if the last one is cut; zstandard's own reader just ends there."""
 
     def __init__(self, zstandard: Any, raw: IO[bytes]) -> None:
         # datasets use windows of up to 2 GiB; the library refuses them by default
@@ -281,7 +281,7 @@ def _needed(module: str, path: str) -> Any:
 
 
 def _tables(path: str, keys: Sequence[str], size: int) -> Iterator[Piece]:
-    """Rows of about ``PIECE_BYTES`` of text.  All rows count the same size, since their bytes on disk are unknown."""
+    """Rows of about ``PIECE_BYTES`` of text.  All rows count the same, because their bytes on disk are unknown."""
     arrow = _needed("pyarrow", path)
     try:
         batches, total = _batches(path, keys)

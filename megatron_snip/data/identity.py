@@ -2,8 +2,8 @@
 
 A fingerprint is ``{"lengths": ..., "size": ..., "content": ...}``: a hash of the sequence and document boundaries, the
 size of the .bin, and a hash of samples of its bytes.  It does not depend on file names.
-A record is ``<prefix>.ids.json``: the smallest and largest id, with the fingerprint of their dataset.  So the record
-of another dataset under the same name is not mistaken for this one's.
+A record is ``<prefix>.ids.json``: the smallest and largest id, with the fingerprint of their dataset.  The fingerprint
+keeps a record from being used for another dataset of the same name.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def fingerprint(descriptor: int, dtype: np.dtype[Any], lengths: Array, documents: Array) -> dict[str, Any]:
     """The fingerprint of an open .bin with sequence lengths [S] and document indices [D].
 
-    A .bin of up to 1 MiB is read in full.  Of a larger one, 64 blocks of 16 KiB are read: the first, the last, and one
-    at a random position in each of 62 equal parts in between.  The cost is 12 bytes per sequence and 1 MiB, for any
-    size.  Different lengths, sizes, texts or tokenizers are detected.  A changed stretch that covers a share p of a
-    large file is missed with probability (1 - p)^64: 4% for a twentieth.  A few changed bytes are almost always missed.
+    Reads a .bin of up to 1 MiB in full.  From a larger .bin, it reads 64 blocks of 16 KiB: the first, the last, and one
+    at a random position in each of 62 equal parts in between.  That costs 12 bytes per sequence and at most 1 MiB.  It
+    detects different lengths, sizes, texts and tokenizers.  It misses a changed stretch that covers a share p of a
+    large file with probability (1 - p)^64, 4% for a twentieth, and almost always misses a few changed bytes.
     """
     cut = hashlib.blake2b(dtype.str.encode(), digest_size=16)
     for array in (lengths, documents):

@@ -2,7 +2,7 @@
 
 Convention: an index is a pure function of its description, so the file name is the description's hash.  An entry is
 ``<hash>.<array>.npy`` files and ``<hash>.json`` with the description, shapes, dtypes and CRC-32s.
-The JSON is written last, and every file is renamed into place, so several ranks may write one entry at once.
+Writers write the JSON last and rename every file into place, so several ranks may write the same entry at once.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class IndexedDataset:
     """The sequences of one .bin/.idx pair.  The index is a memory map; tokens are read on demand.
 
     ``sequence_lengths`` int32 [S] in tokens, ``document_indices`` int64 [D]: read-only views of the file.
-    Tokens are read, not mapped: if the .bin is cut short while open, a map would give zeros or SIGBUS.
+    Tokens are read, not mapped: a map would give zeros or SIGBUS if the .bin is truncated while open.
     checked: skip reading the whole index, which takes 20 bytes per sequence.  File sizes are always checked.
     Raises IndexedDatasetError (a UserError) if a file is missing or the two do not match.
     """
@@ -165,7 +165,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Identifies the data, whatever the file names; see data/identity.py."""
+        """Identifies the data independently of file names; see data/identity.py."""
         return fingerprint(self._bin, self.dtype, self.sequence_lengths, self.document_indices)
 
     def check_recorded_ids(self, vocab_size: int) -> None:
@@ -229,9 +229,8 @@ def outside(vocab_size: int) -> str:
 class IndexedDatasetBuilder:
     """Writes a .bin/.idx pair.  `finalize` creates both files or neither, and then the record of token ids.
 
-    As a context manager it finalises at the end of the block, or removes its output if the block raises.
-    ``tokens`` is the file that collects the tokens, by default a temporary one; existing content is kept until
-    truncated.
+    As a context manager, it finalises at the end of the block, or removes its output if the block raises.
+    ``tokens``: the file that collects the tokens, by default a temporary one.  Its content is kept until truncated.
     Raises UserError for a dtype that Megatron's format has no code for.
     """
 

@@ -70,10 +70,10 @@ class Loader:
 
     global_batch_size: samples per batch, or a function of the samples consumed before the batch.
 
-    The only state is prefetched batches.  The cursor is ``consumed_samples``, so a run resumes exactly on any number of
-    ranks.  Two batches are prefetched: the next one must be there before the current update, so that ranks can agree if
-    one of them cannot read it.  With more than two ``workers``, each prefetches one batch; without workers, threads of
-    this process read.  Raises UserError if the first batch does not divide into microbatches.
+    Prefetched batches are its only state.  The cursor is ``consumed_samples``, so a run resumes exactly on any number
+    of ranks.  It prefetches two batches.  The next batch must be there before the current update, so that all ranks
+    learn in time if one cannot read it.  With more than two ``workers``, each prefetches one batch.  Without workers,
+    threads of this process read.  Raises UserError if the first batch does not divide into microbatches.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Drop prefetched batches and end the workers.  A read that hangs is left to its daemon thread."""
+        """Drop prefetched batches and end the workers.  Does not wait for a read that hangs in a daemon thread."""
         if self._workers is not None:
             self._workers.close()
         pending, self._ahead = self._ahead, {}

@@ -2,8 +2,8 @@
 
 During construction, ``<prefix>.partial/`` holds these files: ``n.bin``, the tokens of the n-th dataset; ``n.lengths``,
 int32 tokens of each document, including empty ones; ``progress.json``, the valid part of both and the caller's
-position; ``lock``, held by the writing process.  A resumed process overwrites everything behind the last mark, so
-the datasets have the same bytes however often the work was killed.
+position; ``lock``, held by the writing process.  A resumed process overwrites everything after the last mark, so the
+datasets have the same bytes even if the work was killed many times.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Builder(IndexedDatasetBuilder):
     def finalize(self) -> None:
         """Give the files their final names, as in the base class, but keep the tokens under their name here too.
 
-        So the work can be resumed until all datasets are complete, wherever it is killed.
+        This keeps the work resumable at every point until all datasets are complete.
         """
         self._bin_temporary = temporary_beside(self.prefix + ".bin")
         try:

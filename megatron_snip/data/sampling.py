@@ -80,7 +80,7 @@ class GPTDataset:
         if indexed.dtype.kind not in "iu":
             raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are not token ids")
         if num_samples < 1:
-            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are asked for; ask for some")
+            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are requested; request at least one")
         first, last = split_range
         lengths = np.asarray(indexed.sequence_lengths[first:last])
         if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
@@ -230,8 +230,8 @@ class MockDataset:
 class Repeated:
     """A dataset that starts over at its end, without limit.
 
-    The order is that of the dataset, however many samples are read.  After a rewind that skips samples, a run reads
-    more than planned, without a change to earlier samples.  The first samples are the ones that repeat.
+    The order does not depend on how many samples are read.  After a rewind that skips samples, a run reads more than
+    planned.  Earlier samples stay the same, and the dataset's first samples come again at the end.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -323,8 +323,8 @@ class _Builder:
     def blend(self, paths: Sequence[str], split: str | None, part: int, num_samples: int) -> Dataset | None:
         """One corpus, or a weighted blend of several, with Megatron's sizes.  Without a split, all sequences are used.
 
-        A single prefix with a weight is a blend of one, with a blend's surplus, under --data-path, but a plain corpus
-        where each part has its own paths.  Megatron does the same, and the order depends on it.
+        Under --data-path, a single prefix with a weight is a blend of one, with a blend's surplus.  If each part has
+        its own paths, it is a plain corpus.  Megatron does the same, and the order depends on it.
         """
         prefixes, raw_weights = parse_blend(paths)
         if raw_weights is None or (split is None and len(prefixes) == 1):
@@ -343,7 +343,7 @@ class _Builder:
 def check_data(*path_lists: Sequence[str], whole: bool = True) -> None:
     """Open and close every corpus of the path lists.  Raises UserError for the first that cannot be read.
 
-    whole: also read the whole indices, which one process per node does.
+    whole: also read the whole indices, as one rank per node does.
     """
     for paths in path_lists:
         for prefix in parse_blend(paths)[0] if paths else ():

@@ -48,7 +48,7 @@ def _existing(tokenizer_type: str, model: str | None) -> Path:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model file, such as Llama-2's or an output of tools/train_tokenizer.py."""
+    """A sentencepiece .model file, such as Llama-2's or an output of `megatron-snip tokenizer`."""
 
     def __init__(self, model: Path) -> None:
         try:
@@ -224,7 +224,7 @@ class TransformersTokenizer:
 
 
 def _check_file(path: Path) -> None:
-    """Raise UserError for files that would block transformers or take it long to read."""
+    """Raise UserError for files that would block transformers or take too long to read."""
     if path.is_dir() or path.suffix not in (".json", ".model", ".txt", ".jinja"):
         return
     with open_file(path, "tokenizer", "give another --tokenizer-model") as file:

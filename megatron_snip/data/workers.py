@@ -1,8 +1,8 @@
 """Processes that read samples for a rank (--num-workers).
 
 ``Workers(datasets, count)`` starts this module ``count`` times.  A worker imports numpy and the datasets but not torch,
-so it starts in a fraction of a second and never touches a GPU.  It is a new process, not a fork: by then the rank has
-CUDA and the threads of gloo and NCCL.  A fork would copy their locks in whatever state they are, and keep open the
+so it starts in a fraction of a second and never touches a GPU.  It is a new process, not a fork, because the rank
+already has CUDA and the threads of gloo and NCCL.  A fork would copy their locks in an unknown state, and keep open the
 sockets that show other ranks whether this one is alive.
 
 Each worker has its own socket.  When the worker or the rank dies, even in the middle of an answer, the socket closes
@@ -49,7 +49,7 @@ Places = list[tuple[int, int]]  # first byte and size of the pickle and of each 
 
 
 def end_with_parent() -> None:
-    """Let a process of a multiprocessing pool end with the process that made the pool, however that ends.
+    """Let a process of a multiprocessing pool end with the process that made the pool, even if that is killed.
 
     Otherwise it waits for work forever.
     """
@@ -99,7 +99,7 @@ class _Worker:
 class Workers:
     """``count`` processes that read samples of ``datasets``.  Any thread may call `read`; it waits for a free worker.
 
-    `close` kills the workers.  They also end by themselves when this process ends, however it ends.
+    `close` kills the workers.  They also end by themselves when this process ends, even if it is killed.
     """
 
     def __init__(self, datasets: Sequence[Dataset], count: int) -> None:
@@ -142,7 +142,7 @@ class Workers:
             worker.process.kill()
         end = time.monotonic() + _CLOSING_SECONDS
         for worker in self._all:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a read from a dead disk; it ends with that read
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a read from a dead disk may hang
                 worker.process.wait(max(0.0, end - time.monotonic()))
 
 

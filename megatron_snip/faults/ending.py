@@ -89,7 +89,7 @@ class Ending:
     def after(self, error: BaseException) -> NoReturn:
         """Leave after an error in the main thread: write its traceback, and report it if no other rank has."""
         with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another rank's process ends
         with self._leaving:
             self._write("".join(traceback.format_exception(error)), error)
             if self._first():
@@ -110,7 +110,7 @@ class Ending:
         self.leave(1)
 
     def tell_user(self, line: str, status: int = 2) -> NoReturn:
-        """Leave with a user's mistake, or any other one-line message with its own exit status."""
+        """Leave with the message of a user's mistake, or with any other line and its own exit status."""
         if self._first():
             self._tell(line, status)
         self.leave(status)
@@ -147,7 +147,7 @@ class Ending:
             self._ask(self.watch.wake_stopped, 2.0)
 
     def _first(self) -> bool:
-        """Whether this rank reports the failure.  Every rank does if the store does not answer."""
+        """Whether this rank reports the failure.  If the store does not answer, every rank does."""
         if self.watch is None:
             return True
         return self._ask(self.watch.take_the_word, 5.0) is not False
@@ -179,7 +179,7 @@ class Ending:
     def _ask(self, function: Callable[[], Any], seconds: float) -> Any:
         """Call the function; None if it fails or takes too long (the store's process may be stopped or dead).
 
-        After one time-out, later calls return None at once, so that a rank whose network is down ends soon.
+        After one time-out, later calls return None at once, so that a rank without a network ends soon.
         """
         if self._unanswered:
             return None

@@ -1,8 +1,8 @@
 """A thread in every rank that sends heartbeats, and notices missing heartbeats and the end of the run.
 
 Every period, each rank writes a heartbeat to a store: a count, its pid and host, and the position of its main thread.
-Each rank watches the next rank's heartbeat.  The first rank to fail claims the right to report, so that only one
-reports.  All others see the report in the store, write their stacks and end, even if they are blocked.
+Each rank watches the next rank's heartbeat.  Only the first rank to fail reports.  All others see the report in the
+store, write their stacks and end, even if they are blocked.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Watch:
         self._thread.join(self.period + 5.0)  # a thread stuck in the store ends with the process
 
     def take_the_word(self) -> bool:
-        """Whether this rank is the first to fail, and so reports.  The others see the report with `told`."""
+        """Whether this rank is the first to fail, and must report.  The others see the report with `told`."""
         self.leaving = True
         self._send_heartbeat()
         return self.store.add("word", 1) == 1
@@ -172,8 +172,8 @@ class Watch:
     def missing(self) -> list[str]:
         """Ranks that explain a lost connection or a time-out: only the most specific kind found; may be empty.
 
-        Ranks of this host that have ended or are stopped; else ranks without a heartbeat; else ranks that compute
-        while others wait.  Takes up to 2.5 periods.
+        First, ranks of this host that have ended or are stopped.  If there are none, ranks without a heartbeat.  If
+        there are none either, ranks that compute while others wait.  Takes up to 2.5 periods.
         """
         first = self._signs()
         here = socket.gethostname()
@@ -232,7 +232,7 @@ class Watch:
             if not self._closed.is_set():
                 self._leave(None)
             return
-        # this process was suspended or could not reach the store, and perhaps all were
+        # this rank was suspended or could not reach the store, and perhaps all ranks were
         if self._unreachable_since is not None or now - self._last_turn > 5 * self.period:
             self._next_seen = now
         self._last_turn = now

@@ -1,8 +1,8 @@
 """A key that all ranks of one start share, and no other start has.
 
-torchrun restarts a failed run on the same store, which still has the last start's keys.  None of torchrun's numbers
-is new on every node: TORCHELASTIC_RESTART_COUNT counts the failures of one node only.  So every rank draws a random
-name, rank 0 publishes the list of names, and the list is valid once each rank has found its own name in it.
+torchrun restarts a failed run on the same store, which still has the last start's keys.  torchrun gives no number that
+is new on all nodes: TORCHELASTIC_RESTART_COUNT counts the failures of one node only.  Every rank therefore draws a
+random name, and rank 0 publishes the list of names.  The list is valid once each rank has found its own name in it.
 """
 
 from __future__ import annotations
@@ -48,4 +48,4 @@ def agree_on_start(store: Store, rank: int, world_size: int, seconds: float) -> 
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     missing = [str(r) for r, name in enumerate(names) if not store.check([name])]
     who = f"rank {', '.join(missing[:8])} did not come" if missing else "some ranks belong to an earlier start"
-    raise TimeoutError(f"the processes did not meet within {seconds:.0f} s: {who}")
+    raise TimeoutError(f"the ranks did not meet within {seconds:.0f} s: {who}")

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from megatron_snip.formats.element import NAN_CODE, Element
-from megatron_snip.formats.format import E4M3_SCALES, ROLES, SCALES, Format, format_names, get_format, register
+from megatron_snip.formats.format import (
+    E4M3_SCALES,
+    ROLES,
+    SCALES,
+    Format,
+    Hadamard,
+    format_names,
+    get_format,
+    register,
+)
 from megatron_snip.formats.known import BF16, FP4, FP8, FP8_E5M2
 
 __all__ = [
@@ -17,6 +26,7 @@ __all__ = [
     "SCALES",
     "Element",
     "Format",
+    "Hadamard",
     "format_names",
     "get_format",
     "register",

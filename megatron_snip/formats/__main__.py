@@ -29,8 +29,13 @@ def _row(fmt: Format) -> tuple[str, ...]:
     blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
     numbers = (fmt.bits_per_element, element.max, element.min_normal, element.min_subnormal)
     stochastic = ", ".join(sorted(fmt.stochastic_roles)) or "-"
-    rest = (fmt.scale, stochastic, str(fmt.hadamard or "-"))
+    rest = (fmt.scale, stochastic, _transform(fmt))
     return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, *rest)
+
+
+def _transform(fmt: Format) -> str:
+    """Such as "16 wgrad": the length of the transform and the GEMMs whose operands it is for."""
+    return "-" if fmt.hadamard is None else f"{fmt.hadamard.length} {', '.join(sorted(fmt.hadamard.gemms))}"
 
 
 def table(names: list[str]) -> str:

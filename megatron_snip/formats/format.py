@@ -8,18 +8,40 @@ Source of the block shapes (1x128 tiles for activations and gradients, 128x128 b
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
 
-#: Kinds of scale and their stored bits.  Kernels identify a kind by its index (cpu.h's enum Scale).
-_SCALE_BITS = {"fp32": 32, "fp32_pow2": 32, "e8m0": 8, "e8m0_ceil": 8, "e4m3": 8, "e4m3_4over6": 8}
-SCALES = tuple(_SCALE_BITS)
+
+class _Scale(NamedTuple):
+    """A kind of scale.
+
+    bits: of a stored scale.  saturates_below: blocks of elements whose largest value is smaller may have finite
+    values beyond it; 0 if no blocks may.
+    """
+
+    bits: int
+    saturates_below: float
+
+
+#: Kinds of scale.  The CPU kernel knows a kind by its place (enum Scale in cpu_kernels.h), Triton's by its name.
+#: Powers of two leave E2M5 too little: 4 / 2**128 is the least that they encode by.
+_SCALES = {
+    "fp32": _Scale(32, 0.0),
+    "fp32_pow2": _Scale(32, 4.0),
+    "e8m0": _Scale(8, math.inf),
+    "e8m0_ceil": _Scale(8, 4.0),
+    "e4m3": _Scale(8, math.inf),
+    "e4m3_4over6": _Scale(8, math.inf),
+}
+SCALES = tuple(_SCALES)
 #: Those that are E4M3, under a float32 scale of the whole tensor.
 E4M3_SCALES = ("e4m3", "e4m3_4over6")
 
@@ -33,8 +55,37 @@ _OPERANDS = {
     ("input", 0): "wgrad.input",
 }
 
+_LENGTHS = (16, 32, 128)
 _EXMY = re.compile(r"e(\d)m(\d)")
 _FORMATS: dict[str, Format] = {}
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """A random Hadamard transform of both operands of some GEMMs, along the reduction dim (quant/casts/hadamard.py).
+
+    signs: "+" and "-", one for each element of a group; their number is the group's length, 16, 32 or 128.
+    gemms: those whose operands are transformed.
+    Raises UserError for other signs, lengths and GEMMs.
+    """
+
+    signs: str
+    gemms: frozenset[str] = frozenset({"wgrad"})
+
+    def __post_init__(self) -> None:
+        if len(self.signs) not in _LENGTHS or set(self.signs) - set("+-"):
+            raise UserError(
+                f"Hadamard transform: signs={self.signs!r}, of length {len(self.signs)}; "
+                f"give {', '.join(map(str, _LENGTHS))} of + and -"
+            )
+        known = tuple(dict.fromkeys(operand.partition(".")[0] for operand in _OPERANDS.values()))
+        if not self.gemms or self.gemms - {*known}:
+            raise UserError(f"Hadamard transform: gemms={sorted(self.gemms)}; choose from {', '.join(known)}")
+
+    @property
+    def length(self) -> int:
+        """Elements of a group."""
+        return len(self.signs)
 
 
 @dataclass(frozen=True)
@@ -49,8 +100,8 @@ class Format:
     max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor;
     "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
     stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
-    hadamard: tokens per group of the random Hadamard transform of wgrad's operands (quant/casts/hadamard.py), or 0.
-    Raises UserError for an unknown role or kind of scale, sizes below 1, and a hadamard other than 0 and 16.
+    hadamard: the transform of some GEMMs' operands before they are cast, or None.
+    Raises UserError for an unknown role or kind of scale, and sizes below 1.
     """
 
     name: str
@@ -59,21 +110,19 @@ class Format:
     weight_block: int | None = 128
     scale: str = "fp32"
     stochastic_roles: frozenset[str] = frozenset()
-    hadamard: int = 0
+    hadamard: Hadamard | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)  # cheap: every cast of a linear looks up a form
 
     def __post_init__(self) -> None:
-        if self.scale not in _SCALE_BITS:
-            raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALE_BITS)}")
+        if self.scale not in _SCALES:
+            raise UserError(f"format {self.name}: scale={self.scale!r}; known: {', '.join(_SCALES)}")
         if unknown := sorted(self.stochastic_roles - {*ROLES, *_OPERANDS.values()}):
             known = ", ".join((*ROLES, *_OPERANDS.values()))
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
-        if self.hadamard not in (0, 16):
-            raise UserError(f"format {self.name}: hadamard={self.hadamard}; signs are known for 16, 0 is none")
 
     @property
     def quantised(self) -> bool:
@@ -86,6 +135,11 @@ class Format:
         return self.scale in E4M3_SCALES
 
     @property
+    def saturates(self) -> bool:
+        """Whether scales can leave finite values beyond the element's largest one (numerics.md, "saturated")."""
+        return self.element is not None and self.element.max < _SCALES[self.scale].saturates_below
+
+    @property
     def element_bits(self) -> int:
         """Bits of one element without its scale (16, 8 or 4); decides the speed of a GEMM."""
         return 16 if self.element is None else self.element.bits
@@ -95,11 +149,21 @@ class Format:
         """Stored bits per element, including its share of a tile's scale."""
         if self.element is None:
             return 16.0
-        return self.element.bits + _SCALE_BITS[self.scale] / self.tile
+        return self.element.bits + _SCALES[self.scale].bits / self.tile
 
     def stochastic(self, role: str, dim: int) -> bool:
         """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""
         return role in self.stochastic_roles or _OPERANDS[role, dim] in self.stochastic_roles
+
+    def transforms(self, role: str, dim: int) -> bool:
+        """Whether the operand of a role that is reduced along ``dim`` is transformed before it is cast."""
+        return self.hadamard is not None and _OPERANDS[role, dim].partition(".")[0] in self.hadamard.gemms
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether fprop and dgrad read the same cast of a weight: square blocks, to nearest and not transformed."""
+        differ = any(self.stochastic("weight", dim) or self.transforms("weight", dim) for dim in (0, 1))
+        return self.block_shape("weight", 0) == self.block_shape("weight", 1) and not differ
 
     def block_shape(self, role: str, dim: int) -> tuple[int, int]:
         """(rows, columns) that share a scale in a 2-D operand reduced along ``dim``.

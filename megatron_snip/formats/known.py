@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, element_named
-from megatron_snip.formats.format import Format, register
+from megatron_snip.formats.format import Format, Hadamard, register
 
 BF16 = register(Format(name="bf16", element=None))
 FP8 = register(Format(name="fp8", element=E4M3))
@@ -59,7 +59,7 @@ NVFP4 = register(
         weight_block=16,
         scale="e4m3",
         stochastic_roles=frozenset({"grad_output"}),
-        hadamard=16,
+        hadamard=Hadamard("+++-+------+-+--"),  # get_wgrad_sign_vector of its reference_nvfp4.py
     )
 )
 # Four over six (arXiv 2512.02010) in the same recipe: a block's largest value becomes 6 or 4, whichever rounds it with

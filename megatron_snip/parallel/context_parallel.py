@@ -1,8 +1,8 @@
 """Context parallelism: each cp rank holds a shard of every sequence's tokens.
 
-A sequence of S tokens is cut into 2 cp pieces.  Rank r holds pieces r and 2 cp - 1 - r in that order, so that causal
-attention costs each rank the same.  Everything but attention works on local tokens.  Attention all-gathers keys and
-values, which are small with grouped queries.
+A sequence of S tokens is cut into 2 cp pieces.  Rank r holds pieces r and 2 cp - 1 - r in that order, so that all ranks
+spend the same time in causal attention.  Everything else works on local tokens.  Attention all-gathers keys and values,
+which are small with grouped queries.
 Source: Megatron-LM's get_batch_on_this_cp_rank; arXiv 2407.21783, section 3.3.2, which also gathers.
 Shapes: B sequences, S tokens, s = S/cp local tokens, A query and G key/value heads, D channels per head.
 """

@@ -4,9 +4,10 @@ Sharding strategies have Megatron-LM's names: `no_shard`, `optim` (optimiser sta
 `optim_grads_params`.  FSDP2 shards everything in each case, over one rank under `no_shard`; the strategy decides how
 long weights and gradients stay unsharded.
 
-The loss is divided by the tokens of the global batch, so gradients are summed over dp and cp, never averaged.
-Parameters that every tp rank holds whole may have gradients of its own tokens or heads only; their tags say whether to
-sum them over tp.  The first and the last stage hold equal copies of a tied embedding, whose gradients are summed.
+The loss is divided by the tokens of the global batch, so gradients are summed over dp and cp, never averaged.  If every
+tp rank holds the whole parameter, its gradient may cover only the rank's own tokens or heads.  The parameter's tags say
+whether to sum it over tp.  The first and the last stage hold equal copies of a tied embedding, and its gradients are
+summed.
 Source: Megatron-LM's finalize_model_grads.
 """
 
@@ -31,8 +32,8 @@ def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtyp
     """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute uses `dtype`.
 
     For each unit, one collective gathers the parameters and one reduces the gradients, in float32.  Other parameters
-    are grouped with the stage.  Without dp and cp nothing is wrapped.  An embedding is a unit if weights are freed
-    after use:  then only forward gathers it.  Otherwise its own collective would save nothing.
+    are grouped with the stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights
+    are freed after use, because then only forward gathers it.  Otherwise, its own collective would save nothing.
     """
     if mesh.dp_cp.size == 1:
         return

@@ -1,7 +1,7 @@
 """Runs all microbatches of a batch through the pipeline: forward and backward, or only forward.
 
-One stage runs a plain loop; several run torch.distributed.pipelining's 1F1B, interleaved if a rank holds several
-stages.  A probe is one more `forward_backward` without an optimiser step.
+With one stage this is a plain loop.  With several it is torch.distributed.pipelining's 1F1B, interleaved if a rank
+holds several stages.  A probe is one more `forward_backward` without an optimiser step.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Pipeline:
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
 
     def _schedule(self, use: str, microbatches: int, *, training: bool) -> Any:
-        """One schedule each for training, evaluation and trials, since torch would set up again at each switch.
+        """One schedule each for training, evaluation and trials, because torch sets a schedule up again at each switch.
 
         A new one is made when the batch grows.
         """
         if self._schedules.get(use, (0, None))[0] != microbatches:
-            # imported here because it loads torch's compiler, which --help and most tools never need
+            # imported here, because it loads torch's compiler, which --help and most commands do not need
             from megatron_snip.parallel.pipeline_stage import Schedule1F1B, ScheduleInterleaved1F1B, Stage
 
             n = self._num_stages
@@ -125,8 +125,8 @@ class Pipeline:
         try:
             return run(batch, context, training=training)
         finally:
-            # An update or other precisions may follow.  Also, FSDP has freed the gathered weights.  Whether its next
-            # buffer has the same address differs between ranks, which must cast, and reduce over tp, alike.
+            # An update or other precisions may follow, and FSDP has freed the gathered weights.  Its next buffer may
+            # have the same address on some ranks only, but all must agree on what to cast and reduce over tp.
             drop_weight_casts(self.stages.values())
 
     def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:

@@ -21,9 +21,9 @@ __all__ = ["Schedule1F1B", "ScheduleInterleaved1F1B", "Stage"]
 class Stage(PipelineStage):
     """torch's stage, but with the sharding strategy's data-parallel collectives and short-lived buffers.
 
-    torch reduces all gradients after the last backward; here the reduction overlaps with it.  torch keeps a receive
-    buffer for the activation and the gradient of every microbatch for the whole run; here a buffer is allocated when
-    its receive is posted, and freed when its microbatch is done.
+    torch reduces all gradients after the last backward.  Here, the reduction overlaps with it.  torch keeps receive
+    buffers for the activation and the gradient of every microbatch for the whole run.  Here, a buffer lives from its
+    receive to the end of its microbatch.
     """
 
     def __init__(self, sharding: str, *args: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Stage(PipelineStage):
             return
         _free(self.grad_recv_info[bwd_chunk_id])
         if loss is not None:
-            loss.detach_()  # it is kept until the end of the batch, and its graph holds the stage's input
+            loss.detach_()  # torch keeps it until the end of the batch, and its graph holds the stage's input
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
         with self._on_meta():

@@ -17,8 +17,8 @@ class Tags:
     """What initialisation, the optimiser and reductions need to know about a parameter.
 
     split_dim: the dim that tp splits, or None if each tp rank holds the whole parameter.
-    summed_over_tp: when a tp rank has only part of a whole parameter's gradient.  "sequence_parallel": under sequence
-    parallelism, where it sees part of the tokens.  "always": because it sees only its own heads.
+    summed_over_tp: when each tp rank has only a part of such a parameter's gradient.  "sequence_parallel": only under
+    sequence parallelism, because a rank then sees a part of the tokens.  "always": because a rank sees only its heads.
     """
 
     kind: Literal["linear", "norm", "bias", "embedding", "output"]

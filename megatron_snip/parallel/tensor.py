@@ -4,8 +4,9 @@
     row-parallel     Y = X W^T, W [N,K] split along K: each rank has a part of X; the Ys are summed
     sequence parallel: outside these layers activations [B, S, H] are split along the tokens
 
-Each rank has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  For one sequence, these
-are Megatron's tokens.  For several, no collective needs a copy, and the layers outside look at each token alone.
+Each rank has a tp-th of a microbatch's B S tokens, contiguous in memory, as [B, S/tp, H].  With one sequence, these are
+the same tokens as Megatron's.  With several, this layout saves the collectives a copy; layers outside the region treat
+each token separately.
 `Region.enter` and `Region.leave` are Megatron's f and g.  As in Megatron, activations are reduced in the compute dtype.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N output channels.
@@ -37,7 +38,7 @@ from megatron_snip.quant.linears.group import Group, run_group
 
 
 class _Crossing(torch.autograd.Function):
-    """Into a region, gather, and sum the gradient; out of it, sum, and gather the gradient."""
+    """Entering a region gathers, and sums the gradient; leaving it sums, and gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region, into: bool) -> Tensor:
@@ -54,7 +55,7 @@ class Region:
     """The part of a block whose activations are split over tp.
 
     tp_cp: the ranks that together have a microbatch's activations; None: tp alone.
-    forward_only: whether the forward under way will run again before its backward.
+    forward_only: whether the current forward runs again before its backward.
     """
 
     axis: Axis
@@ -95,7 +96,7 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
     """A parameter of global shape `full` [...], split along `dim` over tp (None: the same on each rank).
 
     With tp > 1 it is a DTensor, so that FSDP2 and checkpoints see its global shape.  Only the shard moves to the mesh's
-    device.  A parameter on meta stays there until FSDP2 has cut it further.
+    device.  A parameter on meta stays there until FSDP2 has sharded it further.
     """
     device = "meta" if full.is_meta else device_mesh.device_type
     if axis.size == 1:
@@ -110,7 +111,7 @@ def make_parameter(full: Tensor, dim: int | None, axis: Axis, device_mesh: Devic
 class _Local(torch.autograd.Function):
     """`DTensor.to_local`, but the gradient gets the parameter's strides and placements.
 
-    Working them out in each backward takes the host longer than a linear's GEMMs.
+    Computing them in each backward would take the host longer than a linear's GEMMs take.
     """
 
     @staticmethod
@@ -135,8 +136,8 @@ def local(parameter: Tensor) -> Tensor:
 class _ParallelLinear(nn.Module):
     """A quantisable linear without bias; `precision` and `impl` may change between steps.
 
-    `weight_casts` keeps the weight's casts until the pipeline ends its pass (`drop_weight_casts`).  It is None if FSDP
-    frees the weight between its uses: then every use casts it.
+    `weight_casts` keeps the weight's casts until the end of the pipeline's pass (`drop_weight_casts`).  It is None if
+    FSDP frees the weight after each use: every use then casts it again.
     """
 
     weight: nn.Parameter  # [N, K], this rank's part
@@ -161,7 +162,7 @@ class _ParallelLinear(nn.Module):
         offsets[dim] = axis.rank * shape[dim]
         self._outputs, self._inputs = shape  # of this rank
         self._output_col0, self._input_col0 = offsets
-        #: The group's axis, and how many ranks have a part each of the input's rows.
+        #: The group's axis, and the number of ranks that each have a part of the input's rows.
         self._axis = axis if dim == 0 and axis.size > 1 else None
         self.parts = axis.size if dim == 0 and region.sequence_parallel else 1
         self.handle = linear_op.handle_of(self)
@@ -179,7 +180,7 @@ class _ParallelLinear(nn.Module):
     def whole_amax(self, amax: Tensor) -> Tensor:
         """Largest magnitudes of shards [...], which may be overwritten -> those of the whole tensors, float32.
 
-        A collective over tp and cp, also for a tensor that only one of them cuts: it is the same along the other.
+        Always reduces over both tp and cp.  If only one of them cuts a tensor, the amax is the same along the other.
         """
         amax = amax.contiguous()
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._whole.group)
@@ -197,7 +198,7 @@ class _ParallelLinear(nn.Module):
         )  # fmt: skip
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:
-        """What linears of one input are now, this one the first; rows: of the input, that this rank has."""
+        """The `Group` of linears that read one input, this one first.  rows: the input's rows on this rank."""
         calls = []
         for linear in linears:
             call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]
@@ -236,7 +237,7 @@ def linears_of_one_input(
     """x [B, S/tp or S, K] -> [B, S, N/tp] of each linear; they enter the region, or x is within it.
 
     up: of x's shape; the linears read silu(x) * up.  A compiled block's context is a tensor (`pack`).
-    If an implementation runs one of the linears whole, they run one after another.
+    If an implementation runs all three GEMMs of a linear itself, the linears run one after another.
     """
     first, ws, inputs = linears[0], [local(linear.weight) for linear in linears], [x] if up is None else [x, up]
     if isinstance(context, Tensor):

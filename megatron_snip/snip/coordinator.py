@@ -3,7 +3,7 @@
     before iteration i:       probe -> statistics, the same on every rank
                               quality_loss, efficiency -> rank 0 starts the solver in the background
     before iteration i + lag: rank 0 broadcasts the plan; a trial compares it with others (--snip-trials); all ranks
-                              compare the hash of the best one, and all of them apply it or none does
+                              compare the hash of the best one; either all apply it or none
 
 If a solve fails, is late or is infeasible, or a trial fails, the current plan stays in force.  Log and metrics say so.
 A checkpoint includes a running solve: its matrices and the iteration at which the plan is due.
@@ -92,9 +92,9 @@ class Coordinator:
         self.options, self.times = list(choices.options), times
         self.linears, self.mesh, self.run_dir, self.seed = linears, mesh, run_dir, seed
         self.final, self.decay = final, decay  # the late switch; the iteration of one more probe
-        if final is not None and not final.plans_fprop:  # after the switch there is nothing to weigh
+        if final is not None and not final.plans_fprop:  # after the switch, there is nothing left to plan
             last_iteration = final.start - 1
-        self.last_iteration = last_iteration  # no probe whose plan would hold only after it
+        self.last_iteration = last_iteration  # no probe if its plan would take effect only after the switch
         self.plan: Plan | None = None
         self.pending: Pending | None = None
         # {iteration, hash, achieved, changed} of every applied plan; changed: the precisions that differ from before
@@ -198,7 +198,7 @@ class Coordinator:
         """Whether this many tokens determine the plan's cost; the same on every rank."""
         try:
             return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._request(stats)[0])
-        except ValueError:  # `_begin` meets it again and reports it
+        except ValueError:  # `_begin` gets the same error and reports it
             return True
 
     def _request(self, stats: Statistics | None) -> tuple[SolveRequest, Ints]:
@@ -300,7 +300,7 @@ class Coordinator:
         return best, metrics
 
     def _take(self, plan: Plan) -> Metrics:
-        """Apply a plan if all processes hold the same."""
+        """Apply a plan if all ranks hold the same one."""
         plan = plan if self.final is None else self.final.plan(plan, self.shapes, plan.iteration)
         if not self._agreed(plan):
             return self._keep(plan.iteration, "the plan's hash differs between ranks")
@@ -308,7 +308,7 @@ class Coordinator:
         return self._apply(plan)
 
     def _switch(self, iteration: int) -> Metrics:
-        """The late switch, once it is due, of whatever holds by then."""
+        """Apply the late switch to the precisions in force, once it is due."""
         if self.final is None or iteration < self.final.start:
             return {}
         now, row = self.plan or Plan(iteration, self._linears()), {"snip/final_precision": str(self.final)}
@@ -337,7 +337,7 @@ class Coordinator:
     def _answer(self, pending: Pending) -> tuple[float, dict[str, Any] | str]:
         """On rank 0: seconds that training waited for the solver, and the plan or why there is none.
 
-        The wait is 0.0 if the answer is already there, however long it takes to read.
+        The wait is 0.0 if the answer is already there, even if reading it takes a while.
         """
         solver, self._solver = self._solver, None
         if solver is None:
@@ -390,7 +390,7 @@ class Coordinator:
         return metrics | self.predicted_metrics()
 
     def predicted_metrics(self) -> Metrics:
-        """What the last statistics predict for the precisions in force; what is not known is left out."""
+        """What the last statistics predict for the precisions in force.  Leaves out what they do not cover."""
         return predicted_metrics(self.predictions, self._linears())
 
     def _keep(self, iteration: int, why: str) -> Metrics:

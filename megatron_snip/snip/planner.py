@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -65,17 +66,15 @@ class Planner:
             raise InfeasibleTarget(said, error.reachable) from None
         return self.plan(solution, objective, request.target)
 
-    def frontier(self, objective: str, **limits: float) -> list[Plan]:
+    def frontier(self, objective: str, **limits: Any) -> list[Plan]:
         """Plans from target 0 to the highest reachable one, in rising order; --snip-target is one of the targets.
 
-        limits: limits of each solve, as in ilp.solve.
+        limits: gap, node_limit and time_limit of each solve.
         """
         request = self.request(objective)
-        arguments = {field.name: getattr(request, field.name) for field in fields(request)}
-        quality, saved, target = (arguments.pop(name) for name in ("quality_loss", "efficiency", "target"))
         most = request.most()
-        targets = sorted({*np.linspace(0.0, most, POINTS).tolist(), min(target, most)})
-        solutions = solve_pareto(quality, saved, targets, **{**arguments, **limits})
+        targets = sorted({*np.linspace(0.0, most, POINTS).tolist(), min(request.target, most)})
+        solutions = solve_pareto(replace(request, **limits), targets)
         return [self.plan(s, objective, t) for s, t in zip(solutions, targets, strict=True)]
 
     def regret(self, plan: Plan, each: Sequence[Statistics]) -> float | None:

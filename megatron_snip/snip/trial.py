@@ -7,13 +7,14 @@
     of the highest predicted cost; the linear stays held if the new plan measures better than the one without it
 
 Each is a forward pass without gradients over the same tokens, which the probe did not use.  The probe predicts plans
-well as long as the errors of single linears add up.  Where they do not, as in models with large outliers at high shares
-of FP4, only a measurement shows the cost.  Losses are compared token by token, which removes what all plans share.
+well as long as the errors of single linears add up.  They do not in models with large outliers at high shares of FP4.
+There, only a measurement shows the cost.  Trials compare losses token by token, which removes what all plans share.
 
-The first-order part of a loss change is luck, which further training takes away.  Early in a run it exceeds the cost of
-low precision, and some plan always measures below BF16.  So the trial ends after the solver's plan if that costs no
-more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many standard errors.  If a
-plan measures below its prediction, the prediction counts: a measurement can count against a plan, but not for it.
+The first-order part of a loss change is luck, and vanishes with further training.  Early in a run it exceeds the cost
+of low precision, and some plan always measures below BF16.  The trial therefore ends after the solver's plan if that
+costs no more than predicted, within ``CERTAIN`` standard errors.  Another plan must be better by as many standard
+errors.  If a plan measures below its prediction, the prediction counts: a measurement counts against a plan, but never
+for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, TrialRecord
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
@@ -322,10 +323,12 @@ def first_plans(
     yield named("solver", solved, solved.objective)
     if in_force is not None:
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
-        if min(choice) >= 0 and _keeps(request, np.array(choice)):
+        if min(choice) >= 0 and request.keeps(np.array(choice)):
             yield named("in_force", in_force, in_force.objective)
-    everywhere = {shape.name: options[option] for shape, option in zip(shapes, _lowest(request), strict=True)}
-    yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=SolverRecord()), "lowest")
+    lowest = _lowest(request)
+    if all(limit.holds(lowest) for limit in request.limits):
+        everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=UNSOLVED), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
@@ -342,19 +345,6 @@ def _lowest(request: SolveRequest) -> Ints:
         saved[:, request.reserved] = -np.inf
     choice = saved.argmax(axis=1)
     return choice if request.fixed is None else np.where(request.fixed >= 0, request.fixed, choice)
-
-
-def _keeps(request: SolveRequest, choice: Ints) -> bool:
-    """Whether a choice [L] saves what the request asks for, in total or per stage."""
-    saved = request.efficiency[np.arange(len(choice)), choice]
-    if request.stage is None or request.time is not None:
-        return bool(saved.sum() >= request.target * (1 - 1e-9))
-    free = request.efficiency if request.reserved is None else request.efficiency[:, ~request.reserved]
-    most = free.max(axis=1)
-    return all(
-        saved[request.stage == stage].sum() >= request.target * most[request.stage == stage].sum() * (1 - 1e-9)
-        for stage in np.unique(request.stage)
-    )
 
 
 def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:

@@ -32,10 +32,11 @@ from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
 LOGGER = logging.getLogger("megatron_snip")
-#: Options that define a plan.  After a resume, the plan in force was made with the old values.
-_OF_A_PLAN = (
-    "snip_target", "snip_target_unit", "snip_max_loss", "snip_options", "snip_fix", "snip_granularity",
-    "snip_objective", "snip_stage_constraint", "snip_final_precision", "snip_final_iters",
+#: Options of SNIP that do not affect what a plan contains.  All others do: if one changes, the plan in force after a
+#: resume still comes from its old value.
+_NOT_OF_A_PLAN = (
+    "snip_interval", "snip_start", "snip_apply_lag", "snip_warmup_precision", "snip_solve_timeout", "snip_guard",
+    "snip_bf16_eval_interval",
 )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ class Trainer(RunState):
             raise UserError(reason)
 
     def _warn_about_unreachable(self) -> None:
-        """Warn about everything that the options request but that this run's iterations or data will never reach."""
+        """Warn about everything in the options that this run's iterations or data will never reach."""
         t, log, snip, planner = self.config.training, self.config.logging, self.config.snip, self.parts.coordinator
         first, last = self.iteration + 1, t.train_iters
         if first > last:
@@ -117,7 +118,8 @@ class Trainer(RunState):
                     f"no plan is in force: {due}; all linears are in {warmup} until then, unless you give "
                     f"--snip-start {first}"
                 )
-        changed = [line for line in self.changed if line.startswith(_OF_A_PLAN)]
+        of_snip = [line for line in self.changed if line.startswith(("snip_", "gemm_times"))]
+        changed = [line for line in of_snip if not line.startswith(_NOT_OF_A_PLAN)]
         if planner is not None and (planner.plan or planner.pending) and changed and probe > first:
             LOGGER.warning(
                 f"a plan from before the change ({'; '.join(changed)}) holds until iteration {probe + lag}; "
@@ -182,7 +184,7 @@ class Trainer(RunState):
         limit = self.config.training.max_skipped_iterations
         if self.nan_in_a_row >= limit:
             raise UserError(
-                f"loss or gradient was not finite in {limit} iterations in a row, the last {self.iteration}; "
+                f"loss or gradient was not finite in {limit} iterations in a row, up to iteration {self.iteration}; "
                 "lower --lr or raise precision, and continue from the last checkpoint"
             )
 
@@ -273,7 +275,7 @@ class Trainer(RunState):
         return measured | (coordinator.predicted_metrics() if coordinator else {})
 
     def _validate(self) -> dict[str, Any]:
-        """Mean loss over the next validation batches; before training, over those of the first validation."""
+        """Mean loss over the next validation batches.  Before training, they are those of the first validation."""
         loader, log = self.parts.valid_loader, self.config.logging
         if loader is None or not log.eval_interval or log.eval_iters < 1:
             return {}
@@ -294,7 +296,7 @@ class Trainer(RunState):
         return {"lm loss validation": loss, "lm loss validation ppl": math.exp(min(loss, 20.0))}
 
     def _validate_new_weights(self) -> None:
-        """Validate the initial weights, as the row of iteration 0."""
+        """Validate the initial weights, and write the result as the row of iteration 0."""
         if self.iteration == 0 and (row := self._validate()) and self.writer is not None:
             self.writer.write({"iteration": 0, **row})
 
@@ -314,8 +316,12 @@ class Trainer(RunState):
             tflops = self._tflops(row["batch-size"], seconds) if throughput else None
             peak = peak_tflops(self.instruments.device) if throughput else None
             shown = {**row, "lm loss": result.loss, "grad-norm": result.grad_norm, "iteration-time": seconds}
-            total = self.config.training.train_iters
-            runtime.say(progress_line(shown, total, nan_iterations=self.nan_iterations, tflops=tflops, peak=peak))
+            total, tokens = self.config.training.train_iters, row["batch-size"] * self.config.model.seq_length
+            done = max(1, self.iteration - self.start.iteration)
+            # so far, with probes, validations and saves
+            left = (time.perf_counter() - self.began) / done * (total - self.iteration)
+            numbers = {"nan_iterations": self.nan_iterations, "tokens": tokens, "left": left}
+            runtime.say(progress_line(shown, total, **numbers, tflops=tflops, peak=peak))
 
 
 def train(config: Config, ending: Ending | None = None) -> None:

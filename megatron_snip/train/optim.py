@@ -55,7 +55,7 @@ class Optimizer:
     def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations do not count
-        self.samples = 0  # samples of the batches behind those updates; schedules use it
+        self.samples = 0  # samples in those updates; schedules use it
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
         # shares memory with the parameter, so that an in-place update changes the parameter
@@ -85,7 +85,7 @@ class Optimizer:
         self.set_steps(0)
 
     def set_steps(self, steps: int, samples: int | None = None) -> None:
-        """Set the number of updates made, for Adam's bias correction, and the number of samples behind them.
+        """Set the number of updates so far, for Adam's bias correction, and the number of samples in them.
 
         samples: by default, full batches.
         """

@@ -20,7 +20,7 @@ from megatron_snip.train.build_model import build_pipeline
 from megatron_snip.train.setup import Parts
 from megatron_snip.train.step import Stepper
 
-#: So many options are all tried.
+#: Up to this many options, all are tried.
 FEW = 8
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -33,7 +33,7 @@ def made_up_batch(config: Config, microbatches: int) -> Batch:
 
 
 def covering(options: Sequence[LinearPrecision]) -> list[LinearPrecision]:
-    """All of a few options; of many, enough that each GEMM runs in each of its formats."""
+    """All options if they are few; otherwise enough that each GEMM runs in each of its formats."""
     if len(options) <= FEW:
         return list(options)
     seen: set[tuple[str, str]] = set()

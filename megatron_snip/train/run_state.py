@@ -1,4 +1,4 @@
-"""A run's parts, position in the data and outputs; what checkpoints keep of them, and how a run restores it."""
+"""A run's parts, its position in the data and its outputs: what checkpoints keep, and how a run restores it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Source: Megatron-LM core 0.16.1, optimizer_param_scheduler.py and get_optimizer_param_scheduler of training.py; the
 values equal Megatron's, to the last bit.
-Convention: schedules are functions of the samples behind the updates so far.  The first update has the rate at 0
-samples, and a skipped update does not advance them.  Options in iterations count full batches of --global-batch-size
-samples; with --train-samples all options are in samples.
+Convention: schedules are functions of the number of samples in the updates so far.  The first update has the rate at 0
+samples, and a skipped update does not advance a schedule.  Options in iterations count full batches of
+--global-batch-size samples; with --train-samples all options are in samples.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
 def decay_start(t: TrainingConfig) -> int | None:
     """First iteration of WSD's final decay, the first whose rate is below the peak; None for other styles.
 
-    Skipped updates, which shift the schedule, are not foreseen.
+    Does not foresee skipped updates, which shift the schedule.
     """
     if t.lr_decay_style != "WSD":
         return None
@@ -86,15 +86,15 @@ def decay_start(t: TrainingConfig) -> int | None:
 
 
 def final_switch(config: Config) -> Final | None:
-    """When and to what --snip-final-precision switches; None without it.  Raises UserError if either cannot be."""
+    """When and to what --snip-final-precision switches; None without it.  Raises UserError for impossible values."""
     text, count, t = config.snip.snip_final_precision, config.snip.snip_final_iters, config.training
     if text is None:
         return None
     start = decay_start(t) if count == "decay" else t.train_iters - count + 1
     if start is None:
         raise UserError(
-            f"--snip-final-precision {text}: with --lr-decay-style {t.lr_decay_style} the rate decays from its warm-up "
-            "on, or never; give --snip-final-iters a number of iterations, or take WSD"
+            f"--snip-final-precision {text}: --lr-decay-style {t.lr_decay_style} has no final decay; give "
+            "--snip-final-iters a number of iterations, or use --lr-decay-style WSD"
         )
     if start < 1:
         raise UserError(f"--snip-final-iters is {count}, but --train-iters {t.train_iters}; give fewer")
@@ -115,7 +115,7 @@ def weight_decay(t: TrainingConfig, samples: int) -> float:
 
 
 def check_batches(t: TrainingConfig) -> None:
-    """Raise UserError if --rampup-batch-size does not reach --global-batch-size, and for less than one batch."""
+    """Raise UserError if --rampup-batch-size does not reach --global-batch-size, or the run has less than one batch."""
     ramp, samples = t.rampup_batch_size, t.train_samples
     if samples is not None and not ramp and 0 < samples < t.global_batch_size:
         raise UserError(
@@ -156,9 +156,11 @@ def check_samples(config: Config) -> None:
 def check_schedule(t: TrainingConfig) -> None:
     """Raise UserError for contradictory rates and decays."""
     if t.min_lr > t.lr and t.lr_decay_style != "constant":
-        raise UserError(f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, from which the rate decays; change one")
+        raise UserError(
+            f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}, but the rate decays from --lr to --min-lr; change one"
+        )
     if t.lr_warmup_init > t.lr:
-        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, to which it warms up; lower it")
+        raise UserError(f"--lr-warmup-init {t.lr_warmup_init:g} is above --lr {t.lr:g}, where warm-up ends; lower it")
     for unit in ("iters", "samples"):
         if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
             raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} mean the same; drop one")
@@ -168,11 +170,11 @@ def check_schedule(t: TrainingConfig) -> None:
             )
     wsd = "lr_wsd_decay_iters" if t.train_samples is None else "lr_wsd_decay_samples"
     if t.lr_decay_style == "WSD" and getattr(t, wsd) is None:
-        raise UserError(f"--lr-decay-style WSD needs --{wsd.replace('_', '-')}, how long it decays at the end; give it")
+        raise UserError(f"--lr-decay-style WSD needs --{wsd.replace('_', '-')}, the length of its final decay; give it")
     ends, style = (t.start_weight_decay, t.end_weight_decay), t.weight_decay_incr_style
     if style == "constant" and ends != (None, None):
         raise UserError(
-            "--start-weight-decay and --end-weight-decay are for a weight decay that grows, but "
+            "--start-weight-decay and --end-weight-decay need a weight decay that grows, but "
             "--weight-decay-incr-style is constant; give linear or cosine, or --weight-decay alone"
         )
     if style != "constant" and None in ends:

@@ -142,7 +142,7 @@ class Parts:
     train_loader: Loader
     valid_loader: Loader | None
     coordinator: Coordinator | None
-    first_on_node: bool  # whether this rank does the reading that one rank per node does
+    first_on_node: bool  # whether this is the rank that reads on behalf of its node
     plan_hash: str | None = None  # of the plan of --precision plan
     final: Final | None = None  # the late switch
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
@@ -158,7 +158,7 @@ class Parts:
         return {**weights, **self.optimizer.tensors()}
 
     def switch(self) -> bool:
-        """The late switch of all linears, for a run without a coordinator; returns whether it changed something."""
+        """Apply the late switch to all linears, in a run without a coordinator.  Returns whether any linear changed."""
         assert self.final is not None
         changed = False
         for linear in self.linears.values():
@@ -168,10 +168,9 @@ class Parts:
 
 
 def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Loader | None]:
-    """Loaders for training and validation.  The ``first`` rank of a node fills the sample index cache before others
-    read.
+    """Loaders for training and validation.  Every rank must call it.
 
-    Every rank must call it.
+    first: whether this is the rank of its node that fills the cache of sample indices before the others read it.
     """
     d, t, log = config.data, config.training, config.logging
     validations = t.train_iters // log.eval_interval + 1 if log.eval_interval else 0  # as Megatron-LM counts them
@@ -205,8 +204,8 @@ def build_loaders(config: Config, mesh: Mesh, first: bool) -> tuple[Loader, Load
 def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> list[LinearShape]:
     """The linears that a plan covers, in the order of its matrices, each on its pipeline stage.
 
-    known: the model's linears, if not defined by the options.
-    Raises UserError if the options, of which tools may have only a part, do not define the model's shape.
+    known: the model's linears, if the options do not define them.
+    Raises UserError if the options do not define the model's shape; some commands have only a part of them.
     """
     for option in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads") if known is None else ():
         if (value := getattr(config.model, option)) < 1:
@@ -275,7 +274,7 @@ def build(
     """All parts of a run.  Every rank must call it.
 
     draw: draw initial weights; otherwise the caller fills them, from a checkpoint or with `draw_weights`.
-    moments: whether to allocate the optimiser's moments, twice the size of the weights, which only updates need.
+    moments: whether to allocate the optimiser's moments, twice the weights' size.  Only updates need them.
     """
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
@@ -305,7 +304,7 @@ def _set_precision(config: Config, parts: Parts, plan: Plan | None) -> None:
 
 
 def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch.device) -> None:
-    """Log, per format, what runs its GEMMs; if it varies, by kind of linear, and by precision if that is not enough."""
+    """Log what runs the GEMMs of each format.  If that varies, say for which kinds of linears and which precisions."""
     by_format: dict[str, dict[str, set[tuple[str, str]]]] = {}
     used = precisions_of(config, plan)
     tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
@@ -337,9 +336,9 @@ def _table(by_format: Mapping[str, Mapping[str, set[tuple[str, str]]]]) -> list[
 
 
 def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> None:
-    """Scales follow the shard if tp cuts a block, and the microbatch if a tile does not end with a sequence.
+    """Log where scales depend on the layout, so that results differ a little between layouts.
 
-    Log that layouts then differ a little.
+    That is so if tp cuts a block, or if a tile does not end with a sequence.
     """
     tp, cp, length = parts.mesh.tp.size, config.parallel.context_parallel_size, config.model.seq_length
     names = {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}
@@ -364,10 +363,10 @@ def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> N
 
 
 def agree_on(config: Config, start: Start) -> Start:
-    """Rank 0's start, on every rank, since each rank drew its own id for a new run.  Every rank must call it.
+    """Broadcast rank 0's start, because each rank drew its own id for a new run.  Every rank must call it.
 
-    Raises UserError on all ranks if options differ, or if ranks see different checkpoints, because a folder is not
-    shared or a network file system lags.
+    Raises UserError on all ranks if their options differ, or if they see different checkpoints.  That happens if a
+    folder is not shared, or if a network file system lags.
     """
     mine = (start.iteration, start.load_iteration, config)
     everyone: list[Any] = [None] * dist.get_world_size()

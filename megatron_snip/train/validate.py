@@ -1,7 +1,7 @@
 """Every rule on options that needs no file and no process group: layout, batches, choices.
 
-Checked before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a tokenizer, a plan
-or a registry.
+These checks come before anything is built, so that a mistake costs seconds.  `train.setup` checks what needs a
+tokenizer, a plan or a registry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_snip.model.stages import is_interleaved
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
-#: Every numeric option by its range; None is accepted where an option allows it.
+#: Every numeric option by its range.  An option that allows None may be None.
 RANGES: dict[str, tuple[str, ...]] = {
     "a positive number up to 9999": ("num_layers",),
     "a positive number": (
@@ -90,7 +90,7 @@ def validate(config: Config, world_size: int) -> None:
     if not (config.model.num_layers or config.model.hidden_size):
         example = "examples/llama_1b/llama_1b.toml"
         if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
-            example = "the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+            example = "the model.toml that `megatron-snip convert import` writes of a model from Hugging Face"
         raise UserError(
             "no model: give --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --seq-length, or "
             f"--config FILE with them, such as {example}"
@@ -105,7 +105,7 @@ def validate(config: Config, world_size: int) -> None:
     _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
     if m.kv_channels is None:
         _divides(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
-    _divides(m.head_dim, 2, "channels of a head by the two that rotary positions turn", "change --kv-channels")
+    _divides(m.head_dim, 2, "channels of a head by 2, as rotary embeddings need", "change --kv-channels")
     _divides(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
     _divides(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
     for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
@@ -213,9 +213,9 @@ def _validate_choices(config: Config) -> None:
         )
     c = config.checkpoint
     if c.keep_every is not None and c.keep_last is None:
-        raise UserError(f"--keep-every {c.keep_every} spares what --keep-last would delete; give --keep-last too")
+        raise UserError(f"--keep-every {c.keep_every} has no effect without --keep-last; give --keep-last too")
     if c.ckpt_step is not None and not c.load:
-        raise UserError(f"--ckpt-step {c.ckpt_step} names no folder; give --load too")
+        raise UserError(f"--ckpt-step {c.ckpt_step} needs a folder; give --load too")
     if not (d.mock_data or d.data_path or d.train_data_path):
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if d.mock_data and (d.data_path or d.train_data_path or d.valid_data_path):
@@ -225,7 +225,7 @@ def _validate_choices(config: Config) -> None:
 
 
 def _validate_pairs(config: Config) -> None:
-    """Raise UserError for contradictory pairs of options, where one would silently win or the run would fail."""
+    """Raise UserError for contradictory pairs of options: one would silently win, or the run would fail."""
     s, p = config.snip, config.parallel
     if p.device == "cpu" and p.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl is for GPUs, but --device is cpu; use gloo, or drop --device")
@@ -282,7 +282,7 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
-        if value is not None and not given["dry_run"] and name != "dry_run":
+        if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 

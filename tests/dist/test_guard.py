@@ -121,7 +121,7 @@ def test_nan_gradients_in_a_row_take_steps_too(tmp_path):
     assert by_iteration(rows, "snip/guard") == {7: "base"} and rows[-1]["skipped"] == 4
     assert "broken since iteration 5, loss 5." in rows[6]["snip/guard_why"] and "norm nan" in rows[6]["snip/guard_why"]
     (error,) = {one["error"] for one in run("tp2", tmp_path / "off", trouble, snip_guard=False, **more)[0]}
-    assert error.startswith("UserError: loss or gradient was not finite in 3 iterations in a row, the last 7")
+    assert error.startswith("UserError: loss or gradient was not finite in 3 iterations in a row, up to iteration 7")
 
 
 @pytest.mark.dist
@@ -129,7 +129,7 @@ def test_where_no_step_is_left_the_run_ends_as_ever(tmp_path):
     trouble = Trouble("backward", range(3, 99))
     more = {"precision": "bf16", "save_interval": None, "max_skipped_iterations": 5}
     (one,), rows = run("one", tmp_path / "run", trouble, **more)
-    assert one["error"].startswith("UserError: loss or gradient was not finite in 5 iterations in a row, the last 7")
+    assert one["error"].startswith("UserError: loss or gradient was not finite in 5 iterations in a row, up to iteration 7")
     assert by_iteration(rows, "snip/guard") == {5: "none", 7: "none"}
     assert rows[4]["snip/guard_why"].endswith("no step is left, so the current precision stays")
 

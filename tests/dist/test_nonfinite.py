@@ -42,7 +42,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(layout, tmp_path):
     assert (
         errors
         == [
-            "loss or gradient was not finite in 3 iterations in a row, the last 6; "
+            "loss or gradient was not finite in 3 iterations in a row, up to iteration 6; "
             "lower --lr or raise precision, and continue from the last checkpoint"
         ]
         * 2

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(1200)]
 
 
 def dry_run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "pretrain_llama.py"), *words, "--dry-run", "--world-size", "8"]
+    command = [sys.executable, str(ROOT / "pretrain_llama.py"), *words, "--dry-run", "--dry-run-gemms", "--world-size", "8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Hadamard, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.casts.cast import Form, Operand, Output, finite_amax, reference, swiglu_product
@@ -152,15 +152,19 @@ def elementwise(*, rehearse: bool) -> list[str]:
     angles = torch.randn(64, 64, generator=generator, device=device)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     whole, ragged = grad.view(-1, 256), grad.view(-1, 256)[16:, 3:]
+    transforms = [(whole, Hadamard("+-" * (length // 2)), dim) for length in (16, 32, 128) for dim in (0, 1)]
+    transforms.append((ragged, Hadamard("+-" * 8), 0))
+    transformed = [(one.shape, how, hadamard(one, *how)) for one, *how in transforms]
     expected = {
         "SwiGLU's gradient of gate": torch.ops.aten.silu_backward(grad * up, gate),
         "SwiGLU's gradient of up": grad * torch.nn.functional.silu(gate),
         "rotary positions": rotary._rotate(x, cos, sin),
         "rotary positions backward": rotary._rotate_back(x, cos, sin),
-        "the Hadamard transform": hadamard(whole),
-        "its largest magnitude": finite_amax(hadamard(whole)),
-        "the Hadamard transform with edges": hadamard(ragged),
-        "its largest magnitude with edges": finite_amax(hadamard(ragged)),
+        **{
+            f"{what} by {how} of {shape}": part
+            for shape, how, y in transformed
+            for what, part in (("the Hadamard transform", y), ("its largest magnitude", finite_amax(y)))
+        },
         "the largest magnitude of SwiGLU's product": finite_amax(swiglu_product(gate, up)),
     }
     try:
@@ -168,8 +172,7 @@ def elementwise(*, rehearse: bool) -> list[str]:
             made = (
                 *triton_cast.swiglu_backward(grad, gate, up),
                 *(rotary.launch(x, cos, sin, back=back) for back in (False, True)),
-                *triton_cast.hadamard(whole),
-                *triton_cast.hadamard(ragged),
+                *(part for one, *how in transforms for part in triton_cast.hadamard(one, *how)),
                 triton_cast.finite_amax(gate, up=up),
             )
     except Exception as error:

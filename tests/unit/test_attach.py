@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_snip.attach import attach
+from megatron_snip.integrations.transformers import SnipCallback
 from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, name_stream, quantized_linear
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import loss_divergence
 from tests.dist.helpers.attached import tiny_llama, tokens_of
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples/library"
 
 
 class Mixed(nn.Module):
@@ -386,7 +383,7 @@ def test_half_precision_is_refused(mixed):
 
 def test_a_resumed_trainer_plans_at_once(mixed):
     """Its first run had a plan, and the next step to plan at may be far."""
-    callback = runpy.run_path(str(EXAMPLES / "trainer_callback.py"))["SnipCallback"](start=10, every=100)
+    callback = SnipCallback(start=10, every=100)
     args, state = SimpleNamespace(device=torch.device("cpu"), bf16=False), SimpleNamespace(global_step=60)
     logits = mixed.forward
     mixed.forward = lambda ids: SimpleNamespace(loss=F.cross_entropy(logits(ids).flatten(0, 1), ids.flatten()))

@@ -54,7 +54,7 @@ class Form:
 
     #: Rows and columns that share a scale.
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
-    #: Whether ``hadamard(x)`` is cast in place of x: wgrad's operands of some formats.
+    #: Whether ``hadamard(x, fmt.hadamard, dim)`` is cast in place of x.
     transformed: bool = field(init=False, repr=False, compare=False)
     #: Whether a cast needs the amax of the whole tensor.
     scaled: bool = field(init=False, repr=False, compare=False)
@@ -63,10 +63,9 @@ class Form:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        transformed = self.fmt.hadamard > 0 and self.role != "weight" and self.dim == 0
         block = self.fmt.block_shape(self.role, self.dim)
         object.__setattr__(self, "block", block)
-        object.__setattr__(self, "transformed", transformed)
+        object.__setattr__(self, "transformed", self.fmt.transforms(self.role, self.dim))
         object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
         object.__setattr__(self, "text", _text(self.fmt, block, self.dim, self.output))
 

@@ -1,9 +1,11 @@
-"""The random Hadamard transform, which spreads outliers over tokens before wgrad's operands are cast.
+"""The random Hadamard transform, which spreads outliers over their neighbours before operands are cast.
 
-A group of 16 tokens [16, C] is multiplied by H diag(s) / 4, where H is the 16x16 Sylvester matrix and s are fixed
-signs.  The matrix is orthogonal, and wgrad sums both operands over tokens, so G^T X stays the same up to rounding.
-Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 4.2; the signs and the rounding to x's
-dtype are those of Transformer Engine's reference quantiser (custom_recipes/reference_nvfp4.py, get_wgrad_sign_vector).
+A group of L elements along the reduction dim is multiplied by H diag(s) / sqrt(L), where H is the LxL Sylvester matrix
+and s are the signs of the format's ``Hadamard``.  The matrix is orthogonal and a GEMM sums both operands over that dim,
+so the product stays the same up to rounding.  wgrad sums over tokens, fprop and dgrad over channels.
+Sources: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 4.2, for wgrad, with signs and rounding
+to x's dtype as in Transformer Engine's reference quantiser (custom_recipes/reference_nvfp4.py); Quartet (arXiv
+2505.14669) for all GEMMs.
 """
 
 from __future__ import annotations
@@ -12,32 +14,36 @@ import torch
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-
-LENGTH = 16
-SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+from megatron_snip.formats import Hadamard
 
 
-def check_tokens(x: Tensor) -> None:
-    """Raise UserError if the tokens of x [T, C] are not whole groups."""
-    if len(x) % LENGTH:
+def check_groups(x: Tensor, transform: Hadamard, dim: int, role: str) -> None:
+    """Raise UserError if x [R, C], of a role, is not whole groups along ``dim``, on this rank."""
+    size, tokens = x.shape[dim], dim == 0 and role != "weight"
+    if size % transform.length:
+        change = "sequence length or the batch" if tokens else "layer's size or the tensor parallel size"
         raise UserError(
-            f"random Hadamard transform: x has shape {list(x.shape)} and its {len(x)} tokens are no multiple of "
-            f"{LENGTH}; change the sequence length or the batch, or choose a format without the transform"
+            f"random Hadamard transform: {role} has shape {list(x.shape)} and its {size} "
+            f"{'tokens' if tokens else 'channels'} are no multiple of {transform.length}; change the {change}, "
+            "or choose a format without the transform"
         )
 
 
 @torch.no_grad()
-def hadamard(x: Tensor) -> Tensor:
-    """``x`` [T, C] transformed in groups of 16 tokens: float32 sums in a fixed order, rounded to x.dtype.
+def hadamard(x: Tensor, transform: Hadamard, dim: int = 0) -> Tensor:
+    """``x`` [R, C] transformed in groups along ``dim``: float32 sums in a fixed order, rounded to x.dtype.
 
     Adds and subtracts pairs in place of a GEMM, so that every device gives the same bits.  A NaN reaches its whole
-    group; infinities become infinities or NaN.  Raises UserError if T is not a multiple of 16.
+    group; infinities become infinities or NaN.  The size along ``dim`` is a multiple of the group's length.
     """
-    check_tokens(x)
-    tokens, channels = x.shape
-    signs = torch.tensor(SIGNS, device=x.device)[:, None]
-    y = x.float().reshape(tokens // LENGTH, LENGTH, channels) * signs
-    for half in (1, 2, 4, 8):
-        first, second = y.view(-1, LENGTH // half // 2, 2, half, channels).unbind(dim=2)
+    if dim == 1:
+        return hadamard(x.T, transform).T.contiguous()
+    (rows, cols), length = x.shape, transform.length
+    signs = torch.tensor([1.0 if sign == "+" else -1.0 for sign in transform.signs], device=x.device)[:, None]
+    y = x.float().reshape(rows // length, length, cols) * signs
+    half = 1
+    while half < length:
+        first, second = y.view(-1, length // half // 2, 2, half, cols).unbind(dim=2)
         y = torch.stack((first + second, first - second), dim=2)
-    return (y.reshape(tokens, channels) * LENGTH**-0.5).to(x.dtype)
+        half *= 2
+    return (y.reshape(rows, cols) * length**-0.5).to(x.dtype)

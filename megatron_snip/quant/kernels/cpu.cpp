@@ -54,7 +54,7 @@ namespace generic {
 namespace avx2 {
 #define SNIP_LANES 8
 #define SNIP_COUNTING {0, 2, 1, 3}
-#define SNIP_TARGET __attribute__((target("avx2")))
+#define SNIP_TARGET __attribute__((target("avx2,fma")))
 #include "cpu_kernels.h"
 #undef SNIP_TARGET
 #undef SNIP_COUNTING
@@ -72,14 +72,14 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 11;
+constexpr int32_t kAbi = 15;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
   __builtin_cpu_init();
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return !__builtin_cpu_supports("avx2") ? 0 : wide ? 2 : 1;
+  return !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ? 0 : wide ? 2 : 1;
 #else
   return 0;
 #endif
@@ -233,8 +233,6 @@ class CastJob final : public Tiles {
 
   void tile(int64_t row, int64_t last_row, int64_t col, int64_t last_col) override {
     for (int i = 0; i < count_; ++i) {
-      if (first_[i].tensor_scale && row == 0 && col == 0)
-        *first_[i].tensor_scale = tensor_scale_of(tensor_encode_of(first_[i], *call_.tensor_amax));
       const int64_t saturated = kernels_.cast(call_, first_[i], row, last_row, col, last_col);
       if (saturated && first_[i].saturated) __atomic_fetch_add(first_[i].saturated, saturated, __ATOMIC_RELAXED);
     }

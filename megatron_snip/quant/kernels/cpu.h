@@ -7,7 +7,6 @@
 
 namespace megatron_snip {
 
-enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE8m0Ceil, kE4m3, kE4m34over6 };
 enum Output : int32_t { kValues, kCodes };
 
 // A grid in float32 terms.  These structs are mirrored field by field by cpu.py's struct formats; change kAbi in
@@ -22,20 +21,20 @@ struct Form {
   void* out;           // [rows, cols], contiguous: values of x's type, or codes (uint8)
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
   int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
-  float* tensor_scale;  // what multiplies all scales, of codes under kE4m3 and kE4m34over6; else null
+  float* tensor_scale;  // what multiplies all scales, of codes under E4M3 scales; else null
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
   // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.
   int64_t piece, sequence, first, second;
   uint32_t key0, key1, iteration;
-  int32_t stochastic, output, scale, block_rows, block_cols;
+  int32_t stochastic, output, scale, block_rows, block_cols;  // scale: an enum Scale of cpu_kernels.h
   Grid grid;
   Grid stored;  // what codes are written in: grid itself or its carrier
 };
 
 struct Call {
   const void* x;             // [rows, cols], contiguous, bfloat16 or float32
-  const float* tensor_amax;  // of kE4m3 and kE4m34over6
+  const float* tensor_amax;  // of E4M3 scales
   int64_t rows, cols;
   int64_t stream_bytes;  // outputs of so many bytes go past the caches
   int32_t bfloat16, threads, isa, form_count;
@@ -66,14 +65,7 @@ struct Kernels {
 constexpr int kStrip = 4096;
 // Columns of a strip of several rows, so that it fits the second-level cache twice; blocks are at most this wide.
 constexpr int kTallStrip = 1024;
-constexpr int kMostRows = 128;  // of a block under kE4m34over6
+constexpr int kMostRows = 128;  // of a block under four over six
 constexpr float kFloatMax = 3.402823466e+38f;
-
-// What brings the largest block scale to E4M3's largest, or to 256 under kE4m34over6, which needs 1.5 times as much too;
-// and the scale of the tensor, by which block scales are multiplied.
-inline float tensor_encode_of(const Form& form, float amax) {
-  return std::min((form.scale == kE4m34over6 ? 256.0f : 448.0f) * form.grid.max / amax, kFloatMax);
-}
-inline float tensor_scale_of(float encode) { return std::min(1.0f / encode, kFloatMax); }
 
 }  // namespace megatron_snip

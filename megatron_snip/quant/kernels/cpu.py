@@ -19,7 +19,7 @@ from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, a
 
 logger = logging.getLogger(__name__)
 
-ABI = 11
+ABI = 15
 MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 

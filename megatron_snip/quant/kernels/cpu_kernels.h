@@ -7,6 +7,9 @@
 #include "cpu_rounding.h"
 #include "cpu_sizes.h"
 
+// Kinds of scale, in the order of format.py's _SCALES.
+enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE8m0Ceil, kE4m3, kE4m34over6 };
+
 // What a strip keeps between its steps.  Whole groups are read and written, hence the rest beyond kStrip.
 struct Scratch {
   alignas(64) float amax[kStrip + 64], encode[kStrip + 64], stored[kStrip + 64], decode[kStrip + 64];
@@ -17,6 +20,13 @@ struct Scratch {
 };
 
 #include "cpu_four_over_six.h"
+
+// What brings the largest block scale to E4M3's largest, or to 256 under kE4m34over6, which needs 1.5 times as much too;
+// and the scale of the tensor, by which block scales are multiplied.
+FN float tensor_encode_of(const Form& form, float amax) {
+  return std::min((form.scale == kE4m34over6 ? 256.0f : 448.0f) * form.grid.max / amax, kFloatMax);
+}
+FN float tensor_scale_of(float encode) { return std::min(1.0f / encode, kFloatMax); }
 
 // An E4M3 scale, and what encodes under the tensor's scale.
 FN void e4m3_scale(float wanted, float tensor_scale, float& stored, float& encode) {
@@ -175,6 +185,8 @@ SNIP_TARGET int64_t cast_typed(const Call& call, const Form& form, int64_t row, 
 
 SNIP_TARGET int64_t cast(const Call& call, const Form& form, int64_t row, int64_t last_row, int64_t col,
                          int64_t last_col) {
+  if (form.tensor_scale && row == 0 && col == 0)
+    *form.tensor_scale = tensor_scale_of(tensor_encode_of(form, *call.tensor_amax));
   return call.bfloat16 ? cast_typed<bfloat16>(call, form, row, last_row, col, last_col)
                        : cast_typed<float>(call, form, row, last_row, col, last_col);
 }

@@ -112,6 +112,35 @@ FN W interleave(W a, W b, bool second) {
 #endif
 }
 
+// Of each 128 bits the first two words of a and those of b in turns, or the second two.
+FN F interleave_words(F a, F b, bool second) {
+#if SNIP_LANES == 16
+  return second ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b);
+#elif SNIP_LANES == 8
+  return second ? _mm256_unpackhi_ps(a, b) : _mm256_unpacklo_ps(a, b);
+#else
+  return second ? F{a[2], b[2], a[3], b[3]} : F{a[0], b[0], a[1], b[1]};
+#endif
+}
+
+// A bit for each lane that is true: all ones.
+constexpr unsigned kAllLanes = (1u << SNIP_LANES) - 1;
+FN unsigned mask_of(I lanes) {
+#if SNIP_LANES == 16
+  return _mm512_movepi32_mask(as<__m512i>(lanes));
+#elif SNIP_LANES == 8
+  return unsigned(_mm256_movemask_ps(as<__m256>(lanes)));
+#else
+  return (lanes[0] & 1) | (lanes[1] & 2) | (lanes[2] & 4) | (lanes[3] & 8);
+#endif
+}
+// True in the first lanes.
+FN I lanes_below(int count) {
+  I lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? -1 : 0;
+  return lanes;
+}
+
 // --- What depends on the element type of x
 
 // Sizes: magnitudes' bits, as signed integers.

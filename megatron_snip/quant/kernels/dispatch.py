@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format
+from megatron_snip.formats import Format, Hadamard
 from megatron_snip.quant.casts.cast import Form, Operand, Quantized, Rounding, as_read, resolve, swiglu_product
+from megatron_snip.quant.casts.hadamard import check_groups
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.kernels import op, triton_cast
 from megatron_snip.quant.kernels.op import dequantize as dequantize
@@ -67,14 +68,34 @@ def cast(
 def _run_transformed(
     x: Tensor, forms: Sequence[Form], amax: Tensor | None, reduce_amax: ReduceAmax | None, count: bool
 ) -> list[Operand]:
-    """Casts of x and of ``hadamard(x)``, each of which is read once."""
-    plain = [form for form in forms if not form.transformed]
-    assert amax is None or not plain, "x and hadamard(x) have different amaxes"
-    made = iter(_run(x, plain, amax, reduce_amax, None, count, None) if plain else ())
-    y, largest = op.hadamard(x)
-    rest = [form for form in forms if form.transformed]
-    rotated = iter(_run(y, rest, amax, reduce_amax, None, count, None, largest))
-    return [next(rotated if form.transformed else made) for form in forms]
+    """Casts of x [R, C] and of its transforms, each of which is read once."""
+    alike: dict[tuple[Hadamard, int] | None, list[Form]] = {}
+    for form in forms:
+        alike.setdefault(_transform(form), []).append(form)
+    assert amax is None or len(alike) == 1, "x and its transforms have different amaxes"
+    made = {}
+    for transform, some in alike.items():
+        y, largest = x, None
+        if transform is not None:
+            check_groups(x, *transform, some[0].role)
+            y, largest = op.hadamard(x, *transform)
+        made[transform] = iter(_run(y, some, amax, reduce_amax, None, count, None, largest))
+    return [next(made[_transform(form)]) for form in forms]
+
+
+def _transform(form: Form) -> tuple[Hadamard, int] | None:
+    """The transform that a form is cast from, and its dim; None for x itself."""
+    hadamard = form.fmt.hadamard
+    return (hadamard, form.dim) if form.transformed and hadamard is not None else None
+
+
+def transformed(x: Tensor, form: Form) -> Tensor:
+    """What ``cast`` reads of x [R, C] for a form: x itself or its transform."""
+    transform = _transform(form)
+    if transform is None:
+        return x
+    check_groups(x, *transform, form.role)
+    return op.hadamard(x, *transform)[0]
 
 
 def _run(
@@ -154,7 +175,8 @@ def fake_quantize(
     the role.  key: the random bits of stochastic rounding.  amax: float32 scalar, the largest finite
     magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
     Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
-    bfloat16 or float32, stochastic rounding without a key, and a form that ``hadamard`` cannot transform.
+    bfloat16 or float32, stochastic rounding without a key, and a transform whose groups x does not divide
+    into.
     For a form with that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
     """
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron_snip.formats import Hadamard
 from megatron_snip.quant.casts import cast as specification
 from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, form_of, reference, swiglu_product
-from megatron_snip.quant.casts.hadamard import check_tokens
 from megatron_snip.quant.casts.hadamard import hadamard as hadamard_reference
 from megatron_snip.quant.casts.rounding import RoundingKey, Rows
 from megatron_snip.quant.kernels import cpu, triton_cast
@@ -110,13 +110,14 @@ def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None =
     return torch.ops.megatron_snip.finite_amax(x.detach(), up) if _traced(x) else _finite_amax_now(x, up)
 
 
-def hadamard(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``hadamard.hadamard`` of x [T, C], and its ``finite_amax`` if the kernel finds it as well, else None."""
-    check_tokens(x)
+def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor | None]:
+    """``hadamard.hadamard`` of x [R, C], and its ``finite_amax`` if the kernel finds it as well, else None."""
     if _traced(x):
-        made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach())
+        made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach(), transform.signs, dim)
         return made
-    return triton_cast.hadamard(x) if triton_cast.takes_amax(x) else (hadamard_reference(x), None)
+    if triton_cast.takes_amax(x):
+        return triton_cast.hadamard(x, transform, dim)
+    return hadamard_reference(x, transform, dim), None
 
 
 def swiglu_gradients(
@@ -221,13 +222,13 @@ def _(x: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @torch.library.custom_op("megatron_snip::hadamard", mutates_args=())
-def _hadamard_op(x: Tensor) -> tuple[Tensor, Tensor]:
-    y, largest = hadamard(x)
+def _hadamard_op(x: Tensor, signs: str, dim: int) -> tuple[Tensor, Tensor]:
+    y, largest = hadamard(x, Hadamard(signs), dim)
     return y, _finite_amax_now(y) if largest is None else largest
 
 
 @_hadamard_op.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, signs: str, dim: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32)
 
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_snip.formats import Element
+from megatron_snip.formats import Element, Hadamard
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Quantized, allocate
-from megatron_snip.quant.casts.hadamard import LENGTH, SIGNS
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _MAX_SIDE = 1 << 24
 
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
 _PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
-_HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # groups of 16 rows, and columns
+_HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # 16 times as many rows, at least a group, and columns
 
 
 _MIN_CAPABILITY, _FP8_CAPABILITY, _FP4_CAPABILITY = (8, 0), (8, 9), (10, 0)
@@ -301,18 +300,21 @@ def _state(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def hadamard(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``hadamard.hadamard`` of x [16 G, C] that ``takes_amax`` has accepted, and its ``finite_amax``: one launch."""
+def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor]:
+    """``hadamard.hadamard`` of x [R, C] that ``takes_amax`` has accepted, and its ``finite_amax``: one launch."""
     from megatron_snip.quant.kernels import triton_kernels
 
     x = _by_rows(x)
-    (rows, cols), (groups, width) = x.shape, _HADAMARD_TILE
-    out, largest = torch.empty(rows, cols, dtype=x.dtype, device=x.device), torch.empty((), device=x.device)
-    height, signs = LENGTH * groups, sum(1 << token for token, sign in enumerate(SIGNS) if sign < 0)
-    even = rows % height == 0 and cols % width == 0
+    out, largest = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty((), device=x.device)
+    # the kernel transforms columns; rows are the columns of the transposed matrix
+    source, target = (x, out) if dim == 0 else (x.T, out.T)
+    (rows, cols), parts, (height, width) = source.shape, transform.length // 16, _HADAMARD_TILE
+    height, signs = max(height, parts), sum(1 << at for at, sign in enumerate(transform.signs) if sign == "-")
+    even = rows % (16 * height) == 0 and cols % width == 0
     with torch.cuda.device_of(x):
-        triton_kernels.hadamard_kernel[(-(-rows // height) * -(-cols // width),)](
-            x, x.stride(0), out, largest, _atomic_state(x.device), rows, cols, signs, groups, width, even,
+        triton_kernels.hadamard_kernel[(-(-rows // (16 * height)) * -(-cols // width),)](
+            source, *source.stride(), target, *target.stride(), largest, _atomic_state(x.device), rows, cols,
+            signs, parts, transform.length**-0.5, height, width, even,
             num_warps=_HADAMARD_WARPS, **OPTIONS,
         )  # fmt: skip
     return out, largest

@@ -100,7 +100,7 @@ def _cast_chunk(
     SHAPE: tl.constexpr = (NR, ROWS // NR, NC, F.block_cols)
     y = tl.reshape(tl.reshape(x, SHAPE) * encode, (ROWS, COLS))
     size = tl.abs(y)
-    if not F.saturating:
+    if not F.clamps:
         size = tl.minimum(size, F.largest, propagate_nan=tl.PropagateNan.ALL)
     q = rounded(size, row, col, words, F, ROWS, COLS)
     negative = bits_of(y) & -2147483648
@@ -121,13 +121,9 @@ def _cast_chunk(
             else:
                 codes = tl.full((ROWS, COLS), 0xFF, tl.uint8)
                 store_codes(codes, wrong, place, row, col, rows, cols, F, ROWS, COLS)
-        # Under float32 scales the largest finite element becomes the grid's largest, give or take an ulp, unless
-        # largest / amax is below the smallest power of two, which is possible for a largest below 4.
-        E4M3: tl.constexpr = F.scale == "e4m3" or F.scale == "e4m3_4over6"
-        SATURATES: tl.constexpr = F.scale == "e8m0" or E4M3 or (F.scale == "fp32_pow2" and F.largest < 4.0)
         if saturated is None:
             pass
-        elif SATURATES or broken:
+        elif F.saturates or broken:
             count_saturated(y, saturated, F.saturation)
 
 
@@ -329,39 +325,58 @@ def _sums_and_differences(y, HALF: tl.constexpr):
     return out
 
 
+@triton.jit
+def _sums_and_differences_of_rows(y, HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tensor [ROWS, COLS] -> in place of each pair of rows that stand ``HALF`` apart, their sum and difference."""
+    pairs = tl.permute(tl.reshape(y, (ROWS // HALF // 2, 2, HALF, COLS)), (0, 2, 3, 1))
+    first, second = tl.split(pairs)
+    pairs = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (ROWS, COLS))
+
+
 # fmt: off
 @triton.jit
 def hadamard_kernel(
-    x, x_stride, out, largest, state, rows, cols,
-    SIGNS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+    x, x_row, x_col, out, out_row, out_col, largest, state, rows, cols,
+    SIGNS: tl.constexpr, PARTS: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Write hadamard.py's transform of a tile [GROUPS * 16, COLS] of x [rows, cols] to out.
+    """Write hadamard.py's transform of a tile [16 ROWS, COLS] of x [rows, cols] along its rows to out.
 
     The largest finite magnitude of all of out goes to ``largest``; state is as in ``amax_kernel``.
-    x has its own row stride.  SIGNS: bit t is set if token t of a group changes its sign.  EVEN: tiles cover x exactly.
-    A thread has all tokens of a group, each in a tensor [GROUPS, COLS], so threads exchange nothing.
+    x and out have strides of their own.  PARTS: how many times 16 elements a group has.  SIGNS: bit i is set if element
+    i of a group changes its sign.  FACTOR: what sums are multiplied by.  EVEN: tiles cover x exactly.
+    Elements i, i + 16, ... of groups are the rows of a tensor [ROWS, COLS].  A thread has the same part of all 16
+    tensors, so for groups of 16 threads exchange nothing.
     """
     # fmt: on
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
-    row, col = pid // tiles * GROUPS * 16, pid % tiles * COLS
-    inside = None if EVEN else within(row // 16, col, rows // 16, cols, GROUPS, COLS)
+    row, col = pid // tiles * ROWS * 16, pid % tiles * COLS
+    inside = None if EVEN else within(row // 16, col, rows // 16, cols, ROWS, COLS)
+    signs = tl.full((ROWS, 1), SIGNS & 0xFFFF, tl.int32)  # of the 16 elements of each row's part
+    for part in tl.static_range(1, PARTS):
+        signs = tl.where(tl.arange(0, ROWS)[:, None] % PARTS == part, SIGNS >> 16 * part & 0xFFFF, signs)
     y = ()
-    for token in tl.static_range(16):
-        at = tile(x, row + token, col, x_stride, 1, GROUPS, COLS, 16)
-        part = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
-        if SIGNS >> token & 1:
-            part = float_of(bits_of(part) ^ -2147483648)  # -part would lose the sign of 0
-        y += (part,)
+    for place in tl.static_range(16):
+        at = tile(x, row + place, col, x_row, x_col, ROWS, COLS, 16)
+        some = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+        y += (float_of(bits_of(some) ^ (signs >> place << 31)),)  # -some would lose the sign of 0
     y = _sums_and_differences(y, 1)
     y = _sums_and_differences(y, 2)
     y = _sums_and_differences(y, 4)
     y = _sums_and_differences(y, 8)
-    sizes = tl.zeros((GROUPS, COLS), tl.int32)
-    for token in tl.static_range(16):
-        part = (y[token] * 0.25).to(out.dtype.element_ty)
-        tl.store(tile(out, row + token, col, cols, 1, GROUPS, COLS, 16), part, mask=inside)
-        size = bits_of(part.to(tl.float32)) & MAGNITUDE
+    sizes = tl.zeros((ROWS, COLS), tl.int32)
+    for place in tl.static_range(16):
+        some = y[place]
+        if PARTS > 1:
+            some = _sums_and_differences_of_rows(some, 1, ROWS, COLS)
+        if PARTS > 2:
+            some = _sums_and_differences_of_rows(some, 2, ROWS, COLS)
+            some = _sums_and_differences_of_rows(some, 4, ROWS, COLS)
+        some = (some * FACTOR).to(out.dtype.element_ty)
+        tl.store(tile(out, row + place, col, out_row, out_col, ROWS, COLS, 16), some, mask=inside)
+        size = bits_of(some.to(tl.float32)) & MAGNITUDE
         sizes = tl.maximum(sizes, tl.where(size < INFINITY, size, 0))
     _store_largest(largest, state, sizes)
 

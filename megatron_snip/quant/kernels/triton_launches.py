@@ -178,6 +178,7 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
         emax=element.emax,
         largest=element.max,
         saturation=element.saturation,
+        saturates=form.fmt.saturates,
         sixth=float(np.float32(1.0) / np.float32(element.max)),
         carry=_carry(element) if form.fmt.scale == "e8m0_ceil" else 0,
         output=form.output,
@@ -189,7 +190,7 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
         code_emin=stored.emin,
         sign_code=stored.sign_code,
         hardware=hardware,
-        saturating=hardware != "" and stored == element,
+        clamps=hardware != "" and stored == element,
         direct=hardware != "" and stored == element and phase < 0,
         phase=phase,
     )

@@ -19,11 +19,12 @@ class FormSpec(NamedTuple):
     """What a kernel is compiled for in one form: a cast.Form as plain constants.
 
     block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
-    which codes are written, which is the carrier for operands.  sixth: 1 / largest in float32.  carry: what makes a
-    mantissa above that of largest carry into the exponent, for scales that are rounded up, else 0.
+    which codes are written, which is the carrier for operands.  saturates: as Format has it.  sixth: 1 / largest in
+    float32.  carry: what makes a mantissa above that of largest carry into the exponent, for scales that are rounded
+    up, else 0.
     hardware: "e4m3" or "e5m2" if the device has an instruction that converts to codes, "e2m1" if it has one that
     converts to pairs of codes, else "".
-    saturating: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
+    clamps: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
     by columns.  twins: codes and scales are stored along the other dim, too.  packed, each: as Form has
     them.  phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
@@ -36,6 +37,7 @@ class FormSpec(NamedTuple):
     emax: int
     largest: float
     saturation: float
+    saturates: bool
     sixth: float
     carry: int
     output: str
@@ -47,7 +49,7 @@ class FormSpec(NamedTuple):
     code_emin: int
     sign_code: int
     hardware: str
-    saturating: bool
+    clamps: bool
     direct: bool
     phase: int
 

@@ -69,7 +69,9 @@ class Group(NamedTuple):
         if len(forms) > 1 or form is None or form.key is not None:
             return [None]
         tiles = TILE_ROWS if form.output == "swizzled" else 1  # 128 tokens are whole tiles along either dim
-        if rows % max(form.block[0], form.fmt.hadamard if form.transformed else 1, tiles):
+        hadamard = form.fmt.hadamard
+        tokens = hadamard.length if form.transformed and form.dim == 0 and hadamard is not None else 1
+        if rows % max(form.block[0], tokens, tiles):
             return [None]
         return [form.held("codes") if form.output == "values" else form]
 

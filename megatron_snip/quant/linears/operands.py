@@ -132,8 +132,7 @@ def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
     fmt, dim = get_format(name), REDUCTION_DIM[gemm][role]
     if not fmt.quantised:
         return None
-    rows, cols = fmt.block_shape(role, dim)
-    if rows == cols and output not in OPERANDS and role not in fmt.stochastic_roles:
+    if role == "weight" and fmt.shares_weight and output not in OPERANDS:
         dim = 1  # square blocks are the same along both dims, so one cast serves both
     return Form(fmt, role, dim, output=output)
 
@@ -164,7 +163,7 @@ class Operands:
         and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
         """
         tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
-        exact = form is None or form.fmt.scale in ("fp32", "fp32_pow2", "e8m0_ceil")
+        exact = form is None or not form.fmt.saturates
         if exact:
             form = self.call.form(gemm, role, fmt)
         made = cast(tensor, [form], self.call.reduce_amax.get(role), count=not exact)[0]

@@ -7,7 +7,7 @@ A tensor is quantised rowwise for one GEMM and columnwise for another, and these
     weight       rowwise fprop   columnwise dgrad
     grad_output  rowwise dgrad   columnwise wgrad
 
-Source: Transformer Engine 2.19 and 2.20, pytorch/custom_recipes, which it calls experimental.  tools/export_plan.py
+Source: Transformer Engine 2.19 and 2.20, pytorch/custom_recipes, which it calls experimental.  `megatron-snip export`
 copies this file into what it writes, so nothing of this package is imported here.
 """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_snip.formats import Format, get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearShape, Operands
-from megatron_snip.quant.casts.hadamard import hadamard
+from megatron_snip.quant.kernels.dispatch import transformed
 from megatron_snip.quant.linears.matmul import matmul
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from megatron_snip.snip.measure.updates import Updates, square
@@ -105,17 +105,16 @@ def _row_sums(x: Tensor) -> Tensor:
 
 
 def _weight_is_shared(fmt: str) -> bool:
-    """Whether fprop and dgrad see the same quantised weight: square blocks, rounded to nearest."""
-    form = get_format(fmt)
-    drawn = form.stochastic("weight", 0) or form.stochastic("weight", 1)
-    return form.block_shape("weight", 0) == form.block_shape("weight", 1) and not drawn
+    return get_format(fmt).shares_weight
 
 
 def _casting_alike(formats: Sequence[str]) -> list[list[str]]:
     """Groups of formats that cast fprop's input alike: they differ in weights' blocks and wgrad's transform alone."""
     groups: list[tuple[Format, list[str]]] = []
     for fmt in formats:
-        of_input = dataclasses.replace(get_format(fmt), name="", weight_block=None, hadamard=0)
+        of_input = dataclasses.replace(get_format(fmt), name="", weight_block=None)
+        if not of_input.transforms("input", 1):
+            of_input = dataclasses.replace(of_input, hadamard=None)
         for known, group in groups:
             if of_input == known:
                 group.append(fmt)
@@ -237,7 +236,8 @@ class LinearProbe:
             del qw, e_w
         e_x = self._add_error(f"{alike[0]}/fprop/input", qx, x)
         if output is None:
-            by_input = _row_sums(e_x.mul_(dx))
+            form = operands.call.form("fprop", "input", alike[0])  # errors of a transformed input are transformed, too
+            by_input = _row_sums(e_x.mul_(dx if form is None else transformed(dx, form)))
             for error in found.values():
                 error.add_(by_input)
         for fmt in alike[1:]:
@@ -284,7 +284,7 @@ class LinearProbe:
         exact = operands.tensor(role)
         nonzero = self._nonzero.get(role)
         if form is not None and form.transformed:
-            exact = hadamard(exact)
+            exact = transformed(exact, form)
             nonzero = _count_nonzero(exact)
         if self._counts(operand := f"{fmt}/{gemm}/{role}"):
             assert nonzero is not None

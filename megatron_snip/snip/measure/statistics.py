@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 VERSION = 4
 _WAY_OUT = "collect the statistics again"
 #: How to measure updates and the operands of the backward GEMMs.
-WHERE_UPDATES = "probe with tools/collect_stats.py or --snip-weight above 0 for updates and all operands"
+WHERE_UPDATES = "probe with `megatron-snip probe` or --snip-weight above 0 for updates and all operands"
 #: No model has more.  With these sizes, sums of FLOPs over that many linears fit 64 bits.
 MOST_LINEARS, MOST_COLUMNS = 1 << 16, 1 << 12
 _Size = Annotated[int, Meta(ge=1, le=1 << 22)]

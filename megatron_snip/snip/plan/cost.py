@@ -4,7 +4,7 @@ Source: SNIP, arXiv 2602.01410 (efficiency = fraction of FLOPs in FP4).
 Convention: a linear has three GEMMs (fprop, dgrad, wgrad) of 2 N K FLOPs per token each.  Shapes are those of the whole
 model, before tp.  A matrix [L, O] has one row per linear and one column per option.
 
-tools/profile_gemms.py measures a table of GEMM times.  Only a table includes the cost of casts and memory:
+`megatron-snip profile` measures a table of GEMM times.  Only a table includes the cost of casts and memory:
 
     {"version": 1, "hardware": "NVIDIA H200", "about": {"torch": "2.13.0", "tokens": 8192, ...},
      "times": {"fp8": {"fprop": 0.6, "dgrad": 0.6, "wgrad": 0.7}, ...},
@@ -15,8 +15,8 @@ Times are per FLOP, relative to BF16's average over all measurements.  ``times``
 bf16 defaults to 1.  Nominal times are those of tensor cores on paper, proportional to the element's bits: BF16 1,
 FP8 1/2, FP4 1/4.
 
-Files in published/ hold times that others published, in the unit in which they did; "about" has the source, the date,
-the device and the shapes of each.  --gemm-times published:NAME reads one, and divides by its BF16's mean.
+Files in published/ hold times that others published, in their units.  "about" has the source, the date, the device and
+the shapes.  --gemm-times published:NAME reads one, and divides it by the mean of its BF16 times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PUBLISHED = "published:"
 _FOLDER = Path(__file__).parent / "published"
 
 VERSION = 1
-_WAY_OUT = "measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times"
+_WAY_OUT = "measure it again with `megatron-snip profile`, or leave --gemm-times out for nominal times"
 #: Format -> GEMM -> time per FLOP.
 Table = Mapping[str, Mapping[str, float]]
 _Time = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
@@ -105,7 +105,7 @@ class GemmTimes:
 
     @property
     def told(self) -> str:
-        """One line for the log: whose times these are, and what they count."""
+        """One line for the log: where these times come from, and what they include."""
         if self.times is None:
             return "nominal: FP8 takes half of BF16's time, FP4 a quarter; --gemm-times takes other tables"
         about = [str(self.about[key]) for key in ("device", "unit") if key in self.about]
@@ -150,10 +150,10 @@ class GemmTimes:
 
     @classmethod
     def published(cls, name: str) -> GemmTimes:
-        """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for another.
+        """A table of published/, in units of its BF16's mean.  Raises UserError, with the known names, for others.
 
-        Formats with the same element and as many elements to a scale run the same GEMM.  Where only one of them was
-        published, the others take its times; their casts may differ.
+        Formats with the same element and the same number of elements per scale run the same GEMM.  If only one of them
+        was published, the others take its times, although their casts may differ.
         """
         known = sorted(path.stem for path in _FOLDER.glob("*.json"))
         if name not in known:
@@ -169,7 +169,7 @@ class GemmTimes:
 
 
 def _kernel(name: str) -> tuple[Any, int]:
-    """What decides the GEMM of a format: its element, and how many elements along the reduction dim share a scale."""
+    """What determines a format's GEMM: its element, and how many elements along the reduction dim share a scale."""
     fmt = get_format(name)
     return fmt.element, fmt.tile
 
@@ -197,14 +197,14 @@ def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[
 
 
 def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``ties`` of ilp.solve for granularity "fused", [L]: linears with a common input share an id."""
+    """``Terms.ties`` for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
 def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
-    """``stage`` of ilp.solve, [L]."""
+    """``Terms.stage``, [L]."""
     return np.array([shape.stage for shape in shapes], dtype=np.int64)
 
 

@@ -2,8 +2,8 @@
 
     bf16/plan/plan    fprop in BF16, dgrad and wgrad in the formats that each linear has by then
 
-Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), app. D: most of what FP4 costs is fprop's,
-and a switch of fprop alone to BF16 recovers most of it.
+Source: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), app. D: most of the cost of FP4 comes
+from fprop, and a switch of fprop alone to BF16 recovers most of it.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Final:
 
     @property
     def plans_fprop(self) -> bool:
-        """Whether fprop, whose errors plans weigh, still has its planned format."""
+        """Whether fprop keeps its planned format.  Plans weigh fprop's errors."""
         return self.gemms[0] == PLANNED
 
     def of(self, precision: LinearPrecision) -> LinearPrecision:
-        """What a linear of this precision runs in after the switch; the same when it is applied again."""
+        """The precision after the switch of a linear that now has this one.  Applying it twice changes nothing more."""
         now = [getattr(precision, gemm) for gemm in GEMMS]
         return LinearPrecision(*(old if word == PLANNED else word for word, old in zip(self.gemms, now)))
 
     def hash(self, before: str | None) -> str:
-        """A name, as a plan's hash, for what a run without a planner has after the switch; before: its plan's hash."""
+        """In place of a plan's hash after the switch, without a planner.  before: the hash of the plan, if any."""
         return hashlib.sha256(f"{before} {self}".encode()).hexdigest()[:16]
 
     def plan(self, plan: Plan, shapes: Sequence[LinearShape], iteration: int) -> Plan:
-        """A plan after the switch, which takes effect at this iteration; a plan for an earlier one is left as it is."""
+        """The plan after the switch, effective from this iteration.  Before the switch, the plan itself."""
         linears = {name: self.of(precision) for name, precision in plan.linears.items()}
         if iteration < self.start or linears == plan.linears:
             return plan

@@ -6,8 +6,8 @@ Source: SNIP, arXiv 2602.01410 (one-hot ILP); solver: HiGHS, https://highs.dev.
 Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative; e [L, O] any unit,
 higher saves more; the target is in e's unit.
 
-program.py checks the input: ties form groups, fixed and reserved options exclude options, churn adds to Q.
-``saving_row`` and ``time_row`` are the remaining constraints; milp.py solves a model of such rows.
+program.py checks the input: ties form groups, fixed and reserved options exclude options, and churn adds to Q.  The
+other constraints are ``saving_row``, ``limit_row`` and ``time_row``.  milp.py solves a model of such rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,31 @@ import dataclasses
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.plan.milp import Answer, Limits, Model, Row, least_longest, run_highs, scaled, worst
+from megatron_snip.snip.plan.milp import (
+    ROW_TOLERANCE,
+    Answer,
+    Effort,
+    Model,
+    Row,
+    least_longest,
+    run_highs,
+    scaled,
+    worst,
+)
 from megatron_snip.snip.plan.program import (
     BUDGET_TOLERANCE,
+    Bools,
     Budget,
     Floats,
     InfeasibleTarget,
     Ints,
+    Limit,
     Program,
+    Terms,
     check_feasible,
     checked,
     dominated,
@@ -60,56 +71,24 @@ class Solution:
     makespan: float | None = None
 
 
-def solve(
-    quality_loss: ArrayLike,
-    efficiency: ArrayLike,
-    target: float,
-    *,
-    stage: ArrayLike | None = None,
-    time: ArrayLike | None = None,
-    ties: ArrayLike | None = None,
-    fixed: ArrayLike | None = None,
-    reserved: ArrayLike | None = None,
-    current: ArrayLike | None = None,
-    churn: ArrayLike = 0.0,
-    gap: float = 1e-4,
-    node_limit: int = 20_000,
-    time_limit: float = 30.0,
-) -> Solution:
-    """Choose an option for each of L linears; quality_loss and efficiency are [L, O].
-
-    All linears together must save ``target`` in e's unit.
-    stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
-    time [L, O], 0 or more: then all stages together save the target again, and no stage may exceed a time bound that is
-    minimised first (see ``_makespan``; Solution.makespan is the bound).
-    ties [L]: linears with the same non-negative id take one option; -1 is untied.
-    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options only for linears fixed to
-    them; they do not count in a stage's max_o e.
-    current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
-    [O, O] from one option to another.
-    gap: see Solution; 0 requests the exact optimum.
-    node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
-    the only possible cause of differences between two runs.
+def solve(terms: Terms) -> Solution:
+    """The plan with the lowest quality loss.
 
     Raises InfeasibleTarget; UserError with the row for shapes, ids and non-finite numbers, and if there is no plan
     within the limits.
     """
     begin = clock.perf_counter()
-    program = checked(
-        quality_loss, efficiency, target, stage=stage, time=time, ties=ties, fixed=fixed, reserved=reserved,
-        current=current, churn=churn,
-    )  # fmt: skip
-    if not gap >= 0:
-        raise UserError(f"gap is {gap}, but must be 0 or more")
-    check_feasible(program)
-    limits = Limits(gap, node_limit, time_limit, begin)
-    rows, makespan, status = [saving_row(program, budget) for budget in program.budgets], None, "optimal"
+    program = checked(terms)
+    if not terms.gap >= 0:
+        raise UserError(f"gap is {terms.gap}, but must be 0 or more")
+    _check_reachable(program)
+    effort = Effort(terms.gap, terms.node_limit, terms.time_limit, begin)
+    rows, makespan, status = _rows(program), None, "optimal"
     if program.time is not None:
-        makespan, status = _makespan(program, rows[0], limits)
+        makespan, status = _makespan(program, rows, effort)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
-    found = _solved(Model(_beyond_least(program), rows), limits)
-    choice = found.choice[program.group]
-    base = float(_least(program).sum())
+    found = _solved(Model(_beyond_least(program), rows), effort)
+    choice, base = found.choice[program.group], float(_least(program).sum())
     return Solution(
         choice=choice,
         objective=base + found.cost,
@@ -122,49 +101,98 @@ def solve(
     )
 
 
-def solve_pareto(
-    quality_loss: ArrayLike, efficiency: ArrayLike, targets: Sequence[float], **constraints: Any
-) -> list[Solution]:
-    """One Solution per target, in the order of targets; constraints and limits as in ``solve``.
+def solve_pareto(terms: Terms, targets: Sequence[float]) -> list[Solution]:
+    """One Solution per target in place of that of ``terms``, in the order of targets.
 
-    If a plan also reaches the next higher target, it is that target's solution too, since its bound also holds there.
+    A plan that also reaches the next higher target is that target's solution, too, because its bound holds there.
     time_limit is per target.  Raises as ``solve``, before anything is solved, for the highest target.
     """
     found: dict[float, Solution] = {}
     if not len(targets):
         return []
-    limits = {"gap", "node_limit", "time_limit"}
-    terms = {name: value for name, value in constraints.items() if name not in limits}
-    for target in targets:  # report all input errors before solving anything
-        checked(quality_loss, efficiency, target, **terms)
-    check_feasible(checked(quality_loss, efficiency, max(targets), **terms))
+    each = {target: dataclasses.replace(terms, target=target) for target in targets}
+    programs = {target: checked(one) for target, one in each.items()}  # report all input errors before solving
+    _check_reachable(programs[max(targets)])
     last: Solution | None = None
-    for target in sorted(set(targets)):
-        program = checked(quality_loss, efficiency, target, **terms)
-        if last is None or program.time is not None or not _reaches(program, last.choice):
-            last = solve(quality_loss, efficiency, target, **constraints)
+    for target in sorted(each):
+        if last is None or terms.time is not None or not _reaches(programs[target], last.choice):
+            last = solve(each[target])
         found[target] = last
     return [found[target] for target in targets]
 
 
-def check_target(efficiency: ArrayLike, target: float, **constraints: Any) -> None:
-    """Raise InfeasibleTarget if no plan reaches the target.  efficiency [L, O], constraints as in ``solve``."""
-    check_feasible(checked(np.zeros_like(np.asarray(efficiency), np.float64), efficiency, target, **constraints))
+def check_target(terms: Terms) -> None:
+    """Raise InfeasibleTarget if no plan reaches the target.  Ignores quality_loss."""
+    _check_reachable(checked(dataclasses.replace(terms, quality_loss=np.zeros_like(terms.efficiency))))
+
+
+def _rows(program: Program) -> list[Row]:
+    """All constraints but a makespan's."""
+    rows = [saving_row(program, budget) for budget in program.budgets]
+    return rows + [limit_row(program, limit) for limit in program.limits]
 
 
 def saving_row(program: Program, budget: Budget) -> Row:
-    """Constraint: what groups leave unsaved, of their maximum, is at most what their budget allows."""
-    inside = np.zeros((len(program.cost), 1), np.bool_)
-    inside[budget.groups] = True
-    return scaled(np.where(inside, _unsaved(program), 0.0), max(0.0, budget.most - budget.wanted + budget.slack))
+    """Constraint: groups leave at most as much of their maximum savings unsaved as their budget allows."""
+    return scaled(_only(budget.groups, _unsaved(program)), max(0.0, budget.most - budget.wanted + budget.slack))
+
+
+def limit_row(program: Program, limit: Limit) -> Row:
+    """Constraint: what groups add to a limit beyond their minimum is at most what it allows."""
+    beyond, least = _beyond(limit.values, program.allowed)
+    return scaled(beyond, max(0.0, limit.most - least))
 
 
 def time_row(program: Program, groups: Ints, makespan: float) -> Row:
     """Constraint: the time of a stage's groups [G'] beyond their minimum is at most what the makespan allows."""
-    times = _times(program, groups)
-    least = times.min(axis=1, where=program.allowed, initial=np.inf)
-    beyond = np.where(program.allowed, times - least[:, None], 0.0)
-    return scaled(beyond, max(0.0, makespan * (1 + BUDGET_TOLERANCE) - float(least.sum())))
+    beyond, least = _beyond(_times(program, groups), program.allowed)
+    return scaled(beyond, max(0.0, makespan * (1 + BUDGET_TOLERANCE) - least))
+
+
+def _check_reachable(program: Program) -> None:
+    """Raise InfeasibleTarget with the highest reachable target, if no plan reaches the target and keeps all limits."""
+    check_feasible(program)
+    if not program.limits:
+        return
+    names = " and ".join(limit.name for limit in program.limits)
+    model, unit = _shortfall_model(program)
+    found = run_highs(model, Effort(0.0, 20_000, 30.0, clock.perf_counter()))
+    if found is None or not model.fits(found.choice):
+        raise InfeasibleTarget(f"no plan keeps {names}; raise a limit", -np.inf)
+    plan = np.arange(len(found.choice)), found.choice
+    short = max(float(row.values[plan].sum()) - row.upper for row in model.rows if row.z > 0)
+    if short > ROW_TOLERANCE:
+        most, each = program.target - short * unit, " per stage" if program.per_stage else ""
+        raise InfeasibleTarget(
+            f"target {program.target:.6g}{each} is out of reach: at most {most:.6g} with {names}; "
+            "lower the target or raise a limit",
+            most,
+        )
+
+
+def _shortfall_model(program: Program) -> tuple[Model, float]:
+    """Model of the least z by which a plan that keeps the limits may miss the target; and the unit of z."""
+    unsaved = _unsaved(program)
+    full = [one.full if program.per_stage and one.full > 0 else 1.0 for one in program.budgets]
+    unit = max(float(unsaved[one.groups].max()) / whole for one, whole in zip(program.budgets, full)) or 1.0
+    rows = [limit_row(program, limit) for limit in program.limits]
+    for one, whole in zip(program.budgets, full):
+        left = (one.most - one.wanted + one.slack) / (unit * whole)
+        rows.append(Row(_only(one.groups, unsaved) / (unit * whole), left, z=1.0))
+    return Model(np.where(program.allowed, 0.0, np.inf), rows, 0.0), unit
+
+
+def _beyond(values: Floats, allowed: Bools) -> tuple[Floats, float]:
+    """[G, O]: values beyond the minimum of each group, 0 for excluded options; and the sum of these minima."""
+    least = values.min(axis=1, where=allowed, initial=np.inf)
+    return np.where(allowed, values - least[:, None], 0.0), float(least.sum())
+
+
+def _only(groups: Ints, values: Floats) -> Floats:
+    """[G, O]: values of some groups, 0 for all others."""
+    only = np.zeros_like(values)
+    only[groups] = values[groups]
+    return only
 
 
 def _unsaved(program: Program) -> Floats:
@@ -176,9 +204,7 @@ def _unsaved(program: Program) -> Floats:
 def _times(program: Program, groups: Ints) -> Floats:
     """[G, O]: times of some groups, 0 for all others."""
     assert program.time is not None
-    times = np.zeros_like(program.time)
-    times[groups] = program.time[groups]
-    return times
+    return _only(groups, program.time)
 
 
 def _slowest(program: Program, choice: Ints) -> float:
@@ -200,32 +226,32 @@ def _least(program: Program) -> Floats:
     return least
 
 
-def _solved(model: Model, limits: Limits) -> Answer:
+def _solved(model: Model, effort: Effort) -> Answer:
     """HiGHS's plan.  Raises UserError if it has none that satisfies the rows."""
-    found = run_highs(model, limits)
+    found = run_highs(model, effort)
     if found is not None and 0 < found.cost < 1e-3 * model.cost.max(where=np.isfinite(model.cost), initial=0.0):
-        # no better plan has an option that costs more than a whole plan; without it, HiGHS tells the others apart
+        # no better plan has an option that costs more than this plan; without these, HiGHS can compare the others
         close = np.where(model.cost <= found.cost * (1 + 1e-9), model.cost, np.inf)
-        found = run_highs(dataclasses.replace(model, cost=close), limits) or found
+        found = run_highs(dataclasses.replace(model, cost=close), effort) or found
     if found is None or not model.fits(found.choice):
         raise UserError(
-            f"the solver found no plan within {limits.seconds:.6g} seconds and {limits.node_limit} nodes; raise its "
+            f"the solver found no plan within {effort.seconds:.6g} seconds and {effort.node_limit} nodes; raise its "
             "limits, or lower the target"
         )
     return found
 
 
-def _makespan(program: Program, target: Row, limits: Limits) -> tuple[float, str]:
-    """The bound M on a stage's time: that of the slowest stage, as fast as the target allows; and how it was found.
+def _makespan(program: Program, rows: Sequence[Row], effort: Effort) -> tuple[float, str]:
+    """The bound M on a stage's time, which is as low as the target allows, and the solver's status.
 
         1. M  = the lowest time of the slowest stage over relaxed plans, which may split linears between options, that
-                save exactly the target; raised to what an integral plan can do if none keeps it;
+                save exactly the target; raised if no integral plan is that fast;
         2. minimise Q  subject to  target saved in total,  time of every stage <= M.
 
-    M is for plans that save exactly the target; otherwise it would always belong to the plan that saves the most.
+    Plans for M save exactly the target.  Otherwise, M would always be the time of the plan that saves the most.
     """
     ideal = _ideal_makespan(program, program.budgets[0])
-    fastest = _solved(_longest_model(program, [target], ideal)[0], limits)
+    fastest = _solved(_longest_model(program, rows, ideal)[0], effort)
     return max(ideal, _slowest(program, fastest.choice)), fastest.status
 
 
@@ -250,4 +276,4 @@ def _reaches(program: Program, choice: Ints) -> bool:
     """Whether a plan [L] for a lower target also reaches this one."""
     plan = np.zeros(len(program.cost), np.int64)
     plan[program.group] = choice
-    return all(saving_row(program, budget).holds(plan) for budget in program.budgets)
+    return all(row.holds(plan) for row in _rows(program))

@@ -4,8 +4,8 @@
 
 Variables are x[g, o] in {0, 1}.  They sum to 1 per group, and each further ``Row`` is a constraint.
 Source: HiGHS, https://highs.dev.
-Convention: one thread, seed 0, no output.  Costs and rows are divided by their maximum.  Models are passed as arrays,
-since building them from expressions takes seconds.
+Convention: one thread, seed 0, no output.  Costs and rows are divided by their maximum.  HiGHS gets arrays, because
+building a model from expressions takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row:
     """A constraint: the sum over groups of values[g, o_g], minus ``z`` times the longest, is in [``lower``, ``upper``].
 
     values [G, O], from ``scaled``.  The longest is the only continuous variable, see Model.
-    Constraints on plans have only an upper bound: ``holds`` ignores a lower one.
+    Constraints on plans have only an upper bound, and ``holds`` ignores a lower one.
     """
 
     values: Floats
@@ -79,8 +79,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Gap relative to a plan's cost, nodes per HiGHS run, seconds from ``begin`` for all runs."""
+class Effort:
+    """When HiGHS stops.  Gap relative to a plan's cost, nodes per HiGHS run, seconds from ``begin`` for all runs."""
 
     gap: float
     node_limit: int
@@ -99,7 +99,7 @@ def scaled(values: Floats, upper: float) -> Row:
     return Row(values / unit, upper / unit)
 
 
-def run_highs(model: Model, limits: Limits) -> Answer | None:
+def run_highs(model: Model, effort: Effort) -> Answer | None:
     """HiGHS's best plan; None if it has none."""
     finite = model.cost[np.isfinite(model.cost)]
     scale = float(finite.max()) or 1.0 if model.longest is None else 1.0
@@ -109,13 +109,13 @@ def run_highs(model: Model, limits: Limits) -> Answer | None:
         "output_flag": False,
         "threads": 1,
         "random_seed": 0,
-        "mip_rel_gap": limits.gap,
+        "mip_rel_gap": effort.gap,
         "mip_abs_gap": 1e-12,  # the default of 1e-6 exceeds differences of small costs
         "mip_feasibility_tolerance": 1e-9,
         "primal_feasibility_tolerance": 1e-9,
         "dual_feasibility_tolerance": 1e-9,
-        "mip_max_nodes": limits.node_limit,
-        "time_limit": limits.seconds_left,
+        "mip_max_nodes": effort.node_limit,
+        "time_limit": effort.seconds_left,
     }
     for name, value in options.items():
         highs.setOptionValue(name, value)

@@ -1,4 +1,4 @@
-"""The options of each linear and the constraints of a plan, from the command line; the only reader of both.
+"""The options of each linear and the constraints of a plan, from the command line.  Only this module reads them.
 
     --snip-options fp8,fp4 --snip-granularity gemm --snip-fix "layers.0.*=fp8,layers.*.down_proj=bf16"
     -> Choices(options [O], ties [L], fixed [L], reserved [O]) -> SolveRequest
@@ -10,7 +10,7 @@ for the linears fixed to them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -32,6 +32,7 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
+from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 
@@ -44,8 +45,8 @@ BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 class Choices:
     """Columns of the matrices, and which linears may take them.
 
-    ties [L] as in ilp.solve, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
-    reserved [O]: true for options only for linears fixed to them.  measure: the unit of a target, a key of MEASURES.
+    ties [L] as in Terms, or None.  fixed [L]: index of the option that a linear is fixed to, -1 if free.
+    reserved [O]: true for an option that only linears fixed to it may take.  measure: the target's unit, in MEASURES.
     """
 
     options: tuple[LinearPrecision, ...]
@@ -63,6 +64,15 @@ class Choices:
     def formats(self) -> set[str]:
         """All formats of all options."""
         return {getattr(option, gemm) for option in self.options for gemm in GEMMS}
+
+
+#: Further constraints: options, linears and choices -> limits, none if no option asks for any.  See CONTRIBUTING.md.
+LIMITS: tuple[Callable[[SnipConfig, Sequence[LinearShape], Choices], Sequence[Limit]], ...] = ()
+
+
+def limits_of(snip: SnipConfig, shapes: Sequence[LinearShape], choices: Choices) -> tuple[Limit, ...]:
+    """All limits that the options ask for."""
+    return tuple(limit for make in LIMITS for limit in make(snip, shapes, choices))
 
 
 def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
@@ -98,11 +108,12 @@ def measured_options(words: str, formats: Iterable[str]) -> str:
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
-    """Read --snip-options, --snip-granularity and --snip-fix for these linears.  Unresolved auto means the CPU's
-    options.
+    """Read --snip-options, --snip-granularity and --snip-fix for these linears.
 
-    Raises UserError for unknown formats, for fixes that match nothing, conflict, or split a tie, and for a granularity
-    that ties nothing.
+    If auto has not been resolved for a device, it means the CPU's options.
+
+    Raises UserError for unknown formats, for fixes that match nothing, conflict or split a tie, and for granularity
+    fused if no linears read the same input.
     """
     words = {"auto": AUTO, RECIPES_WORD: f"{RECIPES_WORD}:hopper"}.get(snip.snip_options, snip.snip_options)
     try:
@@ -191,18 +202,11 @@ def check_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             f"--snip-target {snip.snip_target} is more than the options {snip.snip_options} can save ({most:.3f}); "
             "lower it or add an option"
         )
-    constraint = _stage_constraint(snip, shapes)
     try:
-        check_target(
-            saved,
-            target,
-            stage=stages(shapes) if constraint == "each" else None,
-            ties=choices.ties,
-            fixed=choices.fixed,
-            reserved=choices.reserved,
-        )
+        check_target(solve_request(snip, shapes, choices, np.zeros_like(saved), times=times))
     except InfeasibleTarget as error:
-        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if constraint == "each" else ""
+        each = _stage_constraint(snip, shapes) == "each"
+        way_out = "; or let the whole reach it, by --snip-stage-constraint none" if each else ""
         raise UserError(f"--snip-target with --snip-fix {snip.snip_fix!r}: {error}{way_out}") from None
     return choices
 
@@ -219,9 +223,8 @@ def solve_request(
 ) -> SolveRequest:
     """The solver's request; quality_loss [L, O] over ``choices.options``.
 
-    held [L]: options of linears that cannot be judged, -1 for others; --snip-fix takes precedence, and ties extend
-    both.  current: precisions in force, for --snip-churn.  Under --snip-max-loss the target is the most that can be
-    reached.
+    held [L]: options of linears without finite statistics, -1 for others.  --snip-fix takes precedence, and ties extend
+    both.  current: precisions in force, for --snip-churn.  Under --snip-max-loss, the target is the highest reachable.
     """
     fixed = choices.fixed if held is None else _with_held(choices, held)
     constraint = _stage_constraint(snip, shapes)
@@ -238,6 +241,7 @@ def solve_request(
         reserved=choices.reserved if choices.reserved.any() else None,
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
+        limits=limits_of(snip, shapes, choices),
     )
     return request if snip.snip_max_loss is None else replace(request, target=request.most())
 

@@ -1,4 +1,4 @@
-"""A solve in progress: its request, when its plan is due, and how to read its solution."""
+"""A solve in progress: its request, the iteration at which its plan is due, and how to read its solution."""
 
 from __future__ import annotations
 

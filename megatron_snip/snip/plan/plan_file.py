@@ -10,9 +10,9 @@ Source: docs/architecture.md.  Convention: names are Hugging Face's with the glo
 target_unit is the unit of the target: "FP4 share" of the linears' FLOPs, or "modelled time" saved, relative to the
 fastest format everywhere.  achieved is the FP4 share in both cases.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON (sorted keys, no spaces) of iteration and
-linears: what ranks must agree on, and not how it was found.
-The solver proves bound and gap for the sum over single linears.  "trial" holds measurements: the loss above BF16's in
-nats and its standard error, for this plan and all others in the trial; null without a trial.
+linears.  Ranks must agree on these, but not on how the plan was found.
+Bound and gap, which the solver proves, are for the sum over single linears.  "trial" holds measurements: the loss above
+BF16's in nats and its standard error, for this plan and all others in the trial; null without a trial.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,22 @@ from megatron_snip.snip.plan.cost import MEASURES, achieved, saving
 from megatron_snip.snip.plan.ilp import Solution
 
 VERSION = 2
-_WAY_OUT = "use a plan that a run or tools/generate_plan.py wrote, or make a new plan (--precision snip)"
-#: Sums of shares may differ by their order, and people round them.
+_WAY_OUT = "use a plan that a run or `megatron-snip plan` wrote, or make a new plan (--precision snip)"
+#: The order of a sum changes shares a little, and people round them.
 _SHARE_TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class SolverRecord:
-    """How the solver found a plan; fields of ilp.Solution.  status "none": not solved."""
+class SolverRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the solver found a plan; fields of ilp.Solution."""
 
-    status: str = "none"
-    objective: float = 0.0
-    bound: float = 0.0
-    gap: float = 0.0
-    seconds: float = 0.0
+    status: Text
+    objective: Finite
+    bound: Finite
+    gap: Finite
+    seconds: Finite
+
+
+UNSOLVED = SolverRecord("none", 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,6 @@ class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tried: list[_Tried]
 
 
-class _Solver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`SolverRecord` in a file."""
-
-    status: Text
-    objective: Finite
-    bound: Finite
-    gap: Finite
-    seconds: Finite
-
-
 class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The formats of a linear's GEMMs in a file."""
 
@@ -121,7 +113,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Share
     achieved: Share
     linears: dict[Text, Any]  # each a _Linear, checked separately so that errors name it
-    solver: _Solver
+    solver: SolverRecord
     hash: PlanHash
     gemm_times: Text
     target_unit: Text
@@ -142,7 +134,7 @@ class Plan:
     objective: str = "uniform"
     target: float = 0.0
     achieved: float = 0.0
-    solver: SolverRecord = field(default_factory=SolverRecord)
+    solver: SolverRecord = UNSOLVED
     gemm_times: str = "nominal"
     target_unit: str = MEASURES["fp4"]
     trial: TrialRecord | None = None
@@ -190,7 +182,7 @@ class Plan:
             "target": self.target,
             "achieved": self.achieved,
             "linears": linears,
-            "solver": vars(self.solver),
+            "solver": msgspec.structs.asdict(self.solver),
             "hash": self.hash,
             "gemm_times": self.gemm_times,
             "target_unit": self.target_unit,
@@ -217,7 +209,7 @@ class Plan:
                 objective=found.objective,
                 target=found.target,
                 achieved=found.achieved,
-                solver=SolverRecord(**msgspec.structs.asdict(found.solver)),
+                solver=found.solver,
                 gemm_times=found.gemm_times,
                 target_unit=found.target_unit,
                 trial=_trial(found.trial) if found.trial else None,

@@ -1,13 +1,13 @@
 """The integer program as checked data: options, costs and savings of each group of linears, and the target.
 
 Convention: L linears, O options, G groups of linears that take one option; an untied linear is its own group.
-Ties, fixed linears, reserved options and churn are resolved here: ties form groups, fixed and reserved exclude options,
-and churn is part of the cost.
+This module resolves ties, fixed linears, reserved options and churn: ties form groups, fixed linears and reserved
+options exclude options, and churn is part of the cost.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 #: Tolerance of a budget, relative to the largest reachable savings, only for the rounding of e.
 BUDGET_TOLERANCE = 1e-9
-#: Savings that differ by less, relative to the largest, are the same sum in another order.
+#: Savings that differ by less, relative to the largest, count as equal: their sums have another order.
 _SAME = 1e-12
 
 
@@ -32,12 +32,68 @@ class InfeasibleTarget(UserError):
         self.reachable = reachable
 
 
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """A linear constraint: the sum over linears of values[l, o_l] is at most ``at_most``.
+
+    name: its name in messages, such as its option.  values [L, O], in any unit, may be negative.
+    """
+
+    name: str
+    values: Floats
+    at_most: float
+
+    @property
+    def most(self) -> float:
+        """``at_most``, with a tolerance for rounding."""
+        return self.at_most + BUDGET_TOLERANCE * float(np.abs(self.values).max(axis=1).sum())
+
+    def holds(self, choice: Ints) -> bool:
+        """Whether a plan [L] satisfies it."""
+        return float(self.values[np.arange(len(choice)), choice].sum()) <= self.most
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What to solve: choose one of O options for each of L linears.
+
+    quality_loss [L, O]: what a plan minimises, in any unit.  efficiency [L, O]: what options save, in any unit; all
+    linears together must save ``target`` in that unit.
+    stage [L]: instead, every stage s must save target * sum over its linears of max_o e.
+    time [L, O], 0 or more: all stages together save the target, as without stage, and no stage may take longer than a
+    bound that is minimised first (see ``ilp._makespan``; Solution.makespan is the bound).
+    ties [L]: linears with the same non-negative id take one option; -1 is untied.
+    fixed [L]: the option that a linear must take; -1 is free.  reserved [O]: true for options that only linears fixed
+    to them may take; a stage's max_o e leaves them out.
+    current [L]: the options in force, -1 for none.  churn: the cost of changing a linear, in Q's unit, one number or
+    [O, O] from one option to another.
+    limits: further linear constraints.  gap: see ilp.Solution; 0 requests the exact optimum.
+    node_limit (branch-and-bound nodes) keeps the result reproducible.  time_limit (seconds) is an emergency stop, and
+    the only possible cause of differences between two runs.
+    """
+
+    quality_loss: Floats
+    efficiency: Floats
+    target: float
+    stage: Ints | None = None
+    time: Floats | None = None
+    ties: Ints | None = None
+    fixed: Ints | None = None
+    reserved: Bools | None = None
+    current: Ints | None = None
+    churn: float | Floats = 0.0
+    limits: tuple[Limit, ...] = ()
+    gap: float = 1e-4
+    node_limit: int = 20_000
+    time_limit: float = 30.0
+
+
 @dataclass(frozen=True)
 class Budget:
     """Groups [G'] that must save ``wanted`` together.
 
     most: their largest savings.  full: the sum over their linears of the largest savings of an unreserved option,
-    ignoring fixes.  slack: how far most may be below wanted because of rounding.
+    ignoring fixes.  slack: tolerance for rounding; most may be this far below wanted.
     """
 
     stage: int
@@ -58,8 +114,9 @@ class Program:
     """Checked input.
 
     group [L]: the group of each linear.  churn [L, O]: cost of leaving the current plan.  held: number of fixed
-    linears.  Sums over the linears of each group: cost (including churn), saved and time [G, O], time may be None; full
-    [G], see Budget.  allowed [G, O].  stage [G]: ids, 0 without stages.  per_stage: each stage has the target.
+    linears.  Sums over the linears of each group: cost (including churn), saved, time and the values of limits [G, O],
+    time may be None; full [G], see Budget.  allowed [G, O].  stage [G]: ids, 0 without stages.  per_stage: each stage
+    has the target.
     """
 
     group: Ints
@@ -71,6 +128,7 @@ class Program:
     full: Floats
     allowed: Bools
     stage: Ints
+    limits: tuple[Limit, ...]
     target: float
     per_stage: bool
 
@@ -93,9 +151,10 @@ class Program:
 
 
 def dominated(program: Program) -> Bools:
-    """[G, O]: options that no best plan takes, as another costs the group less, saves as much and takes no longer.
+    """[G, O]: options that no best plan takes.  Another costs the group less, saves as much, takes no longer and adds
+    no more to any limit.
 
-    Options of equal cost are left to the solver.
+    Between options of equal cost, the solver decides.
     """
     cost, saved = program.cost, program.saved + _SAME * np.abs(program.saved).max()
     found = np.zeros_like(program.allowed)
@@ -103,12 +162,24 @@ def dominated(program: Program) -> Bools:
         better = (cost[:, [other]] < cost) & (saved[:, [other]] >= program.saved) & program.allowed[:, [other]]
         if program.time is not None:
             better &= program.time[:, [other]] <= program.time
+        for limit in program.limits:
+            better &= limit.values[:, [other]] <= limit.values
         found |= better
     return found
 
 
 def check_feasible(program: Program) -> None:
-    """Raise InfeasibleTarget with the highest reachable target if no plan reaches the target."""
+    """Raise InfeasibleTarget with the highest reachable target if no plan reaches the target, or keeps one limit.
+
+    ilp.solve finds conflicts between several of them.
+    """
+    for limit in program.limits:
+        if (least := float(np.where(program.allowed, limit.values, np.inf).min(axis=1).sum())) > limit.most:
+            raise InfeasibleTarget(
+                f"{limit.name}: at most {limit.at_most:.6g} is out of reach, at least {least:.6g} with these options; "
+                "raise the limit, free fixed linears or allow other options",
+                -np.inf,
+            )
     short = [budget for budget in program.budgets if budget.most < budget.wanted - budget.slack]
     if not short:
         return
@@ -130,22 +201,10 @@ def check_feasible(program: Program) -> None:
     )
 
 
-def checked(
-    quality_loss: ArrayLike,
-    efficiency: ArrayLike,
-    target: float,
-    *,
-    stage: ArrayLike | None = None,
-    time: ArrayLike | None = None,
-    ties: ArrayLike | None = None,
-    fixed: ArrayLike | None = None,
-    reserved: ArrayLike | None = None,
-    current: ArrayLike | None = None,
-    churn: ArrayLike = 0.0,
-) -> Program:
-    """Arguments of ``ilp.solve`` as a Program.  Raises UserError with the argument and the row."""
-    quality = np.array(quality_loss, dtype=np.float64)
-    saved = np.array(efficiency, dtype=np.float64)
+def checked(terms: Terms) -> Program:
+    """Terms as a Program.  Raises UserError with the field and the row."""
+    quality = np.array(terms.quality_loss, dtype=np.float64)
+    saved = np.array(terms.efficiency, dtype=np.float64)
     if quality.ndim != 2 or 0 in quality.shape or saved.shape != quality.shape:
         raise UserError(
             f"quality_loss is {list(quality.shape)} and efficiency {list(saved.shape)}, "
@@ -153,28 +212,29 @@ def checked(
         )
     _check_finite("quality_loss", quality)
     _check_finite("efficiency", saved)
-    if not np.isfinite(target):
-        raise UserError(f"target is {target}, but must be a finite number")
+    if not np.isfinite(terms.target):
+        raise UserError(f"target is {terms.target}, but must be a finite number")
     count, options = quality.shape
-    stages = None if stage is None else _ids("stage", stage, count)
-    tie_ids = np.full(count, -1) if ties is None else _ids("ties", ties, count)
-    fixed_ids = np.full(count, -1) if fixed is None else _ids("fixed", fixed, count, options)
-    only_fixed = _reserved(reserved, options)
+    stages = None if terms.stage is None else _ids("stage", terms.stage, count)
+    tie_ids = np.full(count, -1) if terms.ties is None else _ids("ties", terms.ties, count)
+    fixed_ids = np.full(count, -1) if terms.fixed is None else _ids("fixed", terms.fixed, count, options)
+    only_fixed = _reserved(terms.reserved, options)
     _check_ties(tie_ids, stages, fixed_ids)
     group = _groups(tie_ids)
-    left = _churn(current, churn, count, options)
+    left = _churn(terms.current, terms.churn, count, options)
     return Program(
         group=group,
         churn=left,
         held=int((fixed_ids >= 0).sum()),
         cost=_summed(quality + left, group),
         saved=_summed(saved, group),
-        time=None if time is None else _summed(_times(time, stages, quality.shape), group),
+        time=None if terms.time is None else _summed(_times(terms.time, stages, quality.shape), group),
         full=_summed(saved[:, ~only_fixed].max(axis=1), group),
         allowed=_allowed(group, fixed_ids, only_fixed),
         stage=_of_groups(np.zeros(count, np.int64) if stages is None else stages, group),
-        target=float(target),
-        per_stage=stages is not None and time is None,
+        limits=tuple(replace(one, values=_summed(_values(one, quality.shape), group)) for one in terms.limits),
+        target=float(terms.target),
+        per_stage=stages is not None and terms.time is None,
     )
 
 
@@ -213,6 +273,17 @@ def _reserved(reserved: ArrayLike | None, options: int) -> Bools:
     if only_fixed.all():
         raise UserError("all options are reserved for linears fixed to them; leave one to the others")
     return only_fixed
+
+
+def _values(limit: Limit, shape: tuple[int, ...]) -> Floats:
+    values = np.array(limit.values, dtype=np.float64)
+    if values.shape != shape or not np.isfinite(limit.at_most):
+        raise UserError(
+            f"{limit.name} has values {list(values.shape)} and at most {limit.at_most}, but needs [linears, options] = "
+            f"{list(shape)} and a finite number"
+        )
+    _check_finite(limit.name, values)
+    return values
 
 
 def _times(time: ArrayLike, stages: Ints | None, shape: tuple[int, ...]) -> Floats:

@@ -1,11 +1,11 @@
-"""--snip-options recipes: the field's formats, GEMM by GEMM, as the options of a plan.
+"""--snip-options recipes: formats from published recipes as the options of a plan, GEMM by GEMM.
 
-    fprop   BF16, FP8, and each FP4: what a probe measures of them decides
-    dgrad   BF16, FP8, and the FP4 that is trained with
-    wgrad   the same; with --snip-weight also FP4 without the Hadamard transform.  Without it, nothing is measured that
-            could tell the two apart
+    fprop   BF16, FP8, and every FP4; the probe measures which is best
+    dgrad   BF16, FP8, and the FP4 of the published recipes
+    wgrad   as dgrad; with --snip-weight also FP4 without the Hadamard transform.  Without --snip-weight, no measurement
+            distinguishes the two
 
-"recipes:" and a key of RECIPES names a table whatever the device: a plan for Blackwell can be made on a CPU.
+"recipes:" and a key of RECIPES selects a table on any device, so you can make a plan for Blackwell on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_snip.quant import GEMMS, LinearPrecision
 
 RECIPES_WORD = "recipes"
 
-#: Name -> GEMM -> formats, the ones to prefer first; and those of wgrad that only the weight divergence tells apart.
+#: Name -> GEMM -> formats, preferred ones first; and formats of wgrad that only the weight divergence distinguishes.
 RECIPES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "blackwell": {
         "fprop": ("bf16", "mxfp8", "nvfp4", "nvfp4_4over6", "nvfp4_plain"),
@@ -41,7 +41,7 @@ def is_recipes(words: str) -> bool:
 
 
 def recipe_options(words: str, *, measured: bool) -> list[LinearPrecision]:
-    """The options of "recipes:NAME"; every combination over the three GEMMs.  measured: whether wgrad's errors are.
+    """The options of "recipes:NAME": all combinations over the three GEMMs.  measured: whether wgrad's errors are.
 
     Raises UserError for an unknown name.
     """

@@ -1,8 +1,8 @@
-"""The ILP in its own process, so that training neither waits for a solve nor dies with it.
+"""The ILP in its own process: training does not wait for a solve, and survives its crash.
 
 ``BackgroundSolver(request)`` starts this module as a process that imports numpy and HiGHS but not torch.  The request
 is one line of JSON on stdin, the answer the last line on stdout.  Numbers are Python's shortest exact decimals, so the
-child solves the very same matrices.
+child solves exactly the same matrices.
 
 The child ends when it is done, when stdin closes or its parent is gone (checked every half second), or on its own
 alarm.  The parent ends it in ``result`` and ``cancel``, which always reap it.
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from typing import IO, Annotated, Any, NoReturn
 
 import msgspec
@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 import megatron_snip
 from megatron_snip.errors import UserError
-from megatron_snip.files.json import Finite, checked
+from megatron_snip.files.json import Finite, Text, checked
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
+from megatron_snip.snip.plan.program import Limit, Terms
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
 GRACE_SECONDS = 60.0
@@ -49,7 +50,7 @@ class SolverFailed(RuntimeError):
 
 
 class SolverKilled(SolverFailed):
-    """A signal killed the child, perhaps for lack of memory; another try may well succeed."""
+    """A signal killed the child, perhaps because memory ran out.  A retry may succeed."""
 
 
 #: Dtypes of the arrays that are not float64.
@@ -59,6 +60,14 @@ _KINDS: dict[str, type[np.generic]] = {
 _Row = Annotated[list[float], Meta(min_length=1, max_length=4096)]
 _Matrix = Annotated[list[_Row], Meta(min_length=1, max_length=1 << 16)]
 _Ids = list[Annotated[int, Meta(ge=-1, le=1 << 20)]]
+
+
+class _Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`Limit` in JSON."""
+
+    name: Text
+    values: _Matrix
+    at_most: Finite
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,38 +83,24 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserved: list[bool] | None
     current: _Ids | None
     churn: float | _Matrix
+    limits: list[_Limit]
     gap: Finite
     node_limit: Annotated[int, Meta(ge=0, le=1 << 40)]
     time_limit: Annotated[float, Meta(ge=0, le=1e6)]
 
 
-@dataclass(frozen=True, eq=False)
-class SolveRequest:
-    """Arguments of ``ilp.solve`` as one value that a checkpoint can hold.
+class SolveRequest(Terms):
+    """Terms that a checkpoint can hold.
 
-    quality_loss and efficiency [L, O]; stage, ties, fixed, current [L] or None; time [L, O] or None; reserved [O] or
-    None; churn a number or [O, O]; the rest as in ``ilp.solve``.
     ``to_dict`` gives plain JSON values, and ``from_dict`` the same request, bit for bit.
     """
-
-    quality_loss: NDArray[np.float64]
-    efficiency: NDArray[np.float64]
-    target: float
-    stage: NDArray[np.int64] | None = None
-    time: NDArray[np.float64] | None = None
-    ties: NDArray[np.int64] | None = None
-    fixed: NDArray[np.int64] | None = None
-    reserved: NDArray[np.bool_] | None = None
-    current: NDArray[np.int64] | None = None
-    churn: float | NDArray[np.float64] = 0.0
-    gap: float = 1e-4
-    node_limit: int = 20_000
-    time_limit: float = 30.0
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, numbers and None by field name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
+        limits = [{**vars(limit), "values": limit.values.tolist()} for limit in values.pop("limits")]
+        plain = {name: np.asarray(v).tolist() if v is not None else None for name, v in values.items()}
+        return {**plain, "limits": limits}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SolveRequest:
@@ -121,21 +116,34 @@ class SolveRequest:
         for name, shape in shape_of.items():
             if found[name] is not None:
                 found[name] = _array(name, found[name], shape)
+        found["limits"] = tuple(
+            Limit(one["name"], _array(f"limits: {one['name']}", one["values"], (rows, columns)), one["at_most"])
+            for one in map(msgspec.structs.asdict, found["limits"])
+        )
         return cls(**found)
 
     def most(self) -> float:
         """The highest target, at most 1, that a plan reaches."""
-        terms = {name: getattr(self, name) for name in ("stage", "time", "ties", "fixed", "reserved")}
         try:
-            check_target(self.efficiency, 1.0, **terms)
+            check_target(replace(self, target=1.0))
         except InfeasibleTarget as error:
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
 
+    def keeps(self, choice: NDArray[np.int64]) -> bool:
+        """Whether a plan [L] keeps all limits and reaches the target, in total or per stage."""
+        if not all(limit.holds(choice) for limit in self.limits):
+            return False
+        saved, target = self.efficiency[np.arange(len(choice)), choice], self.target * (1 - 1e-9)
+        if self.stage is None or self.time is not None:
+            return bool(saved.sum() >= target)
+        free = self.efficiency if self.reserved is None else self.efficiency[:, ~self.reserved]
+        stages = [self.stage == stage for stage in np.unique(self.stage)]
+        return all(saved[here].sum() >= target * free[here].max(axis=1).sum() for here in stages)
+
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return solve(**values)
+        return solve(self)
 
 
 def _array(name: str, values: Any, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -170,7 +178,7 @@ class BackgroundSolver:
         # A child that never reads would block the write of a long request, so a thread does it.
         self._writer = threading.Thread(target=self._write, args=(line,), name="solver-stdin", daemon=True)
         self._writer.start()
-        # A chatty child must not block either, so threads read its output; files would fail on a full disk.
+        # Threads read its output, so that much output does not block it either.  Files would fail on a full disk.
         self._output, self._errors = _Reader(self._child.stdout), _Reader(self._child.stderr)
 
     @property
@@ -316,7 +324,7 @@ def _exit_with_parent(parent: int) -> NoReturn:
 def main() -> None:
     """Entry point of the child: read one request from stdin, write one answer to stdout."""
     parent = int(sys.argv[1])  # it may be gone by now, with another process as our parent
-    # The default action ends the process even where no Python code can run.
+    # The default action ends the process even while no Python code can run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     signal.alarm(int(GRACE_SECONDS))

@@ -68,8 +68,13 @@ def dry_run(config: Config) -> None:
         return
     measured = measure_all(config, world_size, end_ranks(config, world_size))
     runtime.say(as_text(config, world_size, measured))
-    if config.dry_run.memory_gib is not None:
-        check_memory(config, world_size, measured, config.dry_run.memory_gib)
+    worst = max(measured, key=lambda one: one.worst.total)
+    if config.dry_run.memory_gib is None:
+        runtime.say(f"\n{needs(worst)}; --memory-gib GIB says whether that fits")
+    else:
+        check_memory(config, world_size, worst, config.dry_run.memory_gib)
+        spare = config.dry_run.memory_gib - worst.worst.total / GIB
+        runtime.say(f"\nfits in {config.dry_run.memory_gib:g} GiB with {spare:.1f} to spare: {needs(worst)}")
 
 
 def without_files(config: Config) -> Config:
@@ -112,7 +117,7 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
             if not torch.cuda.is_available():  # nothing queries the GPU
                 config = config.replace(distributed_backend="auto", device="auto")
         config, plan = check(config, world_size)
-        here = Runtime(rank, world_size, rank, torch.device("cpu"), "fake")
+        here = Runtime(rank, world_size, rank, torch.device("cpu"))
         _join_fake_group(rank, world_size)
         stack.callback(dist.destroy_process_group)
         tracker = Tracker(1 if device == "cpu" else GPU_GRANULE)
@@ -300,9 +305,15 @@ class _Stretches:
                 self.parts.linears[shape.name].precision = options[int(column)]
 
 
-def check_memory(config: Config, world_size: int, measured: Sequence[Measured], gib: float) -> None:
-    """Raise UserError if a peak exceeds this many GiB.  Dry runs find the changes that would help."""
-    worst = max(measured, key=lambda one: one.worst.total)
+def needs(worst: Measured) -> str:
+    """The rank that needs the most memory, and how much."""
+    return (
+        f"rank {worst.rank}, pipeline stage {worst.stage}, needs {worst.worst.total / GIB:.1f} GiB ({worst.worst.name})"
+    )
+
+
+def check_memory(config: Config, world_size: int, worst: Measured, gib: float) -> None:
+    """Raise UserError if the worst peak exceeds this many GiB.  Dry runs find the changes that would help."""
     if worst.worst.total <= gib * GIB:
         return
     found = []
@@ -315,11 +326,8 @@ def check_memory(config: Config, world_size: int, measured: Sequence[Measured], 
         way_out = f"it fits with {' or '.join(fits)}"
     else:
         least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
-        way_out = f"no single change makes it fit: {least}; combine changes or take more processes"
-    raise UserError(
-        f"--memory-gib {gib:g}: rank {worst.rank}, pipeline stage {worst.stage}, needs "
-        f"{worst.worst.total / GIB:.1f} GiB ({worst.worst.name}); {way_out}"
-    )
+        way_out = f"no single change makes it fit: {least}; combine changes or use more ranks"
+    raise UserError(f"--memory-gib {gib:g}: {needs(worst)}; {way_out}")
 
 
 def _changes(config: Config) -> list[tuple[str, Config]]:

@@ -133,13 +133,13 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
         lines.append("blocks are counted as without --compile, under which launches and memory differ")
     for one in measured:
         lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, holds {one.parameters / 1e9:.3f}e9 parameters", ""]
-        lines += _aligned(_rows(one))
+        lines += _aligned(_rows(one, config.dry_run.dry_run_gemms))
         if costs := _costs(config, world_size, one):
             lines += ["", *costs]
     return "\n".join(lines)
 
 
-def _rows(one: Measured) -> list[list[str]]:
+def _rows(one: Measured, with_gemms: bool) -> list[list[str]]:
     """The table of one rank: row names first, then a column per stretch."""
 
     def row(name: str, value: Callable[[Stretch], str]) -> list[str]:
@@ -157,8 +157,8 @@ def _rows(one: Measured) -> list[list[str]]:
     rows.append(row("launches of casts", lambda s: str(_launches(s).get("cast", 0))))
     rows.append(row("launches of GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
     rows.append(row("device-to-host reads", lambda s: str(s.counts["read",])))
-    shapes = sorted({what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm"}, key=str)
-    for what in shapes:
+    shapes = {what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm" and with_gemms}
+    for what in sorted(shapes, key=str):
         name = f"GEMM {what[1]} x {what[2]} x {what[3]}, {what[4]}"
         rows.append(row(name, lambda s, what=what: str(s.counts[what] or "")))  # type: ignore[misc]
     return rows

@@ -15,8 +15,9 @@ from megatron_snip.runtime import Runtime
 
 LOGGER = logging.getLogger("megatron_snip")
 _GIB = 2**30
-#: Bytes per parameter in training: weight, gradient and two moments, each in float32.
-_BYTES = 16
+#: What a rank holds: bytes per parameter, all in float32, and in words.
+TRAINING = (16, "weights, gradients and the optimiser's state")
+WEIGHTS = (4, "the weights")
 #: Files of a control group, versions 2 and 1: limit, usage, and reclaimable part of the usage.
 _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -24,30 +25,30 @@ _GROUPS = (
 )
 
 
-def warn_about_memory(config: Config, here: Runtime) -> None:
-    """Warn if weights, gradients and moments alone exceed the free memory of this machine or its GPU."""
+def warn_about_memory(config: Config, here: Runtime, holds: tuple[int, str] = TRAINING) -> None:
+    """Warn if what ranks hold (TRAINING or WEIGHTS) alone exceeds the free memory of this machine or its GPU."""
     free, processes = free_memory(here.device), runtime.environment_local_world_size()
     if here.device.type == "cuda":
         processes = -(-processes // max(1, torch.cuda.device_count()))
-    needed = processes * held(config, here.world_size)
+    needed = processes * held(config, here.world_size, holds[0])
     if free is None or needed <= free:
         return
     what = "this GPU" if here.device.type == "cuda" else "this machine"
     LOGGER.warning(
-        f"{what} cannot hold the run: weights, gradients and the optimiser's state need {needed / _GIB:.1f} GiB for "
+        f"{what} cannot hold the run: {holds[1]} need {needed / _GIB:.1f} GiB for "
         f"{processes} process{'es' if processes > 1 else ''}, activations not counted, and {free / _GIB:.1f} GiB are "
         "free; the system may kill it without notice. Take a smaller model or more machines, or shard more; --dry-run "
         "shows what a layout needs"
     )
 
 
-def held(config: Config, world_size: int) -> int:
-    """Average bytes of weights, gradients and moments per rank."""
+def held(config: Config, world_size: int, each: int = TRAINING[0]) -> int:
+    """Average bytes per rank, at ``each`` bytes per parameter."""
     p, dp = config.parallel, config.data_parallel_size(world_size)
     count = parameters(config.model, tied=not config.model.untie_embeddings_and_output_weights)
     whole = dp * p.context_parallel_size
     shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * (whole // config.replicas(dp))
-    return _BYTES * count // shards
+    return each * count // shards
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:

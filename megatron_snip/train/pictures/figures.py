@@ -25,8 +25,7 @@ from megatron_snip.snip.plan import Plan
 Figure = dict[str, Any]
 Curve = tuple[Sequence[int], Sequence[float]]
 
-MOST_POINTS, MOST_MARKS, MOST_COLUMNS = 4000, 200, 200
-MOST_SHARES = 8  # shares written on marks of new plans
+MOST_POINTS, MOST_MARKS, MOST_COLUMNS, MOST_LABELS = 4000, 200, 200, 12
 MOST_CELLS = 1_000_000  # linears of all plans that the slider holds
 _COLOURS = {"bf16": "#aab4c2", "fp8": "#5b8fbf", "fp4": "#e8893c"}
 _SPARE_COLOURS = ("#7a5ba6", "#3f9a7a", "#c9a227", "#b0507a", "#6b8f4e", "#a5482f")
@@ -67,7 +66,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[list[int], list[floa
             keep |= {int(bucket[low[bucket].argmin()]), int(bucket[high[bucket].argmax()])}
         order = sorted(keep)
         xs, ys = xs[order], ys[order]
-    return xs.tolist(), rounded(ys)
+    return xs.tolist(), _rounded(ys)
 
 
 def smooth(values: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -97,6 +96,33 @@ def loss(runs: Mapping[str, tuple[Curve, Curve]], marks: Sequence[tuple[int, flo
         layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     if (span := _range([curve for pair in runs.values() for curve in pair])) is not None:
         layout["yaxis"]["range"] = span
+    return {"data": data, "layout": layout}
+
+
+def difference(name: str, other: str, mine: Curve, theirs: Curve) -> Figure | None:
+    """The training loss minus another run's: means over windows of common iterations, with two standard errors.
+
+    None if the runs have no iteration in common.
+    """
+    there = dict(zip(*theirs))
+    common = [(i, value - there[i]) for i, value in zip(*mine) if i in there]
+    if not common:
+        return None
+    window = max(8, len(common) // 100) if len(common) >= 16 else 1
+    parts = np.array_split(np.asarray(common, np.float64), len(common) // window)  # each [W, 2]
+    xs, means = [int(part[:, 0].mean()) for part in parts], [float(part[:, 1].mean()) for part in parts]
+    sizes = " or ".join(map(str, sorted({len(part) for part in parts})))  # parts that differ do so by one
+    data = [line(f"mean of {sizes}" if window > 1 else f"{name} - {other}", (xs, means), PALETTE[0])]
+    if window > 1:
+        errors = [2 * part[:, 1].std(ddof=1) / math.sqrt(len(part)) for part in parts]
+        low, high = (_rounded([m + sign * e for m, e in zip(means, errors)]) for sign in (-1, 1))
+        band: Figure = {
+            "type": "scatter", "x": xs + xs[::-1], "y": high + low[::-1], "fill": "toself", "hoverinfo": "skip",
+            "mode": "none", "fillcolor": "rgba(61,127,196,0.25)", "name": "two standard errors",
+        }  # fmt: skip
+        data.insert(0, band)
+    layout = axes("iteration", f"{name} - {other} (nats)")
+    layout["yaxis"] |= {"zeroline": True, "zerolinecolor": "#8792a2"}
     return {"data": data, "layout": layout}
 
 
@@ -161,10 +187,10 @@ def shares(all_plans: Sequence[Plan]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def divergence_heatmap(values: Mapping[str, float], what: str, scale: Sequence[float] = ()) -> Figure:
+def divergence_heatmap(values: Mapping[str, float], what: str, among: Iterable[float] = ()) -> Figure:
     """A value per linear as a colour on a log scale.  Cells of values that are not positive stay empty.
 
-    scale: values between which colours run, if several heatmaps are to share them.
+    among: all values that share the scale of colours; by default, these.
     """
     grid = Grid(values)
     table: list[list[float | None]] = [[None] * grid.blocks for _ in grid.kinds]
@@ -172,9 +198,7 @@ def divergence_heatmap(values: Mapping[str, float], what: str, scale: Sequence[f
         table[row][block] = values[name] if values[name] > 0 else None
     layout = _heatmap_layout(grid.kinds, grid.blocks)
     layout["yaxis"] |= {"tickvals": list(range(len(grid.kinds))), "range": [len(grid.kinds) - 0.5, -0.5]}
-    heat = _log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}")
-    if ends := [math.log10(v) for v in scale if v > 0 and math.isfinite(v)]:
-        heat |= {"zmin": min(ends), "zmax": max(ends)}
+    heat = _log_heat(table, {}, f"block %{{x}} %{{y}}: %{{customdata:.3g}} {what}", among)
     return {"data": [heat], "layout": layout}
 
 
@@ -186,7 +210,7 @@ def divergence_over_iterations(curves: Mapping[str, Curve], what: str) -> Figure
     ]
     ticks = _log_ticks([y for _, ys in curves.values() for y in ys if y > 0])
     layout = axes("iteration", what)
-    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
+    layout["yaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
     return {"data": data, "layout": layout}
 
 
@@ -222,17 +246,18 @@ def measured(points: Sequence[tuple[int, float, float | None, float | None]]) ->
     figures: list[Figure] = [{"data": data, "layout": axes("iteration", "loss divergence (nats)")}]
     both = [(p[3], p[1], p[2], p[0]) for p in points if p[3] is not None]
     if len(both) > 1:
-        ends = [f(min(p[:2]) if f is min else max(p[:2]) for p in both) for f in (min, max)]
-        room = 0.05 * (ends[1] - ends[0]) or 1e-6
+        ends = [min(p[0] for p in both), max(p[0] for p in both)]
         bars = {**bars, "array": [2 * error if error is not None else 0.0 for _, _, error, _ in both]}
         scatter = line("plans", ([p[0] for p in both], [p[1] for p in both]), PALETTE[0], mode="markers", error_y=bars)
         scatter |= {"text": [f"iteration {p[3]}" for p in both]}
         equal = line("as predicted", (ends, ends), PALETTE[1], dash="dot")
         layout = axes("predicted (nats)", "measured (nats)")
+        low, high = min(p[1] - 2 * (p[2] or 0.0) for p in both), max(p[1] + 2 * (p[2] or 0.0) for p in both)
+        span = [min(low, ends[0]), max(high, ends[1])]
+        edge = 0.05 * (span[1] - span[0])
         for axis in layout.values():  # equal, so that the diagonal is one
-            axis["range"] = [ends[0] - room, ends[1] + room]
-        layout["yaxis"] |= {"scaleanchor": "x", "constrain": "domain"}
-        layout["xaxis"]["constrain"] = "domain"
+            axis |= {"range": [span[0] - edge, span[1] + edge], "constrain": "domain"}
+        layout["yaxis"]["scaleanchor"] = "x"
         figures.append({"data": [equal, scatter], "layout": layout})
     return figures
 
@@ -256,7 +281,7 @@ def stages(found: Sequence[tuple[int, float, float]]) -> Figure:
     """(stage, FP4 share, modelled time) as bars."""
     names = [f"stage {stage}" for stage, _, _ in found]
     bars = {
-        "type": "bar", "x": names, "y": rounded([time for _, _, time in found]), "marker": {"color": PALETTE[0]},
+        "type": "bar", "x": names, "y": _rounded([time for _, _, time in found]), "marker": {"color": PALETTE[0]},
         "text": [f"{share:.1%} in FP4" for _, share, _ in found],
         "name": "modelled time", "showlegend": False, "width": 0.5,
     }  # fmt: skip
@@ -282,7 +307,7 @@ def line(name: str, curve: Any, colour: str, *, width: float = 2, **more: Any) -
     style = {"color": colour, "width": width} | {key: more.pop(key) for key in ("dash", "shape") if key in more}
     single = {"mode": "markers"} if len(curve[0]) == 1 else {"mode": "lines"}
     floats = any(isinstance(x, float) for x in curve[0])
-    xs, ys = (rounded(curve[0]), rounded(curve[1])) if floats else thinned(curve)
+    xs, ys = (_rounded(curve[0]), _rounded(curve[1])) if floats else thinned(curve)
     return {"type": "scatter", "name": name, "x": xs, "y": ys, "line": style, **single, **more}
 
 
@@ -290,29 +315,31 @@ def _new_plans(marks: Sequence[tuple[int, float]]) -> Figure:
     """A vertical line per new plan, on a separate axis from 0 to 1."""
     kept = [marks[i] for i in picked(len(marks), MOST_MARKS)]
     texts = [f"plan from iteration {iteration}: {share:.1%} in FP4" for iteration, share in kept]
-    some = set(picked(len(kept), MOST_SHARES))
-    beside = [f"{share:.0%} FP4" if number in some else "" for number, (_, share) in enumerate(kept)]
+    labels = [f"{share:.0%}" if len(kept) <= MOST_LABELS else "" for _, share in kept]
     return {
-        "type": "scatter", "mode": "lines+text", "name": "new plan", "yaxis": "y2", "textposition": "bottom right",
+        "type": "scatter", "mode": "lines+text", "name": "new plan", "yaxis": "y2",
         "line": {"color": _MARK, "width": 1, "dash": "dot"},
         "x": [x for iteration, _ in kept for x in (iteration, iteration, None)], "y": [0, 1, None] * len(kept),
-        "text": [t for text in beside for t in ("", text, "")], "textfont": {"size": 10},
-        "customdata": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{customdata}<extra></extra>",
+        "text": [t for label in labels for t in ("", label, "")], "textposition": "bottom right",
+        "textfont": {"color": _MARK, "size": 11},
+        "hovertext": [t for text in texts for t in (text, text, "")], "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
 
 
-def _log_heat(table: list[list[float | None]], places: Figure, text: str) -> Figure:
-    """A heatmap of logarithms.  Its colour bar and hover text show the values."""
+def _log_heat(table: list[list[float | None]], places: Figure, text: str, among: Iterable[float] = ()) -> Figure:
+    """A heatmap of logarithms.  Its colour bar and hover text show the values.  among: as divergence_heatmap's."""
     logs = [[None if v is None else round(math.log10(v), 4) for v in row] for row in table]
     known = [v for row in logs for v in row if v is not None]
+    if shared := [math.log10(v) for v in among if v > 0 and math.isfinite(v)]:
+        places, known = {**places, "zmin": min(shared), "zmax": max(shared)}, shared
     ticks = _log_ticks([10**v for v in known])
     return {
-        "type": "heatmap", "z": logs, "customdata": [rounded(row) for row in table], **places, "hoverongaps": False,
+        "type": "heatmap", "z": logs, "customdata": [_rounded(row) for row in table], **places, "hoverongaps": False,
         "colorscale": "YlOrRd", "reversescale": True, "xgap": 1, "ygap": 1,
         "hovertemplate": text + "<extra></extra>",
         "colorbar": {
             "thickness": 10, "outlinewidth": 0,
-            "tickvals": [math.log10(t) for t in ticks], "ticktext": [number(t) for t in ticks],
+            "tickvals": [math.log10(t) for t in ticks], "ticktext": [_tick(t) for t in ticks],
         },
     }  # fmt: skip
 
@@ -325,19 +352,14 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
     return [float(f"1e{power}") for power in range(low, high + 1, -(-(high - low) // 5))]
 
 
-def number(value: float, digits: int = 3) -> str:
-    """A number as on the axes: 0.0005, and 5e-5 from there down."""
-    return re.sub(r"e([+-])0*", lambda found: f"e{found[1].strip('+')}", f"{value:.{digits}g}")
+def _tick(value: float) -> str:
+    """A tick's text, in plotly's notation: 0.0001, 1e-5."""
+    return re.sub(r"e-0", "e-", f"{value:g}")
 
 
 def axes(x: str, y: str) -> Figure:
     """A layout with these titles of the axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
-
-
-def _whole(blocks: int) -> Figure:
-    """Ticks of an axis of blocks, at whole numbers."""
-    return {"tick0": 0, "dtick": next((step for step in (1, 2, 5, 10) if blocks <= 12 * step), 20), "tickformat": "d"}
 
 
 def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
@@ -346,6 +368,11 @@ def _heatmap_layout(kinds: Sequence[str], blocks: int) -> Figure:
     layout["yaxis"] |= {"showgrid": False, "zeroline": False, "ticktext": list(kinds)}
     layout["height"] = 130 + 30 * max(len(kinds), 3)
     return layout
+
+
+def _whole(count: int) -> Figure:
+    """Ticks at whole numbers below ``count``, sixteen at most."""
+    return {"tick0": 0, "dtick": -(-count // 16), "tickformat": "d"}
 
 
 def _range(all_curves: Sequence[Curve]) -> list[float] | None:
@@ -359,6 +386,6 @@ def _range(all_curves: Sequence[Curve]) -> list[float] | None:
     return [low - 0.05 * (top - low), top + 0.3 * (top - low)] if top > low else None
 
 
-def rounded(values: Iterable[Any]) -> list[Any]:
+def _rounded(values: Iterable[Any]) -> list[Any]:
     """The values to six significant digits, more than a screen shows; None if not finite."""
     return [float(f"{v:.6g}") if v is not None and math.isfinite(v) else None for v in values]

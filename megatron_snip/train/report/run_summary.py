@@ -19,7 +19,6 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import MEASURES, saving
-from megatron_snip.train.pictures.figures import number
 from megatron_snip.train.run.metrics import lines_of, metrics_file
 from megatron_snip.train.run.state_file import read_run_file
 
@@ -227,9 +226,9 @@ def _trials(values: Mapping[str, Any]) -> str:
     others = values["trials_overruled"]
     text = f"{values['trials']} ({others or 'none'} took another plan than the solver's)"
     if values["trial_increase"] is not None:
-        error = f" ± {number(values['trial_error'], 2)}" if values["trial_error"] is not None else ""
-        text += f"; the last plan costs {number(values['trial_increase'], 4)}{error} nats above BF16"
-        text += f", predicted {number(values['trial_predicted'], 4)}" if values["trial_predicted"] is not None else ""
+        error = f" ± {values['trial_error']:.2g}" if values["trial_error"] is not None else ""
+        text += f"; the last plan costs {values['trial_increase']:.4g}{error} nats above BF16"
+        text += f", predicted {values['trial_predicted']:.4g}" if values["trial_predicted"] is not None else ""
     return text
 
 

@@ -8,7 +8,6 @@ show, and add it to ``_SECTIONS``.
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
@@ -28,14 +26,11 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.predict.sampling import top_token
 from megatron_snip.train.pictures import figures as pictures
-from megatron_snip.train.pictures.difference_picture import Difference, difference_of
-from megatron_snip.train.pictures.difference_picture import difference as difference_figure
 from megatron_snip.train.report.evaluations import read_evaluations, score_rows
+from megatron_snip.train.report.headline import config_of, difference_text, headline, verdict
 from megatron_snip.train.report.page import Section, folded, page, table
 from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
 from megatron_snip.train.report.trials import trials
-from megatron_snip.train.report.verdict import headline, speed_over_fp8, verdict
-from megatron_snip.train.run.run_folder import saved_options
 from megatron_snip.train.setup import snip_shapes
 
 #: Most lines in the table of plans; the solver's seconds per point of the trade-off.
@@ -52,10 +47,11 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
     sections = [section for section in found if section is not None]
-    said = verdict(run, _speed(run))
-    facts = [*([("verdict", said)] if said else []), *rows_of(summary_of(run)), *headline(run)]
+    facts = [*headline(run), *rows_of(summary_of(run))]
     notes = [note for one in (run, *rest) for note in one.notes]
-    text = page(run.path.resolve().name, str(run.path), facts, notes, sections)
+    name, *more = _names([run, *rest])
+    title = f"{name} compared with {', '.join(more)}" if more else name
+    text = page(title, str(run.path), facts, notes, sections, verdict(run))
     path = file or run.path / "report.html"
     write_atomic(path, text.encode("utf-8", "replace").decode())  # a folder's name may not be UTF-8
     return path
@@ -69,40 +65,38 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
     marks = [(plan.iteration, plan.achieved) for plan in run.plans]
     shown = {name: (one.column("lm loss"), one.column("lm loss validation")) for name, one in runs.items()}
     plain = {name: html.escape(name, quote=False) for name in shown}  # plotly interprets tags in texts
-    figures, text, told = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], "", []
+    figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
         if differing := _other_options(run.options, runs[other].options):
             run.notes.append(f"{name} and {other} differ in more than precision: {differing}")
-        difference = difference_of(mine, theirs)
-        if difference is None:
+        figure = pictures.difference(plain[name], plain[other], mine, theirs)
+        if figure is None:
             run.notes.append(f"{name} and {other} have no iteration in common, so no difference is shown")
         else:
-            figures.append(difference_figure(plain[name], plain[other], difference))
-            told.append(_told(name, other, difference))
-            text = "Difference of the training losses at equal iterations; the band assumes independent iterations."
+            figures.append(figure | {"title": f"{name} - {other}"})
+            text += f"{difference_text(name, other, run, runs[other])} "
+    if len(figures) > 1:
+        text += "Bands are two standard errors, if iterations are independent. "
     if others and marks:
-        text = f"New plans are those of {name}. {text}".rstrip()
-    for key, what in (("grad-norm", "Gradient norm"), ("learning-rate", "Learning rate")):
-        lines = {plain[name]: curve for name, one in runs.items() if (curve := one.column(key))[0]}
-        figures += [pictures.curves(lines, what.lower()) | {"title": what}] if lines else []
-    return Section("Loss", " ".join([text, *told]).strip(), figures)
+        text += f"New plans are those of {name}."
+    return Section("Loss", text.rstrip(), figures)
 
 
-def differences(run_dir: str | Path, others: Sequence[str | Path]) -> list[str]:
-    """A line for each other run: the last difference of the training losses.  Raises as `write_report`."""
-    runs = [read_run(each) for each in (run_dir, *others)]
-    (name, mine), *rest = zip(_names(runs), runs)
-    found = [(other, difference_of(mine.column("lm loss"), run.column("lm loss"))) for other, run in rest]
-    return [_told(name, other, one) for other, one in found if one is not None]
+def compared(runs: Sequence[str | Path]) -> str:
+    """How the first run ends beside each of the others: a line each."""
+    run, *others = map(read_run, runs)
+    name, *more = _names([run, *others])
+    return "\n".join(difference_text(name, other, run, one) for other, one in zip(more, others, strict=True))
 
 
-def _told(name: str, other: str, found: Difference) -> str:
-    """The last difference in words."""
-    error, size = found.errors[-1], found.sizes[-1]
-    band = f" ± {pictures.number(2 * error)} (two standard errors)" if math.isfinite(error) else ""
-    over = f"over the last {size} common iterations" if size > 1 else "in the last common iteration"
-    return f"{name} minus {other}: {pictures.number(found.means[-1])}{band} nats {over}."
+def _optimisation(run: Run) -> Section | None:
+    """Gradient norm and learning rate."""
+    figures = []
+    for title, key in (("Gradient norm", "grad-norm"), ("Learning rate", "learning-rate")):
+        if (curve := run.column(key))[0]:
+            figures.append(pictures.curves({title.lower(): curve}, title.lower()) | {"title": title})
+    return Section("Optimisation", "", figures) if figures else None
 
 
 def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -131,7 +125,7 @@ def _plans(run: Run) -> Section | None:
     for number, (before, plan) in enumerate(zip([None, *run.plans], run.plans)):
         cells = [
             str(plan.iteration), plan.objective, plan.asked, f"{plan.achieved:.2%}",
-            f"{plan.churn(before):.1%}" if before else "", plan.solver.status, pictures.number(plan.solver.gap, 2),
+            f"{plan.churn(before):.1%}" if before else "", plan.solver.status, f"{plan.solver.gap:.1e}",
             f"{plan.solver.seconds:.2f}", plan.hash,
         ]  # fmt: skip
         lines += [cells] if number in kept else []
@@ -197,9 +191,11 @@ def _measured(run: Run) -> Section | None:
          predicted.get(plan))
         for plan, row in last.items()
     ]  # fmt: skip
-    counts = [int(row.get(f"{key.removesuffix('mean')}count") or 0) for row in last.values()]
-    many = f"{sum(counts)} measurements in BF16. " if all(counts) else ""
-    text = f"{many}Mean over the extra BF16 forwards under each plan, with two standard errors, next to the prediction."
+    count = len(run.column("snip/bf16_loss")[0])
+    text = (
+        f"Mean over the extra BF16 forwards under each plan, {count} in all, with two standard errors, next to the "
+        "prediction."
+    )
     return Section("Measured against predicted", text, pictures.measured(points)) if points else None
 
 
@@ -243,21 +239,9 @@ def _trade_off(run: Run) -> Section | None:
     return Section("Trade-off", f"{text} {asked}", [figure])
 
 
-def _speed(run: Run) -> float | None:
-    """`speed_over_fp8` of the last plan, with the run's table of times; None if it is not known."""
-    if not run.plans or run.stats is None:
-        return None
-    try:
-        planner = _planner(run, run.stats)
-        return speed_over_fp8(run.plans[-1], planner.shapes, planner.times)
-    except (ValueError, KeyError, TypeError, OSError):  # as for the trade-off, which notes why
-        return None
-
-
 def _planner(run: Run, stats: Statistics) -> Planner:
     """A planner with the run's options and these statistics."""
-    groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
-    config = parse([], saved_options({"config": run.options}, groups))
+    config = config_of(run)
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
     shapes = snip_shapes(config)
     if [shape.name for shape in shapes] != list(stats.names):
@@ -352,5 +336,5 @@ def _shown(value: Any) -> str:
 
 #: Sections after the loss, in the page's order.
 _SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-    _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+    _optimisation, _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -253,11 +253,19 @@ class MetricsWriter:
 
 
 def progress_line(
-    row: Mapping[str, Any], total: int, *, nan_iterations: int, tflops: float | None, peak: float | None = None
+    row: Mapping[str, Any],
+    total: int,
+    *,
+    nan_iterations: int,
+    tokens: float,
+    left: float,
+    tflops: float | None,
+    peak: float | None = None,
 ) -> str:
-    """Megatron's progress line for one row of metrics; `iteration-time` is in seconds.
+    """Megatron's progress line for one row of metrics, then tokens per second and the time left.
 
-    peak: the device's peak TFLOP/s in BF16, for MFU.
+    `iteration-time` is in seconds, and so is ``left``.  tokens: of an iteration.  peak: the device's peak TFLOP/s in
+    BF16, for MFU.
     """
     throughput = "" if tflops is None else f" throughput per GPU (TFLOP/s/GPU): {tflops:.1f} |"
     if tflops is not None and peak is not None:
@@ -269,6 +277,7 @@ def progress_line(
         f" learning rate: {row['learning-rate']:.6E} | global batch size: {row['batch-size']:5d} |"
         f" lm loss: {row['lm loss']:.6E} | loss scale: 1.0 | grad norm: {row['grad-norm']:.3f} |"
         f" number of skipped iterations: {nan_iterations:3d} | number of nan iterations: {nan_iterations:3d} |"
+        f" tokens per second: {tokens / row['iteration-time']:.0f} | time left: {timedelta(seconds=round(left))} |"
     )
 
 

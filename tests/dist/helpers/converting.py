@@ -15,7 +15,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.train.run import run_folder
 from megatron_snip.train.step import Stepper
 from tests.dist.helpers.runs import make, train_run
-from tools import analyse as analyse_tool
+from megatron_snip.cli import analyse as analyse_tool
 from megatron_snip.cli import collect_stats, convert_checkpoint, generate_plan
 
 
@@ -129,9 +129,12 @@ def first_batch(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def plan(*words: str) -> tuple[int, str, str]:
-    """tools/generate_plan.py: its status, what it prints, and what it complains of."""
+def plan(*words: str) -> tuple[str, str]:
+    """`megatron-snip plan`: what it prints, and what it refuses."""
     runtime.stop = lambda: None
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as complained:
-        status = generate_plan.main(words)
-    return status, said.getvalue(), complained.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            generate_plan.main(words)
+        except ValueError as error:
+            return "", str(error)
+    return said.getvalue(), ""

@@ -13,7 +13,6 @@ import torch
 
 from megatron_snip.cli import evaluate
 from megatron_snip.cli.evaluate import (
-    PRESETS,
     bos_of,
     check_own,
     check_plan,
@@ -25,6 +24,7 @@ from megatron_snip.cli.evaluate import (
     run_folder_of,
     scores_of,
 )
+from megatron_snip.cli.parsers import PRESETS
 from megatron_snip.config import Config
 from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA

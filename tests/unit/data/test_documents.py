@@ -128,7 +128,7 @@ DAMAGED = {
     "flipped.jsonl.gz": (lambda: gzip.compress(LINES)[:20] + b"\xff\xff" + gzip.compress(LINES)[22:], "decompressed"),
     "half.jsonl.zst": (lambda: zstd(LINES)[:-3], "half.jsonl.zst cannot be decompressed .*within a frame"),
     "a block.jsonl.zst": (lambda: zstandard.ZstdCompressor().compress(LINES)[:9], "within a frame"),
-    "empty.jsonl.zst": (lambda: b"", "empty.jsonl.zst is empty, which no compressed file is"),
+    "empty.jsonl.zst": (lambda: b"", "empty.jsonl.zst is empty, but a compressed file has at least a header"),
     "empty.jsonl.gz": (lambda: b"", "empty.jsonl.gz is empty"),
     "no.jsonl.zst": (lambda: LINES, "cannot be decompressed"),
     "no.parquet": (lambda: LINES, "no.parquet cannot be read"),

@@ -13,11 +13,11 @@ import tokenizers
 import zstandard
 
 from megatron_snip.arguments import parse
+from megatron_snip.cli.preprocess_data import main
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset
 from megatron_snip.data.sampling import build_datasets
 from tests.test_readme import ROOT, commands
-from tools.preprocess_data import main
 
 COMMANDS = [shlex.split(command) for command in commands((ROOT / "docs/data.md").read_text())]
 RECIPES = {words[words.index("--output-prefix") + 1]: words[2:] for words in COMMANDS if words[0] == "python"}

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_snip.formats import ROLES, Format, format_names, get_format, register
+from megatron_snip.formats import ROLES, Format, Hadamard, format_names, get_format, register
 from megatron_snip.formats.element import E2M1, E4M3
 
 #: Formats that this package ships, and their elements; a new one need not be here.
@@ -58,13 +58,13 @@ def test_published_blocks_and_scales(name):
     """OCP MX v1.0, sec. 5: 32 elements under E8M0; NVFP4: 16 under E4M3; else 128 and 128x128 under float32."""
     fmt = get_format(name)
     if name.startswith("mx"):
-        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2", "mxfp4") else "e8m0", 0)
+        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2", "mxfp4") else "e8m0", None)
     elif name.startswith("nv"):
         scale = "e4m3_4over6" if name == "nvfp4_4over6" else "e4m3"
-        expected = (16, None, scale, 0) if name == "nvfp4_plain" else (16, 16, scale, 16)
+        expected = (16, None, scale, None) if name == "nvfp4_plain" else (16, 16, scale, 16)
     else:
-        expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", 0)
-    assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard) == expected
+        expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", None)
+    assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard and fmt.hadamard.length) == expected
     assert fmt.needs_tensor_amax == name.startswith("nv")
 
 
@@ -98,8 +98,13 @@ def test_bad_arguments_raise():
         register(Format("fp8", E4M3))
     with pytest.raises(ValueError, match="scale='e5m3'.*e8m0"):
         Format("x", E2M1, scale="e5m3")
-    with pytest.raises(ValueError, match="hadamard=8"):
-        Format("x", E2M1, hadamard=8)
+    with pytest.raises(ValueError, match=r"signs='\+-\+-', of length 4; give 16, 32, 128 of \+ and -"):
+        Hadamard("+-+-")
+    with pytest.raises(ValueError, match="signs='1111111111111111'"):
+        Hadamard("1" * 16)
+    for gemms, said in (({"fprop", "bprop"}, r"\['bprop', 'fprop'\]"), (set(), r"\[\]")):
+        with pytest.raises(ValueError, match=f"gemms={said}; choose from fprop, dgrad, wgrad"):
+            Hadamard("+" * 16, frozenset(gemms))
     for wrong in ("activation", "fprop.grad_output"):
         with pytest.raises(ValueError, match=rf"\['{wrong}'\]; known: input, .*dgrad.weight, .*wgrad.input"):
             Format("x", E2M1, stochastic_roles=frozenset({wrong}))

@@ -67,3 +67,12 @@ def load_transformer_engine_nvfp4(folder: Path, monkeypatch: pytest.MonkeyPatch)
         spec.loader.exec_module(module)
         recipes.__dict__[name] = module
     return module
+
+
+def load_fouroversix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """fouroversix's PyTorch reference from a checkout, without what its packages import for GPUs."""
+    for name in ("fouroversix", "fouroversix.kernels", "fouroversix.quantize", "fouroversix.quantize.pytorch"):
+        stub = ModuleType(name)
+        stub.__path__ = [str(folder.joinpath("src", *name.split(".")))]
+        monkeypatch.setitem(sys.modules, name, stub)
+    return importlib.import_module("fouroversix.quantize.pytorch.reference")

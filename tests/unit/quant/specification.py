@@ -16,7 +16,8 @@ def _resolve(x: Tensor, fmt: Any, how: dict[str, Any]) -> tuple[Tensor, Form, Te
     """What is cast, its form and its largest magnitude."""
     amax = how.pop("amax", None)
     form = resolve(x, fmt, rounding=how.pop("rounding", None), key=how.pop("key", None), **how)
-    x = hadamard(x) if form.transformed else x
+    if form.transformed:
+        x = hadamard(x, form.fmt.hadamard, form.dim)
     return x, form, finite_amax(x) if amax is None else amax
 
 

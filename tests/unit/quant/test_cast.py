@@ -14,8 +14,8 @@ from megatron_snip.formats import SCALES, Format, format_names, get_format
 from megatron_snip.formats.element import element_named
 from megatron_snip.quant import RoundingKey, fake_quantize, quantize
 from megatron_snip.quant.casts.cast import Form, finite_amax
-from megatron_snip.quant.casts.hadamard import hadamard
 from megatron_snip.quant.casts.rounding import random_bits
+from megatron_snip.quant.kernels.dispatch import transformed
 from tests.unit.quant.elements import gfloat_format
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
@@ -209,7 +209,7 @@ def test_tensor_parallel_shards_are_rounded_as_the_whole(fmt, dim, cut, tp, cast
     """Stochastically, cut by rows or columns: the bits belong to the position, and nvfp4_plain's amax to the whole."""
     x = torch.randn(512, 512).bfloat16()
     whole = casts[1](x, fmt, role="grad_output", dim=dim, key=KEY)
-    amax = finite_amax(hadamard(x) if fmt == "nvfp4" and dim == 0 else x)
+    amax = finite_amax(transformed(x, Form(get_format(fmt), "grad_output", dim)))
     step = 512 // tp
     for rank in range(tp):
         rows, cols = (slice(rank * step, (rank + 1) * step) if side == cut else slice(0, 512) for side in (0, 1))

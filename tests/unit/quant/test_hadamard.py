@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from megatron_snip.formats import Format, get_format
-from megatron_snip.formats.element import E2M1
-from megatron_snip.quant import RoundingKey, fake_quantize, quantize
+from megatron_snip.formats import Hadamard, format_names, get_format, register
+from megatron_snip.formats import format as format_module
+from megatron_snip.quant import GEMMS, LinearPrecision, RoundingKey, fake_quantize, quantize, quantized_linear
+from megatron_snip.quant.casts import hadamard as module
 from megatron_snip.quant.casts.cast import Form, finite_amax
-from megatron_snip.quant.casts.hadamard import LENGTH, SIGNS, hadamard
 from megatron_snip.quant.kernels.dispatch import cast
+from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
 KEY = RoundingKey(seed=1, iteration=2, stream=3)
+OURS = get_format("nvfp4").hadamard
+LENGTH = OURS.length
+LENGTHS = [Hadamard(OURS.signs * times) for times in (1, 2, 8)]
+hadamard = partial(module.hadamard, transform=OURS)
 
 
-def matrix():
-    """H diag(s) / 4 by Sylvester's rule, which is not how it is computed: float32 [16, 16]."""
-    h = torch.ones(1, 1)
-    while len(h) < LENGTH:
+def matrix(transform=OURS):
+    """H diag(s) / sqrt(L) by Sylvester's rule, which is not how it is computed: float64 [L, L]."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < transform.length:
         h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
-    return h * torch.tensor(SIGNS) / 4
+    return h * torch.tensor([1 if sign == "+" else -1 for sign in transform.signs]) / transform.length**0.5
+
+
+@pytest.fixture
+def registered():
+    """A function that registers formats for a test, with the name of each."""
+    names = []
+
+    def add(fmt):
+        names.append(register(fmt).name)
+        return fmt.name
+
+    yield add
+    for name in names:
+        del format_module._FORMATS[name]
 
 
 def test_the_signs_are_transformer_engines():
     """As published: get_wgrad_sign_vector in its custom_recipes/reference_nvfp4.py."""
-    assert [token for token, sign in enumerate(SIGNS) if sign == -1] == [3, 5, 6, 7, 8, 9, 10, 12, 14, 15]
-    assert len(SIGNS) == LENGTH and {abs(sign) for sign in SIGNS} == {1}
+    assert [token for token, sign in enumerate(OURS.signs) if sign == "-"] == [3, 5, 6, 7, 8, 9, 10, 12, 14, 15]
+    assert len(OURS.signs) == 16 and OURS.gemms == {"wgrad"}
 
 
-def test_the_matrix_is_sylvesters_with_signs_and_orthogonal():
-    assert torch.equal(hadamard(torch.eye(LENGTH)), matrix())
-    assert torch.equal(matrix() @ matrix().T, torch.eye(LENGTH))
+@pytest.mark.parametrize("transform", LENGTHS, ids=lambda transform: str(transform.length))
+def test_the_matrix_is_sylvesters_with_signs_and_orthogonal(transform):
+    eye = torch.eye(transform.length)
+    assert torch.equal(module.hadamard(eye, transform), matrix(transform).float())
+    assert torch.equal(module.hadamard(eye, transform, 1), matrix(transform).float().T)
+    torch.testing.assert_close(matrix(transform) @ matrix(transform).T, eye.double(), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("transform", LENGTHS, ids=lambda transform: str(transform.length))
+def test_rows_are_transformed_as_columns(transform):
+    x = torch.randn(256, 128).bfloat16()
+    y = module.hadamard(x, transform, 1)
+    assert y.is_contiguous() and torch.equal(y, module.hadamard(x.T, transform).T)
+    exact = (x.double().view(256, -1, transform.length) @ matrix(transform).T).view(256, 128)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -41,7 +75,7 @@ def test_groups_of_16_tokens_are_transformed_each_by_itself(dtype):
     y = hadamard(x)
     assert y.dtype == dtype and y.shape == x.shape
     for start in range(0, 80, LENGTH):
-        exact = matrix().double() @ x[start : start + LENGTH].double()
+        exact = matrix() @ x[start : start + LENGTH].double()
         torch.testing.assert_close(y[start : start + LENGTH].double(), exact, rtol=2**-8, atol=1e-5)
         assert torch.equal(hadamard(x[start : start + LENGTH]), y[start : start + LENGTH])
     assert torch.equal(hadamard(x[:, 3:9]), y[:, 3:9])
@@ -122,9 +156,67 @@ def test_a_shards_amax_is_that_of_the_transformed_tensor():
     assert torch.equal(part, whole[:, :48]) and seen == [finite_amax(hadamard(x[:, :48]))]
 
 
-def test_tokens_that_are_no_multiple_of_16_raise():
-    with pytest.raises(ValueError, match=r"\[40, 8\].*40 tokens.*multiple of 16.*without the transform"):
-        fake_quantize(torch.randn(40, 8), "nvfp4", role="input", dim=0)
-    fake_quantize(torch.randn(40, 8), "nvfp4", role="input", dim=1)
-    with pytest.raises(ValueError, match="hadamard=32"):
-        Format("x", E2M1, hadamard=32)
+@pytest.mark.parametrize(
+    ("role", "dim", "said"),
+    [
+        (
+            "input",
+            0,
+            r"input has shape \[40, 72\] and its 40 tokens .*multiple of 32; change the sequence length or the",
+        ),
+        ("weight", 0, r"weight has shape \[40, 72\] and its 40 channels .*; change the layer's size or the tensor"),
+        ("grad_output", 1, r"grad_output .* its 72 channels are no multiple of 32; .* choose a format without the"),
+    ],
+)
+def test_sizes_that_are_no_multiple_of_a_group_raise(role, dim, said):
+    everywhere = replace(get_format("nvfp4"), name="x", hadamard=Hadamard("+" * 32, frozenset(GEMMS)))
+    with pytest.raises(ValueError, match=said):
+        fake_quantize(torch.randn(40, 72), everywhere, role=role, dim=dim, key=KEY)
+    fake_quantize(torch.randn(40, 72), "nvfp4", role=role, dim=1, key=KEY)
+
+
+def test_the_gemms_of_a_transform_are_those_whose_operands_are_transformed():
+    for chosen in GEMMS:
+        fmt = replace(get_format("nvfp4"), name="x", hadamard=Hadamard("+" * 16, frozenset({chosen})))
+        for gemm, dims in REDUCTION_DIM.items():
+            assert {Form(fmt, role, dim).transformed for role, dim in dims.items()} == {gemm == chosen}
+        assert fmt.shares_weight == (chosen == "wgrad")
+
+
+@pytest.mark.parametrize("base", [name for name in format_names() if name != "bf16"])
+def test_casts_with_a_transform_of_every_gemm_are_those_of_the_transformed_tensor(base):
+    """Of both dims from one call, whatever the format has else."""
+    transform = Hadamard(OURS.signs * 2, frozenset(GEMMS))
+    fmt, plain = (replace(get_format(base), name="x", hadamard=one) for one in (transform, None))
+    x = torch.randn(64, 96).bfloat16()
+    for role in ("input", "weight", "grad_output"):
+        forms = [Form(fmt, role, dim, KEY if fmt.stochastic(role, dim) else None, "codes") for dim in (0, 1)]
+        for form, made in zip(forms, cast(x, forms), strict=True):
+            y = module.hadamard(x, transform, form.dim)
+            expected = cast(y, [Form(plain, role, form.dim, form.key, "codes")])[0]
+            assert torch.equal(made.data, expected.data) and torch.equal(made.scales, expected.scales)
+
+
+@pytest.mark.parametrize("transform", LENGTHS, ids=lambda transform: str(transform.length))
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_gemm_of_transformed_operands_is_the_gemm(gemm, transform, registered):
+    """In a fine format the products agree; operands are transformed in that GEMM alone, and weights cast twice."""
+    fine = replace(
+        get_format("fp8"), name=f"fine {gemm} {transform.length}", hadamard=replace(transform, gemms=frozenset({gemm}))
+    )
+    precision = LinearPrecision.uniform(registered(fine))
+    x, w = torch.randn(128, 256, requires_grad=True), torch.randn(384, 256, requires_grad=True)
+    g = torch.randn(128, 384)
+
+    def run(precision):
+        x.grad = w.grad = None
+        y = quantized_linear(x, w, precision, key=KEY)
+        y.backward(g)
+        return dict(zip(GEMMS, (y, x.grad, w.grad), strict=True))
+
+    exact, plain, made = (
+        run(one) for one in (LinearPrecision.uniform("bf16"), LinearPrecision.uniform("fp8"), precision)
+    )
+    for one in GEMMS:
+        assert torch.equal(made[one], plain[one]) == (one != gemm)
+    assert (made[gemm] - exact[gemm]).norm() / exact[gemm].norm() < 0.04

@@ -10,7 +10,7 @@ import torch
 from megatron_snip.formats import SCALES, Format, get_format
 from megatron_snip.formats import format as format_module
 from megatron_snip.formats.element import E2M1, element_named
-from megatron_snip.quant.casts.scales import block_scales, tensor_scale
+from megatron_snip.quant.casts.scales import block_scales, four_over_six, tensor_scale
 from tests.unit.quant.elements import ELEMENTS, NAMES, all_bf16
 from tests.unit.quant.specification import fake_quantize_reference, quantize_reference
 
@@ -38,7 +38,7 @@ def test_fp32_scales_are_two_true_divisions(element):
 
 def test_a_kind_without_a_rule_is_not_taken_for_another(monkeypatch):
     """As one that is new in format.py, which refuses unknown ones."""
-    monkeypatch.setitem(format_module._SCALE_BITS, "odd", 8)
+    monkeypatch.setitem(format_module._SCALES, "odd", format_module._SCALES["e8m0"])
     with pytest.raises(AssertionError, match="no rule for scale odd"):
         block_scales(AMAX, format_of(E2M1, "odd"), None)
 
@@ -87,6 +87,18 @@ def test_e4m3_scales_are_rounded_by_ml_dtypes_under_the_tensors(element, whole):
     stored = np.minimum(amax.numpy() * factor, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(scale.numpy(), stored)
     np.testing.assert_array_equal(encode.numpy(), divide(1, stored * tensor_decode))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("element", ELEMENTS, ids=NAMES)
+def test_saturates_says_whether_finite_values_can_be_beyond_the_largest(element, scale):
+    """Blocks of one value each, of every size."""
+    fmt, whole = format_of(element, scale), AMAX.max()
+    if scale == "e4m3_4over6":
+        encode, _ = (made[0] for made in four_over_six(AMAX[None, None, :, None], fmt, whole))
+    else:
+        encode, _ = block_scales(AMAX, fmt, whole)
+    assert bool((AMAX * encode > element.saturation).any()) == fmt.saturates
 
 
 def test_dividing_a_number_by_a_tensor_is_no_true_division():

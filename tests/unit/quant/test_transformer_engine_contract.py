@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip.cli.export_plan import main
 from megatron_snip.config import ModelConfig
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import _RECIPES
 from megatron_snip.snip.plan import Plan
 from tests.unit.quant.engine_over_stand_in import SIDE
-from tools.export_plan import main
 
 VERSIONS = ("2.20.2", "2.8.0")
 LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}

@@ -15,6 +15,7 @@ import torch
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import Proposals, TrialFailed, Trials, first_plans, samples_of, try_plan, with_record
@@ -142,6 +143,16 @@ def test_noise_overrules_nothing(lone_mesh):
     chosen = [try_plans(Model([0.0] * 6, noise=noise), request(COSTS), lone_mesh)[2] for noise in (0.5, 1.0, 2.0)]
     assert [fp4_of(plan) for plan in chosen] == [[3, 4, 5]] * 3
     assert 0.001 < chosen[0].trial.error < 0.05
+
+
+def test_plans_beyond_a_limit_are_not_tried(lone_mesh):
+    """Neither the plan in force nor low precision everywhere; without the limit, both are."""
+    in_force = Plan.by_hand({name: FP4 if i in (0, 1, 2, 3) else FP8 for i, name in enumerate(NAMES)}, SHAPES)
+    limit = Limit("first two", np.array([[0.0, float(i < 2)] for i in range(len(NAMES))]), 1.0)
+    for limits, rest in ([], ["in_force", "lowest"]), ([limit], []):
+        asked = request(COSTS, limits=tuple(limits))
+        _, tried, _ = try_plans(Model(COSTS), asked, lone_mesh, in_force=in_force)
+        assert [one.name for one in tried if one.name in ("in_force", "lowest")] == rest
 
 
 @pytest.mark.parametrize(("linears", "stays"), [([0, 1, 2], True), ([0, 1], False)])

@@ -79,6 +79,6 @@ def test_a_devices_peak(name, peak, monkeypatch):
 def test_mfu_stands_beside_tflops():
     row = {"iteration": 1, "consumed-samples": 1, "iteration-time": 1.0, "learning-rate": 1.0, "batch-size": 1}
     row |= {"lm loss": 1.0, "grad-norm": 1.0}
-    line = progress_line(row, 2, nan_iterations=0, tflops=400.0, peak=800.0)
+    line = progress_line(row, 2, nan_iterations=0, tokens=1, left=0, tflops=400.0, peak=800.0)
     assert "throughput per GPU (TFLOP/s/GPU): 400.0 | MFU (%): 50.0 |" in line
-    assert "MFU" not in progress_line(row, 2, nan_iterations=0, tflops=400.0)
+    assert "MFU" not in progress_line(row, 2, nan_iterations=0, tokens=1, left=0, tflops=400.0)

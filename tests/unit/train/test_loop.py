@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 import time
 
@@ -220,6 +221,8 @@ def test_a_progress_line_counts_iterations_alone(train_here, monkeypatch):
     seconds = [row["iteration-time"] for row in rows[1:]]
     for line, (one, other) in zip(lines, (seconds[:2], seconds[2:]), strict=True):
         assert f"elapsed time per iteration (ms): {(one + other) / 2 * 1000:.1f} |" in line
+        assert re.search(r"\| tokens per second: \d+ \| time left: \d+:\d\d:\d\d \|$", line)
+    assert "time left: 0:00:00" in lines[-1] and "time left: 0:00:00" not in lines[0]
 
 
 def reading(monkeypatch) -> list[tuple[str, list[int]]]:
@@ -322,7 +325,7 @@ def test_too_many_in_a_row_end_the_run(train_here, tmp_path, monkeypatch):
     with pytest.raises(ValueError) as info:
         train_here(max_skipped_iterations=2, save_interval=1, train_iters=8)
     assert str(info.value) == (
-        "loss or gradient was not finite in 2 iterations in a row, the last 4; "
+        "loss or gradient was not finite in 2 iterations in a row, up to iteration 4; "
         "lower --lr or raise precision, and continue from the last checkpoint"
     )
     assert [row["iteration"] for row in valid_json(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]

@@ -79,7 +79,7 @@ def option_default(name: str) -> object:
 
 def numeric_options() -> set[str]:
     types = {f.name: str(f.type) for group in fields(Config) for f in fields(getattr(Config(), group.name))}
-    return {name for name, kind in types.items() if "int" in kind or "float" in kind}
+    return {name for name, kind in types.items() if "int" in kind or "float" in kind or kind == "Needed"}
 
 
 def test_every_numeric_option_has_a_range():
@@ -237,7 +237,7 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             {"train_samples": 90, "train_iters": 0, "rampup_batch_size": (12, 4, 9)},
             "a batch of --rampup-batch-size by --micro-batch-size x data parallel (2 x 3): 16 is not a multiple of 6",
         ),
-        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay are for a weight decay that grows"),
+        ({"start_weight_decay": 0.1}, "--start-weight-decay and --end-weight-decay need a weight decay that grows"),
         (
             {"weight_decay_incr_style": "linear", "end_weight_decay": 1.0},
             "--weight-decay-incr-style linear needs --start",
@@ -247,10 +247,10 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
             "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
         ),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters is given, but --lr-decay-style is cosine; use WSD"),
-        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, how long it decays at the end"),
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its final decay"),
         (
             {"lr_decay_style": "WSD", "train_samples": 240, "train_iters": 0},
-            "--lr-decay-style WSD needs --lr-wsd-decay-samples, how long it decays at the end",
+            "--lr-decay-style WSD needs --lr-wsd-decay-samples, the length of its final decay",
         ),
         (
             {"use_rope_scaling": True, "rope_low_freq_factor": 4.0},
@@ -258,8 +258,8 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         ),
         (
             {"snip_final_precision": "bf16"},
-            "--snip-final-precision bf16: with --lr-decay-style cosine the rate decays from its warm-up on, or never; "
-            "give --snip-final-iters a number of iterations, or take WSD",
+            "--snip-final-precision bf16: --lr-decay-style cosine has no final decay; give --snip-final-iters a number "
+            "of iterations, or use --lr-decay-style WSD",
         ),
         (
             {"snip_final_precision": "bf16", "snip_final_iters": 10**6},
@@ -329,7 +329,7 @@ def test_no_model_has_so_many_blocks_or_none():
     assert error(num_layers=0, hidden_size=0).startswith("no model: give --num-layers, --hidden-size, ")
     loaded = error(num_layers=0, hidden_size=0, load="llama")
     assert loaded.endswith(
-        "such as the model.toml that tools/convert_checkpoint.py import writes of a model from Hugging Face"
+        "such as the model.toml that `megatron-snip convert import` writes of a model from Hugging Face"
     )
     assert error(num_layers=0) == "--num-layers is missing or 0; give a positive number up to 9999"
     assert error(num_layers=10**9) == "--num-layers is 1000000000; give a positive number up to 9999"

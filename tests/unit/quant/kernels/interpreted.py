@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megatron_snip.formats import Element, Format, format_names, get_format
+from megatron_snip.formats import Element, Format, Hadamard, format_names, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.casts.cast import (
@@ -285,14 +285,26 @@ def rotated() -> Iterator[str]:
 
 
 def transformed() -> Iterator[str]:
-    """Where the Hadamard transform differs, or its largest magnitude: whole and ragged tiles, rows that stand apart."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for x in (operands((64, 128), dtype)[0], *operands((48, 133), dtype), operands((16, 160), dtype)[0][:, 7:140]):
-            made, expected = triton_cast.hadamard(x), hadamard(x)
+    """Where the Hadamard transform differs, or its largest magnitude: whole and ragged tiles, rows that stand apart.
+
+    Every length and dim; one has a million elements, and one every bf16 pattern.
+    """
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    for length, dim, dtype in itertools.product((16, 32, 128), (0, 1), (torch.bfloat16, torch.float32)):
+        transform = Hadamard(("+-" * 7 + "--") * (length // 16))
+        sizes = [(4 * length, 128), (3 * length, 133), (1024, 1024) if dtype == torch.bfloat16 else (length, 8)]
+        xs = [operands(shape if dim == 0 else shape[::-1], dtype)[n] for n, shape in enumerate(sizes)]
+        apart = (
+            operands((2 * length, 2 * length), dtype)[0][length:]
+            if dim
+            else operands((length, 160), dtype)[0][:, 7:140]
+        )
+        for x in (*xs, apart, every.to(dtype)):
+            made, expected = triton_cast.hadamard(x, transform, dim), hadamard(x, transform, dim)
             broken = expected.isnan()
             same = torch.equal(bits(made[0])[~broken], bits(expected)[~broken]) and torch.equal(made[0].isnan(), broken)
             if not same or not torch.equal(made[1], finite_amax(expected)):
-                yield f"hadamard {dtype} {list(x.shape)}"
+                yield f"hadamard {length} along {dim} {dtype} {list(x.shape)}"
 
 
 def largest() -> Iterator[str]:

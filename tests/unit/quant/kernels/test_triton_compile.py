@@ -32,11 +32,10 @@ from benchmarks.kernel_resources import (
     resources,
     work,
 )
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Hadamard, get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.quant import RoundingKey, quantize
 from megatron_snip.quant.casts.cast import Form
-from megatron_snip.quant.casts.hadamard import LENGTH
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
 from tests.gpu import core
 from tests.unit.quant.kernels.operands import held
@@ -162,13 +161,18 @@ def test_largest_magnitude(compiled):
 
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-def test_hadamard_transform(compiled, capability):
-    """16 tokens are a thread's own: shared memory is for the largest magnitude of a program alone."""
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [16, 32, 128])
+def test_hadamard_transform(compiled, capability, length, dim):
+    """A group of 16 is a thread's own: shared memory is for the largest magnitude of a program alone."""
     x = torch.ones(256, 512, dtype=torch.bfloat16)
-    result = compiled("hadamard_kernel", capability, lambda: triton_cast.hadamard(x))
+    transform = Hadamard("+-" * (length // 2))
+    result = compiled("hadamard_kernel", capability, lambda: triton_cast.hadamard(x, transform, dim))
     text, made = result.asm["ptx"], resources(result)
-    assert not FORBIDDEN.search(text) and made.spills == 0 and made.warps_an_sm >= 16
-    assert text.count("ld.global.v2.b32") == text.count("st.global.v2.b32") == LENGTH and made.shared <= 64
+    assert not FORBIDDEN.search(text) and made.spills == 0 and made.warps_an_sm >= (8 if length == 128 else 16)
+    assert made.shared <= (64 if length == 16 else 4096)
+    if length == 16 and dim == 0:
+        assert text.count("ld.global.v2.b32") == text.count("st.global.v2.b32") == length
 
 
 def fused(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linprog
 
-from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
+from megatron_snip.snip.plan.program import BUDGET_TOLERANCE, Limit
 
 COST_SCALES = (1e-9, 1e-6, 1e-3, 1.0, 1e3)
 
@@ -47,6 +47,10 @@ def random_instance(seed):
         keywords["reserved"] = np.arange(options) == options - 1
     if "stage" not in keywords or "time" in keywords:
         target *= float(saved.max(axis=1).sum())
+    if seed % 8 in (2, 5):  # one limit, or two that compete
+        values = rng.normal(0.5, 1, (1 + seed % 2, linears, options))
+        wide = rng.choice([0.3, 0.7], len(values)) * np.ptp(values, axis=2).sum(axis=1) + values.min(axis=2).sum(axis=1)
+        keywords["limits"] = [Limit(f"limit {i}", *one) for i, one in enumerate(zip(values, wide.tolist()))]
     return quality, saved, target, keywords
 
 
@@ -107,7 +111,7 @@ def relaxed_makespan(plans, saved, time, target, stage, ties):
     return relaxed.fun
 
 
-def exhaustive(quality, saved, target, *, stage=None, time=None, current=None, churn=0.0, **legal):
+def exhaustive(quality, saved, target, *, stage=None, time=None, current=None, churn=0.0, limits=(), **legal):
     """(least cost or None, bound on a stage's time or None): every plan, one column each."""
     linears, options = quality.shape
     if current is not None:
@@ -122,6 +126,8 @@ def exhaustive(quality, saved, target, *, stage=None, time=None, current=None, c
         plans = plans[
             :, summed(saved, plans, rows) >= budget - BUDGET_TOLERANCE * np.abs(saved[rows].max(axis=1)).sum()
         ]
+    for limit in limits:
+        plans = plans[:, summed(limit.values, plans, range(linears)) <= limit.most]
     if not plans.shape[1]:
         return None, None
     makespan = None
@@ -133,14 +139,14 @@ def exhaustive(quality, saved, target, *, stage=None, time=None, current=None, c
     return summed(quality, plans, range(linears)).min(), makespan
 
 
-def within_constraints(choice, saved, target, *, stage=None, time=None, makespan=None, **legal):
+def within_constraints(choice, saved, target, *, stage=None, time=None, makespan=None, limits=(), **legal):
     """Whether one plan [L] keeps every constraint; a makespan is the one that the solution names."""
     column = choice[:, None]
     reserved, fixed, ties = (legal.get(name) for name in ("reserved", "fixed", "ties"))
     rows = np.arange(len(choice))
     most = (saved if reserved is None else saved[:, ~reserved]).max(axis=1)
     tolerance = BUDGET_TOLERANCE * np.abs(saved.max(axis=1)).sum()
-    good = True
+    good = all(limit.values[rows, choice].sum() <= limit.at_most + 1e-7 for limit in limits)
     for tie in () if ties is None else np.unique(ties[ties >= 0]):
         good &= len(set(choice[ties == tie].tolist())) == 1
     if fixed is not None:

@@ -194,11 +194,11 @@ def test_each_fault_is_named(values, said, tmp_path):
         GemmTimes.load(path)
     text = str(caught.value)
     assert text.startswith(f"{path}: ") and said in text and "\n" not in text
-    assert text.endswith("measure it again with tools/profile_gemms.py, or leave --gemm-times out for nominal times")
+    assert text.endswith("measure it again with `megatron-snip profile`, or leave --gemm-times out for nominal times")
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none.json: cannot read the table of GEMM times .*profile_gemms"):
+    with pytest.raises(ValueError, match=r"none.json: cannot read the table of GEMM times .*megatron-snip profile"):
         GemmTimes.load(tmp_path / "none.json")
 
 

@@ -10,15 +10,27 @@ import pytest
 
 from megatron_snip.errors import UserError
 from megatron_snip.quant import LinearShape
-from megatron_snip.snip.plan import ilp
+from megatron_snip.snip.plan import ilp, program
 from megatron_snip.snip.plan.cost import GemmTimes, efficiency
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, solve, solve_pareto
+from megatron_snip.snip.plan.ilp import InfeasibleTarget
 from megatron_snip.snip.plan.milp import Answer
-from megatron_snip.snip.plan.program import checked, dominated
+from megatron_snip.snip.plan.program import Limit, Terms, dominated
 from megatron_snip.snip.plan.recipes import recipe_options
 from tests.unit.snip.plan.exhaustive import coupled_instance, exhaustive, random_instance, within_constraints
 
 SEEDS = [range(10 * block, 10 * block + 10) for block in range(20)]
+
+
+def solve(*terms, **more):
+    return ilp.solve(Terms(*terms, **more))
+
+
+def solve_pareto(quality, saved, targets, **more):
+    return ilp.solve_pareto(Terms(quality, saved, 0.0, **more), targets)
+
+
+def checked(*terms, **more):
+    return program.checked(Terms(*terms, **more))
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
@@ -66,7 +78,7 @@ def test_no_plan_and_one_that_breaks_a_constraint_are_refused(answer, monkeypatc
 
 def test_the_random_instances_hold_every_constraint():
     kinds = [frozenset(random_instance(seed)[3]) for seeds in SEEDS for seed in seeds]
-    for kind in ("stage", "time", "ties", "fixed", "reserved", "current"):
+    for kind in ("stage", "time", "ties", "fixed", "reserved", "current", "limits"):
         assert sum(kind in kinds_ for kinds_ in kinds) >= 10, kind
     assert sum(not kinds_ for kinds_ in kinds) >= 20, "the global target alone"
 
@@ -155,6 +167,31 @@ def test_infeasible_targets_say_what_is_possible():
     with pytest.raises(InfeasibleTarget, match=r"at most stage 3: 0\.5") as caught:
         solve(quality, saved, 0.8, stage=[3, 3, 5, 5], fixed=[0, -1, -1, -1])
     assert caught.value.reachable == pytest.approx(0.5)
+
+
+def test_limits_out_of_reach_say_what_is_possible():
+    """One alone, two that exclude each other, and one that leaves less than the target; the plan for that exists."""
+    quality, saved = np.tile([0.0, 1.0], (4, 1)), np.tile([0.0, 0.25], (4, 1))
+    with pytest.raises(InfeasibleTarget, match=r"bytes: at most 3 is out of reach, at least 4 with these options"):
+        solve(quality, saved, 0.5, limits=[Limit("bytes", np.ones((4, 2)), 3.0)])
+    few, many = Limit("few", 4 * saved, 1.0), Limit("many", -4 * saved, -2.0)
+    with pytest.raises(InfeasibleTarget, match="no plan keeps few and many; raise a limit") as caught:
+        solve(quality, saved, 0.0, limits=[few, many])
+    assert caught.value.reachable == -math.inf
+    for stage, reachable in ((None, 0.25), (np.array([0, 0, 0, 0]), 0.25), (np.array([0, 0, 1, 1]), 0.0)):
+        with pytest.raises(InfeasibleTarget, match="out of reach: at most .* with few; lower the target") as caught:
+            solve(quality, saved, 0.5, stage=stage, limits=[few])
+        assert caught.value.reachable == pytest.approx(reachable, abs=1e-9)
+        solve(quality, saved, max(0.0, caught.value.reachable * (1 - 1e-9)), stage=stage, limits=[few])
+
+
+@pytest.mark.parametrize("limit", [Limit("bytes", np.ones((4, 3)), 1.0), Limit("bytes", np.ones((4, 2)), math.inf)])
+def test_bad_limits_are_named(limit):
+    with pytest.raises(UserError, match=r"bytes has values \[4, .\] and at most .*, but needs"):
+        solve(np.zeros((4, 2)), np.zeros((4, 2)), 0.0, limits=[limit])
+    bad = Limit("bytes", np.full((4, 2), np.nan), 1.0)
+    with pytest.raises(UserError, match="bytes has a non-finite number in row 0"):
+        solve(np.zeros((4, 2)), np.zeros((4, 2)), 0.0, limits=[bad])
 
 
 def test_a_stage_whose_options_save_nothing_has_no_share_of_it():

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megatron_snip.config import Config, SnipConfig
+from megatron_snip.errors import UserError
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
+from megatron_snip.snip.plan import options
 from megatron_snip.snip.plan.cost import GemmTimes, by_stage
 from megatron_snip.snip.plan.options import (
     changed_gemms,
@@ -25,6 +27,7 @@ from megatron_snip.snip.plan.options import (
     read_times,
     solve_request,
 )
+from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.recipes import RECIPES
 
 #: Twelve blocks on two stages, every linear as large as any other, and nothing besides them.
@@ -203,6 +206,28 @@ def test_stage_constraints_reach_the_solver():
     each = SnipConfig(snip_stage_constraint="each")
     assert solve_request(each, one, choices, quality).stage is not None
     assert makespan.time.sum(axis=0) == pytest.approx([0.5, 0.25]), "shares of BF16's time"
+
+
+def test_a_limit_is_one_function(monkeypatch):
+    """CONTRIBUTING.md's recipe: it holds in plans, lowers the highest target, and is refused at the start."""
+
+    def first_stage_in_fp4(snip, shapes, choices):
+        values = np.array([[(shape.stage == 0) * (o.fprop == "fp4") for o in choices.options] for shape in shapes])
+        return [Limit("FP4 on the first stage", values.astype(float), most)]
+
+    monkeypatch.setattr(options, "LIMITS", (first_stage_in_fp4,))
+    most, snip = 10.0, SnipConfig(snip_stage_constraint="none", snip_target=0.5)
+    plan = solved(snip, quality=np.tile([0.0, 1.0], (84, 1)) * (1 + np.arange(84))[:, None])
+    fp4 = [index for index, name in enumerate(NAMES) if plan[name] == FP4]
+    assert fp4 == [*range(10), *range(42, 74)], "without the limit, the first 42"
+    lossless = dataclasses.replace(snip, snip_max_loss=0.1)
+    choices = check_choices(lossless, SHAPES)
+    assert solve_request(lossless, SHAPES, choices, np.zeros((84, 2))).target == pytest.approx(52 / 84)
+    with pytest.raises(UserError, match=r"at most 0\.619048 with FP4 on the first stage; lower the target"):
+        check_choices(dataclasses.replace(snip, snip_target=0.75), SHAPES)
+    most = -1.0
+    with pytest.raises(UserError, match="FP4 on the first stage: at most -1 is out of reach, at least 0"):
+        check_choices(lossless, SHAPES)
 
 
 def test_a_makespan_counts_the_output_layer():

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.plan.ilp import solve
-from megatron_snip.snip.plan.plan_file import Plan, SolverRecord, build_plan
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, SolverRecord, build_plan
+from megatron_snip.snip.plan.solver import SolveRequest
 from tests.unit.snip.plan.plan_edits import edits, wrong_linears
 
 FP4, FP8 = LinearPrecision.uniform("fp4"), LinearPrecision.uniform("fp8")
@@ -59,7 +59,7 @@ def test_hash_is_of_iteration_and_linears_only():
         '"layers.1.mlp.up_proj":["fp4","fp4","fp4"]}}'
     )
     assert plan().hash == hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert plan(objective="random", target=0.1, solver=SolverRecord()).hash == plan().hash
+    assert plan(objective="random", target=0.1, solver=UNSOLVED).hash == plan().hash
     assert plan(linears=dict(reversed(plan().linears.items()))).hash == plan().hash
     assert plan(iteration=101).hash != plan().hash
     assert plan(linears={**plan().linears, "layers.1.mlp.up_proj": FP8}).hash != plan().hash
@@ -172,7 +172,7 @@ def test_uniform_churn_and_share():
 
 def test_build_plan_from_a_solution():
     shapes = [LinearShape("a", 4, 4), LinearShape("b", 4, 12)]
-    solution = solve([[0, 1], [0, 2]], [[0, 0.25], [0, 0.75]], 0.5)
+    solution = SolveRequest([[0, 1], [0, 2]], [[0, 0.25], [0, 0.75]], 0.5).solve()
     built = build_plan(solution, shapes, [FP8, FP4], iteration=5, objective="snip", target=0.5)
     assert built.linears == {"a": FP8, "b": FP4} and built.achieved == 0.75 and built.iteration == 5
     assert built.solver.objective == 2 and built.solver.status == solution.status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import pytest
 
 from megatron_snip.snip.plan import solver
 from megatron_snip.snip.plan.ilp import InfeasibleTarget
+from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -85,13 +87,15 @@ def test_every_constraint_reaches_the_child():
         reserved=np.array([False, False]),
         current=np.zeros(28, np.int64),
         churn=0.25,
+        limits=(Limit("wgrad in FP4", request().efficiency * (np.arange(28) < 14)[:, None], 0.2),),
     )
+    free = dataclasses.replace(wanted, limits=()).solve()
     here = wanted.solve()
     with BackgroundSolver(wanted) as background:
         found = background.result()
     assert here.churn == 0.25 * found.choice.sum() > 0 and here.makespan is not None
     assert (found.churn, found.makespan, found.objective) == (here.churn, here.makespan, here.objective)
-    assert np.array_equal(found.choice, here.choice)
+    assert np.array_equal(found.choice, here.choice) and not np.array_equal(found.choice, free.choice)
     copy = SolveRequest.from_dict(json.loads(json.dumps(wanted.to_dict())))
     assert copy.to_dict() == wanted.to_dict() and copy.reserved.dtype == bool
 

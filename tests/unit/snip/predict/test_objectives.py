@@ -11,7 +11,7 @@ import pytest
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import efficiency
-from megatron_snip.snip.plan.ilp import solve
+from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.objectives import (
     FIRST_TO_LEAVE,
     OBJECTIVES,
@@ -119,7 +119,7 @@ def test_an_objective_says_what_it_needs(name):
     """Of statistics of the loss divergence alone there are plans by that."""
     inputs = ObjectiveInputs(UP, [FP8, FP4], without_updates(stats()))
     if get_objective(name).needs_operands:
-        with pytest.raises(ValueError, match="have no .* without updates; probe with .*collect_stats.py"):
+        with pytest.raises(ValueError, match="have no .* without updates; probe with .*megatron-snip probe"):
             quality(name, inputs)
     else:
         assert np.array_equal(quality(name, inputs), quality(name, ObjectiveInputs(UP, [FP8, FP4], stats())))
@@ -175,7 +175,7 @@ SHAPES = [
 def kept(objective: str, target: float, seed: int = 0) -> list[LinearShape]:
     """Linears that stay in FP8."""
     costs = quality(objective, ObjectiveInputs(SHAPES, OPTIONS, seed=seed))
-    choice = solve(costs, efficiency(SHAPES, OPTIONS), target, gap=0).choice
+    choice = SolveRequest(costs, efficiency(SHAPES, OPTIONS), target, gap=0).solve().choice
     return [shape for shape, option in zip(SHAPES, choice) if option == 0]
 
 

@@ -88,7 +88,7 @@ def test_gemms_flops_and_launches() -> None:
 
 def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    measure.dry_run(Config().replace(**OPTIONS, memory_gib=1.0))
+    measure.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
     text = capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
@@ -99,8 +99,18 @@ def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     assert rows["a block keeps for backward, MiB"] == "3.00"
     assert rows["tp all-gather, calls: GiB"] == "5: 1.000" and rows["GEMM 128 x 256 x 512, fp4"] == "3"
     assert rows["kernel launches"] == "5" and rows["launches of casts"] == "2" and rows["launches of GEMMs"] == "3"
+    assert "GEMM 128 x" not in as_text(Config().replace(**OPTIONS), 4, [made_up(0, 1)])
     told = [as_text(Config().replace(**OPTIONS, compile=on), 4, [made_up(0, 1)]) for on in (False, True)]
     assert ["as without --compile" in text for text in told] == [False, True]
+
+
+def test_the_last_line_says_whether_it_fits(peaks, capsys) -> None:
+    measure.dry_run(Config().replace(**OPTIONS, memory_gib=80.0))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "fits in 80 GiB with 79.0 to spare: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4)"
+    measure.dry_run(Config().replace(**OPTIONS))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == ("rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); --memory-gib GIB says whether that fits")
 
 
 def test_probes_and_trials_are_told_in_plain_iterations() -> None:

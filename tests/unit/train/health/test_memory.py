@@ -7,6 +7,7 @@ import torch
 
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
+from megatron_snip.runtime import Runtime
 from megatron_snip.train import loop
 from megatron_snip.train.health import memory
 from megatron_snip.train.health.memory import free_memory, held
@@ -44,6 +45,19 @@ def test_what_a_process_holds(train_here, monkeypatch):
     assert held(Config().replace(**TINY), 1) == 16 * sum(
         local_of(t).numel() for t in parts.optimizer.parameters.values()
     )
+
+
+def test_without_training_it_is_the_weights_alone(monkeypatch, caplog):
+    config, here = Config().replace(**TINY), Runtime(0, 1, 0, CPU, "gloo")
+    for free, holds, told in (
+        (5 * held(config, 1) // 16, memory.WEIGHTS, []),
+        (3 * held(config, 1) // 16, memory.WEIGHTS, ["the weights need"]),
+        (5 * held(config, 1) // 16, memory.TRAINING, ["weights, gradients and the optimiser's state need"]),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        memory.warn_about_memory(config, here, holds)
+        assert [said for said in told if said in caplog.text] == told and bool(caplog.messages) == bool(told)
 
 
 def test_shards_hold_less():

@@ -55,6 +55,8 @@ def test_the_report_has_a_table_of_all(tmp_path):
     Evaluation(20).with_scores("fp4", {"<odd>": {"acc": (0.125, 0.01)}}).save(evaluation_file(tmp_path, 20))
     Evaluation(10).with_scores("bf16", SCORES).save(evaluation_file(tmp_path, 10))
     text = write_report(tmp_path).read_text()
-    assert "<th>task</th><th>metric</th><th>iteration 10, bf16</th><th>iteration 20, fp4</th>" in text
-    assert "<tr><td>arc</td><td>acc</td><td>0.25 ± 0.01</td><td></td></tr>" in text
-    assert "<tr><td>&lt;odd&gt;</td><td>acc</td><td></td><td>0.125 ± 0.01</td></tr>" in text
+    heads = ("iteration 10, bf16", "iteration 20, fp4")
+    assert "<th>task</th><th>metric</th>" + "".join(f"<th class='number'>{head}</th>" for head in heads) in text
+    empty, cell = "<td class='number'></td>", "<td class='number'>{} ± 0.01</td>".format
+    assert f"<tr><td>arc</td><td>acc</td>{cell(0.25)}{empty}</tr>" in text
+    assert f"<tr><td>&lt;odd&gt;</td><td>acc</td>{empty}{cell(0.125)}</tr>" in text

@@ -151,8 +151,6 @@ def test_plan_changes_stand_in_the_loss(everything):
     (figure,) = shown(everything)["Loss"]
     traces = named(figure)
     assert traces["new plan"]["x"][:4] == [10, 10, None, 20] and traces["training"]["y"][0] == 4.89
-    assert traces["new plan"]["text"][1].endswith("% FP4") and traces["new plan"]["text"][0] == ""
-    assert "plan from iteration 10" in traces["new plan"]["customdata"][0]
     low, top = figure["layout"]["yaxis"]["range"]
     assert low < 3.9 and top < 6 and traces["mean of 5"]["x"] == list(range(3, 99))
     assert traces["mean of 5"]["y"][0] == pytest.approx(np.mean([4.89, 5.08, 4.87, 5.06, 4.85]))
@@ -175,8 +173,10 @@ def test_the_difference_to_another_run(tmp_path):
 
 def test_marks_beside_other_runs_name_their_run(tmp_path):
     mine, other = (run_of_everything(tmp_path / name) for name in ("mine", "other"))
-    told = "New plans are those of mine. Difference of the training losses"
-    assert told in write_report(mine, [other]).read_text() and told[:9] not in write_report(mine).read_text()
+    text, alone = write_report(mine, [other]).read_text(), write_report(mine).read_text()
+    assert "New plans are those of mine." in text and "New plans" not in alone
+    assert "mine - other: training loss +0.0000 ± 0 nats over the last 10 iterations." in text
+    assert "<title>mine compared with other</title>" in text and "<title>mine</title>" in alone
 
 
 def test_runs_that_differ_in_more_than_precision_are_told_of(tmp_path):
@@ -196,29 +196,6 @@ def test_runs_without_a_common_iteration(tmp_path):
     page = write_report(mine, [theirs])
     assert f"{theirs}/metrics.jsonl: damaged lines are left out: 1 of" in page.read_text()
     assert "a and b have no iteration in common" in page.read_text() and len(shown(page)["Loss"]) == 1
-
-
-@pytest.mark.parametrize(("blocks", "step"), [(4, 1), (12, 1), (13, 2), (32, 5), (80, 10), (126, 20)])
-def test_blocks_have_whole_numbers(blocks, step):
-    values = {f"layers.{block}.mlp.up_proj": 1e-5 for block in range(blocks)}
-    axis = sections.pictures.divergence_heatmap(values, "nats")["layout"]["xaxis"]
-    assert (axis["tick0"], axis["dtick"], axis["tickformat"]) == (0, step, "d")
-
-
-def test_small_numbers_have_one_notation(everything):
-    number = sections.pictures.number
-    assert [number(v) for v in (0.00051, 5e-5, -1.234e-10, 0.25, 2e12)] == [
-        "0.00051",
-        "5e-5",
-        "-1.23e-10",
-        "0.25",
-        "2e12",
-    ]
-    ticks = [
-        f["data"][0]["colorbar"]["ticktext"] for f in shown(everything)["Divergences"] if "colorbar" in f["data"][0]
-    ]
-    assert ticks and not any(re.search("e-0|e[+]", tick) for each in ticks for tick in each)
-    assert "exponentformat: 'e', minexponent: 5" in everything.read_text()  # plotly's own ticks
 
 
 def test_long_curves_keep_their_spikes():
@@ -301,9 +278,7 @@ def test_measured_against_predicted(everything):
     assert traces["measured"]["error_y"]["array"] == pytest.approx([0.004] * 10)
     plans = named(against)["plans"]
     assert (plans["x"][0], plans["y"][0]) == pytest.approx((0.03, 0.025)) and plans["text"][0] == "iteration 15"
-    assert named(against)["as predicted"]["x"] == named(against)["as predicted"]["y"] == pytest.approx([0.025, 0.12])
-    x, y = against["layout"]["xaxis"], against["layout"]["yaxis"]
-    assert x["range"] == y["range"] and x["range"][0] < 0.025 and x["range"][1] > 0.12 and y["scaleanchor"] == "x"
+    assert named(against)["as predicted"]["x"] == named(against)["as predicted"]["y"] == pytest.approx([0.03, 0.12])
 
 
 def test_measurements_before_the_first_plan_are_no_plan(tmp_path):
@@ -363,7 +338,7 @@ def test_a_run_s_name_is_no_markup(tmp_path):
     loss, difference = shown(write_report(runs[0], runs[1:]))["Loss"]
     assert loss["data"][0]["name"] == "a&lt;b&gt;&amp;c: training"
     assert difference["layout"]["yaxis"]["title"]["text"] == "a&lt;b&gt;&amp;c - plain (nats)"
-    assert "<title>a&lt;b&gt;&amp;c</title>" in (runs[0] / "report.html").read_text()
+    assert "<title>a&lt;b&gt;&amp;c compared with plain</title>" in (runs[0] / "report.html").read_text()
 
 
 def test_stages_of_the_last_plan(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_snip.snip.plan.plan_file import TrialRecord
 from megatron_snip.train.report import trials
+from megatron_snip.train.report.page import Section, page, table
 from megatron_snip.train.report.sections import write_report
 from tests.unit.snip.made_up import changed, statistics
 from tests.unit.train.recorded import NAMES, SHAPES, full_run, line, named, shown, two_plans, write_run
@@ -33,7 +34,7 @@ def test_every_plan_that_was_tried_is_shown(tmp_path):
     """Measured with bars of two standard errors, beside what was predicted; the applied one is marked."""
     page = write_report(write_run(tmp_path, [line(i) for i in range(1, 6)], plans()))
     over, second, first = shown(page)["Trials"]
-    assert "2 plans were tried before they took effect; 1 of them replaced the solver&#x27;s own" in page.read_text()
+    assert "2 plans were tried before they took effect; 1 of them replaced the solver&#39;s own" in page.read_text()
     assert second["title"] == "Trial before iteration 4" and first["title"] == "Trial before iteration 2"
     traces = named(second)
     names = ["solver", "lowest", "hold layers.0.mlp.up_proj"]
@@ -90,3 +91,17 @@ def test_the_share_of_the_top_token(tmp_path):
     assert found.pop(("q", 0)) == pytest.approx(0.5, rel=1e-3)
     assert ("down", 2) not in found and len(found) == 19
     assert list(found.values()) == pytest.approx([0.25] * 19, rel=1e-3)
+
+
+def test_a_table_escapes_cells_and_aligns_columns_of_numbers():
+    text = table(("name", "nats", "of"), [["<script>", "1.2e-5 ± 3e-6", "a&b"], ["2", "", "3"]])
+    assert "<tr><td>&lt;script&gt;</td><td class='number'>1.2e-5 ± 3e-6</td><td>a&amp;b</td></tr>" in text
+    assert "<th>name</th><th class='number'>nats</th><th>of</th>" in text and "tabindex='0'" in text
+
+
+def test_a_page_escapes_all_that_it_is_given():
+    evil = "</script><script>alert(1)</script>"
+    figure = {"data": [], "layout": {"height": 200}, "title": evil}
+    text = page(evil, evil, [(evil, evil)], [evil], [Section(evil, evil, [figure])], evil)
+    assert "<script>alert" not in text and text.count("&lt;script&gt;alert(1)") == 10
+    assert "style='min-height: 200px'" in text  # nothing moves when the picture is drawn

@@ -222,16 +222,17 @@ ROW = {
 
 
 def test_megatrons_progress_line():
-    line = progress_line(ROW, 100, nan_iterations=2, tflops=123.44)
+    line = progress_line(ROW, 100, nan_iterations=2, tokens=16384, left=90061.4, tflops=123.44)
     assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?\] iteration", line)
     assert line.partition("]")[2] == (
         " iteration       10/     100 | consumed samples:          160 | elapsed time per iteration (ms): 667.6 |"
         " throughput per GPU (TFLOP/s/GPU): 123.4 | learning rate: 4.915152E-07 | global batch size:     8 |"
         " lm loss: 1.160323E+01 | loss scale: 1.0 | grad norm: 5.658 | number of skipped iterations:   2 |"
-        " number of nan iterations:   2 |"
+        " number of nan iterations:   2 | tokens per second: 24542 | time left: 1 day, 1:01:01 |"
     )
-    assert "throughput" not in progress_line(ROW, 100, nan_iterations=0, tflops=None)
-    nan = progress_line({**ROW, "lm loss": math.nan, "grad-norm": math.nan}, 100, nan_iterations=1, tflops=None)
+    assert "throughput" not in progress_line(ROW, 100, nan_iterations=0, tokens=1, left=0, tflops=None)
+    unknown = {**ROW, "lm loss": math.nan, "grad-norm": math.nan}
+    nan = progress_line(unknown, 100, nan_iterations=1, tokens=1, left=0, tflops=None)
     assert "lm loss: NAN" in nan
 
 

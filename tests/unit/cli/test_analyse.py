@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
+from megatron_snip.cli.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
 from megatron_snip.cli.shares import plan_and_try
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -19,7 +20,6 @@ from megatron_snip.train.run.run_folder import Start
 from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown
-from tools.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
 
 
 def test_what_json_has_no_word_for_is_null():
@@ -112,7 +112,8 @@ def test_the_table_of_plans_by_hand(tmp_path):
     assert [[row.split()[0], *row.split()[3:]] for row in rows] == [
         ["plan_40", "-", "-", "4"], ["plan_40.4", "-", "-", "4"], ["plan_50", "-", "-", "3"]
     ], "one batch has no regret, and nothing was tried"  # fmt: skip
-    assert "Measured curve" not in shown(tmp_path / "report.html") and len(text.split("\n\n")) == 3
+    assert "Measured curve" not in shown(tmp_path / "report.html") and len(text.split("\n\n")) == 4
+    assert f"--precision-plan {tmp_path}/plan_40.json" in text.split("\n\n")[2]
     assert text.splitlines()[2].startswith(NAMES[3]), "what is not finite costs most"
     assert Plan.load(tmp_path / "plan_40.4.json").target == 0.404
     steps = shown(tmp_path / "report.html")["Plans"][0]["plans"]["steps"]

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_snip.cli import preprocess_data
+from megatron_snip.cli.preprocess_data import main
 from megatron_snip.data import documents as documents_of
 from megatron_snip.data.resumable import ResumableBuilders
-from tests.unit.tools.test_preprocess_data import NULL, ROOT, documents, write
-from tools import preprocess_data
-from tools.preprocess_data import main
+from tests.unit.cli.test_preprocess_data import NULL, ROOT, documents, write
 
 DOCS = [*documents(40, seed=1), [], *documents(40, seed=2)]
 
@@ -89,20 +89,22 @@ def stopped(tmp_path, monkeypatch, words) -> Path:
     advance = preprocess_data._Progress.advance
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_data._Progress, "advance", interrupted)
-        assert main(words) == 1
+        assert main(words) == 130
     return tmp_path / "o.partial"
 
 
 def test_what_does_not_fit_the_unfinished_work_is_refused(tmp_path, capsys, monkeypatch, quick, sources):
     words = ["--input", sources[0], "--output-prefix", str(tmp_path / "o"), *NULL]
     folder = stopped(tmp_path, monkeypatch, words)
-    assert f"stopped; {folder} keeps what is done, and the same command continues it" in capsys.readouterr().err
-    assert main([*words, "--append-eod"]) == 1
+    assert (
+        f"error: interrupted; {folder} keeps what is done, and the same command continues it" in capsys.readouterr().err
+    )
+    assert main([*words, "--append-eod"]) == 2
     assert f"{folder} holds unfinished work with another set of options; continue with" in capsys.readouterr().err
-    assert main([*words[:2], sources[1], *words[2:]]) == 1
+    assert main([*words[:2], sources[1], *words[2:]]) == 2
     assert "another input" in capsys.readouterr().err
     (folder / "progress.json").write_text("{")
-    assert main(words) == 1
+    assert main(words) == 2
     assert f"{folder}/progress.json is not a record of progress" in capsys.readouterr().err and folder.exists()
 
 
@@ -157,7 +159,7 @@ def test_one_process_alone_writes(tmp_path, capsys, monkeypatch, quick, sources)
     advance = preprocess_data._Progress.advance
     monkeypatch.setattr(preprocess_data._Progress, "advance", another)
     assert main(words) == 0
-    assert seen == [1] and "o.partial is being written by another process" in capsys.readouterr().err
+    assert seen == [2] and "o.partial is being written by another process" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path, capsys, monkeypatch, quick, sources):
@@ -171,7 +173,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, capsys, monkeypatch, quick, so
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        assert main(words) == 1
+        assert main(words) == 2
     assert "the same command continues it" in capsys.readouterr().err
     assert main(words) == 0 and main([*words[:3], str(tmp_path / "whole"), *NULL]) == 0
     assert outputs(tmp_path, "o") == outputs(tmp_path, "whole")
@@ -188,7 +190,10 @@ def has_ended(pid: str) -> bool:
 def test_processes_killed_for_good(tmp_path):
     """The command itself with two workers, its whole group killed at many moments; no process is left behind."""
     source = write(tmp_path / "a.jsonl", documents(3000) * 40)
-    code = "import sys; from tools import preprocess_data as p; p.MARK_SECONDS = 0.05; sys.exit(p.main(sys.argv[1:]))"
+    code = (
+        "import sys; from megatron_snip.cli import preprocess_data as p; p.MARK_SECONDS = 0.05; "
+        "sys.exit(p.main(sys.argv[1:]))"
+    )
     words = [sys.executable, "-c", code, "--input", source, *NULL, "--workers", "2", "--output-prefix"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*words, str(tmp_path / "whole")], env=environment, check=True, capture_output=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_snip.cli.show_plan import main, table
 from megatron_snip.config import Config
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.plan_file import Plan, SolverRecord
-from tests.unit.tools.conftest import TINY
-from tools.show_plan import main, table
+from tests.unit.cli.conftest import TINY
 
 FP8, FP4, MIXED = (LinearPrecision.parse(text) for text in ("fp8", "fp4", "fp4/fp4/fp8"))
 
@@ -47,7 +47,7 @@ def test_command_line(tmp_path, capsys):
     assert shown.count("*") == 1 and "fp4*" in shown and "solver: optimal" in shown
     assert main([str(first)]) == 0
     assert "*" not in capsys.readouterr().out
-    assert main([str(tmp_path / "none.json")]) == 1
+    assert main([str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 
 
@@ -86,5 +86,5 @@ def test_stages(finished_run, tmp_path, capsys):
         ([*load, "--pipeline-model-parallel-size", "3"], "--num-layers by pipeline parallel: 2 is not a multiple of 3"),
         (["--agains", "x"], "unknown option --agains"),
     ):
-        assert main([str(tmp_path / "other.json"), *words]) == 1
-        assert capsys.readouterr().err.startswith(complaint)
+        assert main([str(tmp_path / "other.json"), *words]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {complaint}")

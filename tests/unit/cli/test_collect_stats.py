@@ -14,9 +14,10 @@ from megatron_snip.cli import collect_stats
 from megatron_snip.cli.collect_stats import main, probe_config
 from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.train.health import memory
 from tests.unit.snip.made_up import assert_same
 
-TOOL = Path(collect_stats.__file__)
+TOOL = Path(__file__).resolve().parents[3] / "tools/collect_stats.py"
 
 
 @pytest.fixture
@@ -51,6 +52,14 @@ def test_a_checkpoint_is_all_it_needs(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["--load", str(finished_run / "checkpoints")])
     assert len(Statistics.load(tmp_path / "stats.json").names) == 14
+
+
+def test_a_model_that_memory_cannot_hold_is_told_of(collect, monkeypatch, caplog):
+    """Before it is built; a probe of the updates holds gradients and moments too."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    collect()
+    (line,) = [line for line in caplog.messages if line.startswith("this machine cannot hold the run: weights, grad")]
+    assert "need 0.0 GiB for 1 process, activations not counted, and 0.0 GiB are free" in line
 
 
 def test_a_run_that_has_ended_is_probed_too(collect):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_snip.cli.export_plan import main
 from megatron_snip.config import ModelConfig
 from megatron_snip.interop.exports import MEGATRON_MODULES, TARGETS
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan import Plan
-from tools.export_plan import main
 
 BLOCKS = 12
 SHAPES = linear_shapes(ModelConfig(num_layers=BLOCKS, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
@@ -138,7 +138,7 @@ def test_the_share_that_is_left_counts_flops_if_the_model_is_known(save, capsys)
     head = (out / "stage_0.yaml").read_text().splitlines()[:2]
     assert head[0].endswith(f"{plan.achieved:.2%} in FP4.") and head[1] == f"# As written here, {share}."
     words[1] = "13"
-    assert main([str(path), "--to", "megatron", "--output", str(out), *words]) == 1
+    assert main([str(path), "--to", "megatron", "--output", str(out), *words]) == 2
     said = capsys.readouterr().err
     assert "leaves out linears: layers.12.mlp.down_proj" in said and said.count("\n") == 1
 
@@ -321,9 +321,9 @@ def test_a_version_that_is_not_known_is_refused(target, save, capsys, tmp_path):
     words = [str(path), "--to", target, "--output", str(tmp_path / "out"), "--for-version"]
     dotted = ["{}.{}".format(*version) for version in (known.first, known.last)]
     for version in (f"{known.last[0]}.{known.last[1] + 1}", f"{known.first[0] - 1}.99", "new"):
-        assert main([*words, version]) == 1
+        assert main([*words, version]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"--for-version {version}: this tool knows {known.distribution} {dotted[0]}")
+        assert said.startswith(f"error: --for-version {version}: this tool knows {known.distribution} {dotted[0]}")
         assert f"give --for-version {dotted[1]}" in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert all(main([*words, f"{version}.1"]) == 0 for version in dotted)
@@ -332,17 +332,22 @@ def test_a_version_that_is_not_known_is_refused(target, save, capsys, tmp_path):
 def test_the_installed_version_counts(save, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: {"torchtitan": "0.2.2"}[name])
     words = [str(save("mxfp8")), "--to", "torchtitan", "--output", str(tmp_path / "out")]
-    assert main(words) == 1
-    assert capsys.readouterr().err.startswith("torchtitan 0.2.2 is installed: this tool knows torchtitan 0.3; install")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: torchtitan 0.2.2 is installed: this tool knows torchtitan 0.3; install"
+    )
     assert main([*words, "--for-version", "0.3"]) == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_errors_are_one_line(target, save, capsys, tmp_path):
     path = save("mxfp6_e2m3")
-    assert main([str(path), "--to", target, "--output", str(tmp_path / "out")]) == 1
+    assert main([str(path), "--to", target, "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("mxfp6_e2m3 has no counterpart there; make a plan of bf16, fp8") and said.count("\n") == 1
+    assert (
+        said.startswith("error: mxfp6_e2m3 has no counterpart there; make a plan of bf16, fp8")
+        and said.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -350,7 +355,7 @@ def test_errors_are_one_line(target, save, capsys, tmp_path):
 def test_a_plan_of_another_model_is_one_line(target, capsys, tmp_path):
     """As `megatron_snip.attach` makes of any model."""
     Plan.uniform(["layers.0.attention.wq"], "fp8").save(tmp_path / "plan.json")
-    assert main([str(tmp_path / "plan.json"), "--to", target, "--output", str(tmp_path / "out")]) == 1
+    assert main([str(tmp_path / "plan.json"), "--to", target, "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "plan.json: 'layers.0.attention.wq' is not a linear of a Llama or Qwen3; give" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
@@ -358,5 +363,5 @@ def test_a_plan_of_another_model_is_one_line(target, capsys, tmp_path):
 
 def test_stages_divide_the_blocks(save, capsys):
     path = save("mxfp8")
-    assert main([str(path), "--to", "megatron", "--output", "x", "--pipeline-model-parallel-size", "5"]) == 1
+    assert main([str(path), "--to", "megatron", "--output", "x", "--pipeline-model-parallel-size", "5"]) == 2
     assert "--num-layers by pipeline parallel: 12 is not a multiple of 5; change one" in capsys.readouterr().err

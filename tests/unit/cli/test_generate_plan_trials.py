@@ -13,8 +13,8 @@ from megatron_snip.config import Config
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.step import Stepper
-from tests.unit.tools.conftest import TINY
-from tests.unit.tools.test_generate_plan import NAMES, generate
+from tests.unit.cli.conftest import TINY
+from tests.unit.cli.test_generate_plan import NAMES, generate
 from tests.unit.train.recorded import named, shown
 
 __all__ = ["generate"]
@@ -99,7 +99,7 @@ def test_a_trial_that_fails_is_told(trying, monkeypatch):
         monkeypatch.setattr(Stepper, "trial_runner", broken)
 
     breaks(bf16=True)
-    with pytest.raises(ValueError, match="generate_plan: --load .*: the trial failed: the loss in BF16 is nan"):
+    with pytest.raises(ValueError, match="--load .*: the trial failed: the loss in BF16 is nan"):
         trying("--try")
     breaks(bf16=False)
     with pytest.raises(ValueError, match="no plan has a finite loss in the trial"):

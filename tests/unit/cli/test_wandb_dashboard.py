@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tools.wandb_dashboard import BAND, PANELS, main
+from megatron_snip.cli.wandb_dashboard import BAND, PANELS, main
 
 WORDS = ["--project", "llama", "--entity", "team"]
 
@@ -40,9 +40,9 @@ def test_the_target_is_drawn_with_what_has_its_unit():
 
 def test_without_the_package_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    assert main([*WORDS, "--dry-run"]) == 1
+    assert main([*WORDS, "--dry-run"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("wandb_dashboard: wandb-workspaces cannot be used") and "megatron_snip[dashboard]" in said
+    assert said.startswith("error: wandb-workspaces cannot be used") and "megatron_snip[dashboard]" in said
 
 
 def test_what_wandb_raises_is_one_line(monkeypatch, capsys):
@@ -52,7 +52,7 @@ def test_what_wandb_raises_is_one_line(monkeypatch, capsys):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(workspaces.Workspace, "save", save)
-    assert main(WORDS) == 1
+    assert main(WORDS) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "--project llama of team: the workspace was not saved: no network" in said and "--dry-run" in said
 
@@ -66,4 +66,4 @@ def test_without_an_entity_it_is_the_default_one(monkeypatch, capsys):
     monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": "mine"}))
     assert main(WORDS[:2]) == 0 and saved == ["mine"]
     monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": None}))
-    assert main(WORDS[:2]) == 1 and "give --entity" in capsys.readouterr().err and saved == ["mine"]
+    assert main(WORDS[:2]) == 2 and "give --entity" in capsys.readouterr().err and saved == ["mine"]

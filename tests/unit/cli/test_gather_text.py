@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tools.gather_text import main
+from megatron_snip.cli.gather_text import main
 
 LINE = "Some text that is long enough to be taken as a page of documentation, number {}.\n"
 
@@ -68,15 +68,14 @@ def test_max_bytes_stops(tmp_path, sources):
 
 def test_too_little_text_is_told_and_nothing_is_left(tmp_path, sources, capsys):
     status, texts = run(tmp_path, sources)
-    assert status == 1 and texts == {"train": None, "valid": None}
+    assert status == 2 and texts == {"train": None, "valid": None}
     assert list((tmp_path / "out").iterdir()) == []
     error = capsys.readouterr().err
     assert "less than --min-bytes 4000000" in error and error.count("\n") == 1
 
 
 def test_bad_fraction(tmp_path, sources):
-    with pytest.raises(SystemExit):
-        run(tmp_path, sources, "--valid-fraction", "1")
+    assert run(tmp_path, sources, "--valid-fraction", "1") == (2, {"train": None, "valid": None})
 
 
 def test_this_machine_has_text(tmp_path):

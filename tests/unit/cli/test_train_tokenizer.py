@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from megatron_snip.cli.train_tokenizer import main
 from megatron_snip.data.tokenizer import build_tokenizer
-from tools.train_tokenizer import main
 
 pytest.importorskip("sentencepiece")
 TEXT = "class A:\n    def f(self, x):\n        return x * 12345\n\n# why? \u00fc\u00fc\u00fc"
@@ -73,6 +73,6 @@ def test_errors_leave_nothing(tmp_path, capsys, line, options, message):
     path.write_text('{"text": "first"}\n' + line + "\n")
     status = main(["--input", str(path), "--output-prefix", str(tmp_path / "tok"), *options])
     error = capsys.readouterr().err
-    assert status == 1 and error.count("\n") == 1
+    assert status == 2 and error.count("\n") == 1
     assert re.search(message, error), error
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]

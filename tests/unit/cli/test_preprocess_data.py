@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megatron_snip.cli import preprocess_data
+from megatron_snip.cli.preprocess_data import main
 from megatron_snip.data import documents as documents_of
 from megatron_snip.data.indexed import IndexedDataset
-from tools import preprocess_data
-from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[3]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -136,7 +136,7 @@ BAD_LINES = {
 
 def test_more_workers_than_a_machine_can_hold_are_refused(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [[1, 2]])
-    assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "10000", *NULL]) == 1
+    assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "10000", *NULL]) == 2
     assert "--workers is 10000; give at most" in capsys.readouterr().err and not list(tmp_path.glob("o*"))
 
 
@@ -150,7 +150,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, 
         stream.write(b"\n" + line + b"\n")
     status = main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", workers, *NULL])
     error = capsys.readouterr().err.splitlines()[-1]
-    assert status == 1 and f"{source}:22 is unusable" in error and re.search(message, error), error
+    assert status == 2 and f"{source}:22 is unusable" in error and re.search(message, error), error
     assert files(tmp_path) == []
 
 
@@ -166,21 +166,20 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, monkeypatch, 
 def test_other_errors_leave_nothing(tmp_path, capsys, options, message):
     names = {"SOURCE": write(tmp_path / "a.jsonl", documents(3)), "EMPTY": write(tmp_path / "b.jsonl", [[]])}
     options = [names.get(option, option) for option in options]
-    assert main([*options, "--output-prefix", str(tmp_path / "o")]) == 1
+    assert main([*options, "--output-prefix", str(tmp_path / "o")]) == 2
     assert message in capsys.readouterr().err and files(tmp_path) == []
 
 
 def test_a_killed_worker_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(preprocess_data, "_encode", lambda *_: os._exit(9))
     source = write(tmp_path / "a.jsonl", documents(3))
-    assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "2", *NULL]) == 1
+    assert main(["--input", source, "--output-prefix", str(tmp_path / "o"), "--workers", "2", *NULL]) == 2
     assert "a worker was killed" in capsys.readouterr().err and files(tmp_path) == []
 
 
 @pytest.mark.parametrize("option", ["--workers", "--partitions", "--log-interval"])
 def test_counts_are_positive(tmp_path, capsys, option):
-    with pytest.raises(SystemExit):
-        main(["--input", "a", "--output-prefix", "o", *NULL, option, "0"])
+    assert main(["--input", "a", "--output-prefix", "o", *NULL, option, "0"]) == 2
     assert f"{option} is 0" in capsys.readouterr().err
 
 
@@ -200,7 +199,7 @@ def test_other_kinds_of_input_give_the_same_dataset(tmp_path, workers):
 
 def test_a_bad_row_is_named(tmp_path, capsys):
     pq.write_table(pa.table({"text": ["1 2", None]}), tmp_path / "a.parquet")
-    assert main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "o"), *NULL]) == 1
+    assert main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "o"), *NULL]) == 2
     assert (
         f'{tmp_path / "a.parquet"} row 1 is unusable: it has null for the key "text", not a string'
         in capsys.readouterr().err
@@ -209,8 +208,7 @@ def test_a_bad_row_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", preprocess_data.REFUSED)
 def test_megatrons_options_without_a_meaning_here_tell_what_to_do(tmp_path, capsys, option):
-    with pytest.raises(SystemExit):
-        main(["--input", "a", "--output-prefix", "o", *NULL, option])
+    assert main(["--input", "a", "--output-prefix", "o", *NULL, option]) == 2
     assert f"{option}: {preprocess_data.REFUSED[option]}" in capsys.readouterr().err
 
 
@@ -229,8 +227,7 @@ def test_a_sample_is_the_same_documents_of_every_kind_of_input(tmp_path, monkeyp
     assert 60 < len(taken) < 120 and taken == sorted(taken)  # 90 are expected, 9 is the standard deviation
     assert taken == found["a.parquet",] == found["a.jsonl", "--workers", "2"]
     assert len([doc for doc in found["a.jsonl", "--sample-seed", "1"] if doc in taken]) < 30
-    with pytest.raises(SystemExit):
-        main([*words, "--sample-fraction", "1.5"])
+    assert main([*words, "--sample-fraction", "1.5"]) == 2
     assert "--sample-fraction is 1.5; give a share" in capsys.readouterr().err
-    assert main([*words, "--sample-fraction", "1e-9"]) == 1
+    assert main([*words, "--sample-fraction", "1e-9"]) == 2
     assert "holds no text in its sample of 1e-09" in capsys.readouterr().err

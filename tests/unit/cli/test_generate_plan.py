@@ -12,6 +12,7 @@ import pytest
 from megatron_snip import runtime
 from megatron_snip.cli.generate_plan import main
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
@@ -19,8 +20,8 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
 from megatron_snip.train.run.metrics import read_metrics
+from tests.unit.cli.conftest import TINY
 from tests.unit.snip.made_up import changed, without_updates
-from tests.unit.tools.conftest import TINY
 from tests.unit.train.recorded import named, shown
 
 NAMES = ["best", "random_0", "random_1", "abs_err", "rel_err", "layer_id", "layer_type"]
@@ -31,12 +32,12 @@ def generate(finished_run, tmp_path, capsys):
     """Call it with words of the command line: what it printed; ValueError with what it complained of."""
 
     def call(*words: str, stats=finished_run / "stats/iter_0000003.json") -> str:
-        status = main(["--stats", str(stats), "--output-dir", str(tmp_path / "plans"), "--num-random", "2", *words])
-        said = capsys.readouterr()
-        if status:
-            assert status == 1 and said.out == "" and said.err.count("\n") == 1 and not (tmp_path / "plans").exists()
-            raise ValueError(said.err.strip())
-        return said.out
+        try:
+            main(["--stats", str(stats), "--output-dir", str(tmp_path / "plans"), "--num-random", "2", *words])
+        except UserError as error:
+            assert "\n" not in str(error) and capsys.readouterr().out == "" and not (tmp_path / "plans").exists()
+            raise
+        return capsys.readouterr().out
 
     return call
 
@@ -156,13 +157,15 @@ def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp
     rows = said.splitlines()[1:6]
     assert [row.split()[0] for row in rows] == ["best", "random_0", "random_1", "layer_id", "layer_type"]
     assert [re.split(r"  +", row)[3] for row in rows] == ["-"] * 5, "no weight divergence"
-    assert "no abs_err and rel_err: these statistics cover only fprop's operands; probe with tools/" in said
+    assert (
+        "no abs_err and rel_err: these statistics cover only fprop's operands; probe with `megatron-snip probe`" in said
+    )
 
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--efficiency-saving", "0.75", "--num-random", "5", "--random-seed", "0"]
-    assert main(["--stats", str(finished_run / "stats/iter_0000003.json"), *words]) == 0
+    main(["--stats", str(finished_run / "stats/iter_0000003.json"), *words])
     plans = {*NAMES, "random_2", "random_3", "random_4"}
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
         *(f"{n}.json" for n in plans),
@@ -197,7 +200,7 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--efficiency-saving", "1.5"], "generate_plan: --efficiency-saving is 1.5; give a share, 0 to 1"),
+        (["--efficiency-saving", "1.5"], "--efficiency-saving is 1.5; give a share, 0 to 1"),
         (["--snip-weight", "-1"], "--snip-weight is -1.0; give 0 or more"),
         (["--snip-weight", "nan"], "--snip-weight is nan; give 0 or more"),
         (["--efficiency-saving", "0.5", "--options", "fp8"],
@@ -226,7 +229,7 @@ def test_a_target_by_two_names_is_refused(generate):
     with pytest.raises(ValueError) as error:
         generate("--efficiency-saving", "0.6", "--snip-target", "0.3")
     words = "--efficiency-saving and --snip-target are the same option; drop one"
-    assert str(error.value) == f"generate_plan: {words}"
+    assert str(error.value) == words
 
 
 UP = "layers.0.mlp.up_proj"

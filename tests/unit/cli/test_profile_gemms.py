@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from megatron_snip.cli import profile_gemms
+from megatron_snip.cli.profile_gemms import Shard, main, shards, table
 from megatron_snip.config import Config, SnipConfig
 from megatron_snip.snip.plan.options import read_times
-from tools import profile_gemms
-from tools.profile_gemms import Shard, main, shards, table
 
 MODEL = [
     "--num-layers", "2", "--hidden-size", "128", "--ffn-hidden-size", "256", "--num-attention-heads", "2",
@@ -82,10 +82,10 @@ def test_what_cannot_run_is_said(tmp_path, capsys):
     words = ["--output", str(tmp_path / "t.json"), "--repeats", "1", *MODEL]
     assert main([*words, "--formats", "fp8,fp9", "--linear-impl", "emulated"]) == 0
     assert "left out: fprop: unknown format 'fp9'" in capsys.readouterr().err
-    assert main([*words, "--linear-impl", "scaled_mm"]) == 1
+    assert main([*words, "--linear-impl", "scaled_mm"]) == 2
     said = capsys.readouterr().err
     assert "left out: --linear-impl scaled_mm cannot run fp8" in said
-    assert "profile_gemms: none of --formats fp8,fp4 runs here by --linear-impl scaled_mm" in said
-    assert main([*words, "--num-lairs", "2"]) == 1
-    assert "profile_gemms: unknown option --num-lairs" in capsys.readouterr().err
-    assert main([*words, "--repeats", "0"]) == 1 and "--repeats is 0" in capsys.readouterr().err
+    assert "error: none of --formats fp8,fp4 runs here by --linear-impl scaled_mm" in said
+    assert main([*words, "--num-lairs", "2"]) == 2
+    assert "error: unknown option --num-lairs" in capsys.readouterr().err
+    assert main([*words, "--repeats", "0"]) == 2 and "--repeats is 0" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_snip.cli.merge_datasets import main
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from tools.merge_datasets import main
 
 
 @pytest.fixture
@@ -45,15 +45,15 @@ def test_prefixes_keep_their_order(tmp_path, folder):
 
 def test_errors_name_the_input_and_leave_nothing(tmp_path, folder, capsys):
     (tmp_path / "empty").mkdir()
-    assert merged(tmp_path, tmp_path / "empty")[0] == 1
+    assert merged(tmp_path, tmp_path / "empty")[0] == 2
     assert "empty holds no .bin/.idx pair" in capsys.readouterr().err
-    assert merged(tmp_path, folder / "c")[0] == 1
+    assert merged(tmp_path, folder / "c")[0] == 2
     assert "c.idx" in capsys.readouterr().err
     (folder / "b.bin").unlink()
-    assert merged(tmp_path, folder)[0] == 1
+    assert merged(tmp_path, folder)[0] == 2
     assert "b.bin" in capsys.readouterr().err
     with IndexedDatasetBuilder(folder / "b", np.int32) as builder:
         builder.add_document([1])
-    assert merged(tmp_path, folder)[0] == 1
+    assert merged(tmp_path, folder)[0] == 2
     assert "holds int32" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "in"]

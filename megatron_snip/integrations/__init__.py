@@ -1,0 +1,1 @@
+"""SNIP inside other trainers' loops, by their own hooks."""
