@@ -150,7 +150,7 @@ def run_with_plans(path: Path, run: Run) -> None:
         draw_plan(axes, plan, Grid(plan.linears), formats_used)
     handles = [Patch(facecolor=colour, label=name) for name, colour in formats_used.items()]
     below.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=95)
 
 
 def draw(run_dir: Path, output: Path) -> None:

@@ -20,3 +20,13 @@ def test_all_pictures_of_a_run_are_drawn(finished_run: Path, tmp_path: Path) -> 
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (ROOT / "docs/images").glob("snip_*.png")}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+
+
+def test_pictures_of_the_documents_are_small_and_the_gallery_shows_them_all():
+    root = ROOT
+    images = sorted((root / "docs/images").iterdir())
+    assert images and all(path.stat().st_size < 150_000 for path in images)
+    shown = (root / "docs/gallery.md").read_text()
+    assert [
+        path.name for path in images if path.name.startswith("snip_") and f"(images/{path.name})" not in shown
+    ] == []
