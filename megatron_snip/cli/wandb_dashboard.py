@@ -1,10 +1,11 @@
 r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicted and measured divergences.
 
-    megatron-snip dashboard --project my-project --entity my-team
+    megatron-snip dashboard --project my-project
     megatron-snip dashboard --project my-project --entity my-team --dry-run
 
 Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
-synced.  --dry-run prints the workspace as JSON and sends nothing.  Needs the extra `dashboard`.
+synced.  Without --entity the view goes where runs go, to wandb's default entity of the user.  --dry-run prints the
+workspace as JSON and sends nothing.  Needs the extra `dashboard`.
 
 Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
 """
@@ -75,7 +76,10 @@ HEATMAP, TABLE = "snip/plan_heatmap", "snip/plan"
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
-    """The workspace, not saved yet.  Raises UserError without wandb-workspaces."""
+    """The workspace, not saved yet.  An empty entity can be printed, not saved.
+
+    Raises UserError without wandb-workspaces.
+    """
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -110,24 +114,40 @@ def as_json(made: Any) -> str:
     return TypeAdapter(type(made)).dump_json(made, indent=1, exclude_defaults=True).decode()
 
 
+def default_entity() -> str:
+    """The entity that wandb gives a run that names none.  Raises UserError if wandb cannot be asked or has none."""
+    import wandb
+
+    why = "this user has none"
+    try:
+        if entity := wandb.Api().default_entity:
+            return entity
+    except Exception as error:  # wandb and the network raise all kinds
+        why = str(error)
+    raise UserError(
+        f"wandb names no default entity: {why}; give --entity, `wandb login`, or look with --dry-run"
+    ) from None
+
+
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--project", required=True, help="wandb project, as in --wandb-project")
-    parser.add_argument("--entity", required=True, help="wandb user or team")
+    parser.add_argument("--entity", default="", help="wandb user or team (default: the user's default entity)")
     parser.add_argument("--name", default="SNIP", help="name of the view (default: SNIP)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
     own = parser.parse_args(arguments)
     made = workspace(own.entity, own.project, own.name)
-    if own.dry_run:
+    if own.dry_run:  # wandb is not asked: an entity that is not given is printed as ""
         print(as_json(made))
         return 0
+    made.entity = made.entity or default_entity()
     try:
         made.save()
     except Exception as error:  # wandb and the network raise all kinds
         raise UserError(
-            f"--project {own.project} of {own.entity}: the workspace was not saved: {error}; `wandb login`, or look "
+            f"--project {own.project} of {made.entity}: the workspace was not saved: {error}; `wandb login`, or look "
             "with --dry-run"
         ) from None
     print(made.url)
