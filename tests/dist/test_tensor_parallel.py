@@ -103,7 +103,8 @@ def test_quantised_operands_are_slices_bit_for_bit(kind, precision, sequence_par
             for shard in shards if dim is None else [{name: torch.cat([shard[name] for shard in shards], dim)}]:
                 assert torch.equal(shard[name], expected[name]), (i, expected["role"], name)
     backward = formats[1:]
-    assert stochastic == backward.count("fp4") + backward.count("nvfp4_plain"), "output gradients in FP4 round stochastically"
+    drawn = sum(backward.count(fmt) for fmt in ("fp4", "nvfp4_plain", "rotated"))
+    assert stochastic == drawn, "output gradients in FP4 round stochastically"
 
 
 @pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (TP, False), (TP, True), (3, False)])

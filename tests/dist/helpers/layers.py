@@ -35,9 +35,10 @@ from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears.linear_op import pack
 from megatron_snip.quant.casts.rounding import random_bits
+from tests.dist.helpers.rotated import register_rotated
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
-PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain")
+PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain", "rotated")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -111,8 +112,8 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
 
 def run_all() -> dict[tuple, dict[str, Any]]:
     """Every case in one start of the ranks."""
-    cases = [(kind, p, sp) for kind in KINDS for p in PRECISIONS for sp in (False, True)]
-    return {case: run_linear(*case) for case in cases}
+    register_rotated()
+    return {case: run_linear(*case) for case in product(KINDS, PRECISIONS, (False, True))}
 
 
 #: Precisions of three linears that read one input.
