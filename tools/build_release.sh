@@ -31,7 +31,7 @@ fi
 # what the kernel does not use of the C++ runtime would need a newer glibc
 export LDFLAGS="-static-libstdc++ -Wl,--gc-sections -Wl,--exclude-libs,ALL ${LDFLAGS:-}"
 python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/plain" "$work/source"
-unzip -l "$work"/plain/*.whl | grep -q '/_cpu\.so$' || give_up "the kernel was not compiled; install a C++ compiler"
+python -m zipfile -l "$(ls "$work"/plain/*.whl)" | grep '/_cpu\.so ' >/dev/null || give_up "the kernel was not compiled; install a C++ compiler"
 auditwheel repair --wheel-dir "$work/wheels" "$work"/plain/*.whl >"$work/log" 2>&1 ||
     give_up "auditwheel failed: $(tail -n 3 "$work/log")"
 mkdir -p "$folder"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The steps of the SNIP authors' repository, one by one, with the commands here.  docs/from_snip.md explains them.
 #
-#   bash examples/authors_workflow/run.sh [prepare|train|collect|plans|schemes|evaluate|all] [options of pretrain_llama.py]
+#   bash examples/authors_workflow/run.sh [prepare|train|collect|plans|schemes|evaluate|all] [options of megatron-snip train]
 #
 # prepare   text -> tokenizer -> tokens
 # train     a checkpoint in BF16, to measure on and to start all schemes from

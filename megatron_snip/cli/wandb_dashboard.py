@@ -4,8 +4,8 @@ r"""Make a wandb workspace for a project's runs: loss, pace, plans, and predicte
     megatron-snip dashboard --project my-project --entity my-team --dry-run
 
 Saves a new view of the project and prints its address.  Runs with --wandb-project my-project appear in it as they are
-synced.  Without --entity, the project is one of your default entity.  --dry-run prints the workspace as JSON and sends
-nothing.  Needs the extra `dashboard`.
+synced.  Without --entity the view goes where runs go, to wandb's default entity of the user.  --dry-run prints the
+workspace as JSON and sends nothing.  Needs the extra `dashboard`.
 
 Convention: a panel is (title, names of metrics); "/regex/" shows every metric that it matches.
 """
@@ -76,7 +76,10 @@ HEATMAP, TABLE = "snip/plan_heatmap", "snip/plan"
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
-    """The workspace, not saved yet.  Raises UserError without wandb-workspaces."""
+    """The workspace, not saved yet.  An empty entity can be printed, not saved.
+
+    Raises UserError without wandb-workspaces.
+    """
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -104,18 +107,6 @@ def workspace(entity: str, project: str, name: str) -> Any:
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
 
 
-def default_entity() -> str:
-    """The entity that wandb takes for runs without one.  Raises UserError if it is unknown."""
-    try:
-        import wandb
-
-        if entity := wandb.Api().default_entity:
-            return str(entity)
-    except Exception as error:  # wandb and the network raise all kinds
-        raise UserError(f"your default entity is unknown: {error}; `wandb login`, or give --entity") from None
-    raise UserError("wandb knows no default entity of yours; give --entity")
-
-
 def as_json(made: Any) -> str:
     """A workspace as indented JSON, without default values."""
     from pydantic import TypeAdapter
@@ -123,25 +114,40 @@ def as_json(made: Any) -> str:
     return TypeAdapter(type(made)).dump_json(made, indent=1, exclude_defaults=True).decode()
 
 
+def default_entity() -> str:
+    """The entity that wandb gives a run that names none.  Raises UserError if wandb cannot be asked or has none."""
+    import wandb
+
+    why = "this user has none"
+    try:
+        if entity := wandb.Api().default_entity:
+            return entity
+    except Exception as error:  # wandb and the network raise all kinds
+        why = str(error)
+    raise UserError(
+        f"wandb names no default entity: {why}; give --entity, `wandb login`, or look with --dry-run"
+    ) from None
+
+
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--project", required=True, help="wandb project, as in --wandb-project")
-    parser.add_argument("--entity", default="", help="wandb user or team (default: your default entity)")
+    parser.add_argument("--entity", default="", help="wandb user or team (default: the user's default entity)")
     parser.add_argument("--name", default="SNIP", help="name of the view (default: SNIP)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
     own = parser.parse_args(arguments)
-    entity = own.entity or ("" if own.dry_run else default_entity())
-    made = workspace(entity, own.project, own.name)
-    if own.dry_run:
+    made = workspace(own.entity, own.project, own.name)
+    if own.dry_run:  # wandb is not asked: an entity that is not given is printed as ""
         print(as_json(made))
         return 0
+    made.entity = made.entity or default_entity()
     try:
         made.save()
     except Exception as error:  # wandb and the network raise all kinds
         raise UserError(
-            f"--project {own.project} of {entity}: the workspace was not saved: {error}; `wandb login`, or look "
+            f"--project {own.project} of {made.entity}: the workspace was not saved: {error}; `wandb login`, or look "
             "with --dry-run"
         ) from None
     print(made.url)

@@ -20,10 +20,13 @@ LISTENING = "0A"
 
 def documented() -> list[str]:
     """torchrun's own words in the documents' commands, for two processes."""
-    launches = {tuple(words[1:words.index("pretrain_llama.py")]) for command in README
-                if (words := shlex.split(command))[0] == "torchrun"}  # fmt: skip
+    launches = set()
+    for words in map(shlex.split, README):
+        if words[0] == "torchrun":
+            end = next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+            launches.add(tuple("2" if word.isdecimal() else word for word in words[1:end]))
     (words,) = launches  # all pages say the same
-    return ["2" if word == "8" else word for word in words]
+    return [*words]
 
 
 def family(pid: int) -> list[int]:

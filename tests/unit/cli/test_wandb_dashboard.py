@@ -1,4 +1,4 @@
-"""tools/wandb_dashboard.py: the workspace as it would be sent, and one line for what is wrong.
+"""megatron-snip dashboard: the workspace as it would be sent, and one line for what is wrong.
 
 tests/unit/train/run/test_wandb.py checks that each metric is one that a run logs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -57,13 +58,36 @@ def test_what_wandb_raises_is_one_line(monkeypatch, capsys):
     assert "--project llama of team: the workspace was not saved: no network" in said and "--dry-run" in said
 
 
-def test_without_an_entity_it_is_the_default_one(monkeypatch, capsys):
-    workspaces, wandb = pytest.importorskip("wandb_workspaces.workspaces"), pytest.importorskip("wandb")
-    assert main([*WORDS[:2], "--dry-run"]) == 0 and json.loads(capsys.readouterr().out)["entity"] == ""
+def without_network(*arguments, **options):
+    raise ConnectionError("no\nnetwork")
+
+
+def test_the_dry_run_needs_no_entity_and_asks_nobody(monkeypatch, capsys):
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setattr("wandb.Api", without_network)
+    assert main(["--project", "llama", "--dry-run"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["entity"], made["project"]) == ("", "llama") and len(made["sections"]) == len(PANELS)
+
+
+@pytest.mark.parametrize(("words", "entity"), [((), "me"), (("--entity", "team"), "team")])
+def test_without_an_entity_it_is_wandb_s_default(words, entity, monkeypatch, capsys):
+    workspaces = pytest.importorskip("wandb_workspaces.workspaces")
     saved = []
-    monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append(self.entity))
-    monkeypatch.setattr(workspaces.Workspace, "url", "address")
-    monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": "mine"}))
-    assert main(WORDS[:2]) == 0 and saved == ["mine"]
-    monkeypatch.setattr(wandb, "Api", lambda: type("Api", (), {"default_entity": None}))
-    assert main(WORDS[:2]) == 2 and "give --entity" in capsys.readouterr().err and saved == ["mine"]
+    monkeypatch.setattr("wandb.Api", lambda: types.SimpleNamespace(default_entity="me"))
+    monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append((self.entity, self.project)))
+    monkeypatch.setattr(workspaces.Workspace, "url", property(lambda self: f"https://wandb.ai/{self.entity}"))
+    assert main(["--project", "llama", *words]) == 0
+    assert saved == [(entity, "llama")] and capsys.readouterr().out == f"https://wandb.ai/{entity}\n"
+
+
+@pytest.mark.parametrize(
+    ("api", "why"),
+    [(without_network, "no network"), (lambda: types.SimpleNamespace(default_entity=None), "this user has none")],
+)
+def test_without_any_entity_it_is_one_line(api, why, monkeypatch, capsys):
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setattr("wandb.Api", api)
+    assert main(["--project", "llama"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: wandb names no default entity: {why}; give --entity")

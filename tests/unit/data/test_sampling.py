@@ -164,7 +164,7 @@ ERRORS = {
         "leaves no sequence .* for validation",
     ),
     "no training": ({"paths": ["A"], "split": "0,1"}, "training a share of 0"),
-    "no samples": ({"paths": ["A"], "train": 0}, "ask for some"),
+    "no samples": ({"paths": ["A"], "train": 0}, "request at least one"),
     "mock without vocabulary": ({"mock": True, "vocab_size": None}, "give --vocab-size"),
     "mock vocabulary": ({"mock": True, "vocab_size": 1}, "vocabulary of 1"),
 }

@@ -48,7 +48,7 @@ def test_what_a_process_holds(train_here, monkeypatch):
 
 
 def test_without_training_it_is_the_weights_alone(monkeypatch, caplog):
-    config, here = Config().replace(**TINY), Runtime(0, 1, 0, CPU, "gloo")
+    config, here = Config().replace(**TINY), Runtime(0, 1, 0, CPU)
     for free, holds, told in (
         (5 * held(config, 1) // 16, memory.WEIGHTS, []),
         (3 * held(config, 1) // 16, memory.WEIGHTS, ["the weights need"]),
