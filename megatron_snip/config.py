@@ -88,6 +88,8 @@ class ParallelConfig:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim"
     # Shard within this many groups of data-parallel ranks, such as nodes; each group holds a full copy.
     num_distributed_optimizer_instances: int = 1
+    # Add up and reduce a rank's gradients in BF16: half the memory and bytes, less exact; needs --bf16.
+    grad_reduce_in_bf16: bool = False
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, unless the backend is gloo.
     # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several ranks share a GPU, for testing.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"

@@ -28,19 +28,27 @@ from megatron_snip.parallel.tags import Tags, tags_of
 from megatron_snip.parallel.tensor import VocabParallelEmbedding
 
 
-def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, strategy: str) -> None:
+def shard_over_dp(
+    stage: nn.Module,
+    units: Iterable[nn.Module],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    strategy: str,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
     """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute uses `dtype`.
 
-    For each unit, one collective gathers the parameters and one reduces the gradients, in float32.  Other parameters
-    are grouped with the stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights
-    are freed after use, because then only forward gathers it.  Otherwise, its own collective would save nothing.
-    `gathers_in_backward` of a unit says whether its backward needs the weights.
+    For each unit, one collective gathers the parameters and one reduces the gradients, in `reduce_dtype`.  A rank adds
+    up the gradients of microbatches in it, too; shards of gradients are float32.  Other parameters are grouped with the
+    stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights are freed after use,
+    because then only forward gathers it.  Otherwise, its own collective would save nothing.  `gathers_in_backward`
+    of a unit says whether its backward needs the weights.
     """
     if mesh.dp_cp.size == 1:
         return
     axes = ("shard",) if mesh.replicate.size == 1 else ("replicate", "shard")
     device_mesh: DeviceMesh = mesh.device_mesh[axes]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in (*units, stage):
         embedding = isinstance(module, VocabParallelEmbedding)
         if embedding and keeps_weights(strategy):

@@ -49,6 +49,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         of=lambda s: s % pp == mesh.pp.rank,
     )
     strategy = config.parallel.data_parallel_sharding_strategy
+    reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else torch.float32
     for stage in stages.values():
         for linear in stage.linears().values():
             linear.impl = compiled_impl(config.precision.linear_impl) if t.compile else config.precision.linear_impl
@@ -56,7 +57,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
                 linear.weight_casts = Casts(frees=True) if keeps_weights(strategy) else None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
-        shard_over_dp(stage, stage.units(), mesh, dtype, strategy)
+        shard_over_dp(stage, stage.units(), mesh, dtype, strategy, reduce_dtype)
         stage.allocate()
     return stages
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_snip.train.dry_run.measure import measure_all
 from tests.dist.helpers.dry_runs import collectives, options_of
@@ -82,11 +83,11 @@ def test_losses_and_gradients_are_those_of_one_process(case):
 
 
 @functools.cache
-def sent(strategy: str, instances: int = 1):
+def sent(strategy: str, instances: int = 1, *, grad_reduce_in_bf16: bool = False):
     """An iteration of two microbatches a process, in bf16."""
     options = {
         **TWO_BLOCKS, "bf16": True, "data_parallel_sharding_strategy": strategy,
-        "num_distributed_optimizer_instances": instances,
+        "num_distributed_optimizer_instances": instances, "grad_reduce_in_bf16": grad_reduce_in_bf16,
     }  # fmt: skip
     return run_ranks(an_iteration, 2 * instances, {**options, "global_batch_size": 4 * instances}, seconds=240.0)[0]
 
@@ -111,6 +112,31 @@ def test_a_weight_is_gathered_and_its_gradient_reduced_as_often_as_promised(stra
         },
     }  # fmt: skip
     assert sent_over_dp(found["collectives"]) == expected[strategy]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_reductions_in_bf16_send_half(strategy):
+    found = sent_over_dp(sent(strategy)["collectives"])
+    half = sent_over_dp(sent(strategy, grad_reduce_in_bf16=True)["collectives"])
+    kind = "all-reduce" if strategy == "no_shard" else "reduce-scatter"
+    step = STEP if strategy == "no_shard" else 0
+    assert half.pop(kind) == (found[kind][0], (found.pop(kind)[1] - step) // 2 + step)
+    assert half == found
+
+
+def test_gradients_reduced_in_bf16_are_rounded_sums():
+    """Over microbatches and ranks; the shards are float32."""
+    options = {**TWO_BLOCKS, "bf16": True, "precision": "bf16"}
+    ((one, _), (other, _)) = (
+        run_ranks(functools.partial(losses, iterations=1), 2, {**options, **more}, seconds=240.0)
+        for more in ({}, {"grad_reduce_in_bf16": True})
+    )
+    assert other["first"].loss == one["first"].loss
+    for name, grad in other["gradients"].items():
+        exact = one["gradients"][name]
+        assert grad.dtype == exact.dtype == torch.float32 and grad.equal(grad.bfloat16().float()), name
+        assert not exact.equal(exact.bfloat16().float()), name
+        assert (grad - exact).norm() <= 2.0**-7 * exact.norm(), name
 
 
 def test_instances_add_one_reduction_of_their_shards():
@@ -156,11 +182,13 @@ def test_gradients_are_reduced_beside_backward(pp):
         assert len(reductions) >= 2 and reductions[0] < products[-1]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_dry_run_counts_them(strategy):
-    options = {**TWO_BLOCKS, "bf16": True, "data_parallel_sharding_strategy": strategy}
+@pytest.mark.parametrize(("strategy", "half"), [("no_shard", False), ("optim_grads_params", False), ("optim", True)])
+def test_a_dry_run_counts_them(strategy, half):
+    options = {
+        **TWO_BLOCKS, "bf16": True, "data_parallel_sharding_strategy": strategy, "grad_reduce_in_bf16": half,
+    }  # fmt: skip
     (one,) = measure_all(options_of(options), 2, [0])
-    assert collectives(one.stretches[0].counts) == sent(strategy)["collectives"]
+    assert collectives(one.stretches[0].counts) == sent(strategy, grad_reduce_in_bf16=half)["collectives"]
 
 
 def test_every_instance_holds_the_same(tmp_path: Path):
