@@ -5,7 +5,7 @@ Shapes: H hidden, D channels per head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ class Build:
     device: torch.device
     recompute: Recompute = NOTHING
     documents: Documents | None = None  # None if document boundaries are ignored
+
+    def of_block(self, index: int) -> Build:
+        """The settings of one block."""
+        return replace(self, recompute=self.recompute.of_block(index))
 
     @property
     def spec(self) -> ModelSpec:

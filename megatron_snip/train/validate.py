@@ -262,6 +262,13 @@ def _validate_pairs(config: Config) -> None:
 
 def _validate_recompute(config: Config) -> None:
     t = config.training
+    if t.memory_plan != "none" and t.recompute_granularity != "none":
+        raise UserError(
+            f"--memory-plan {t.memory_plan} decides what each block recomputes, and --recompute-granularity is "
+            f"{t.recompute_granularity}; drop one"
+        )
+    if t.memory_plan == "auto":
+        raise UserError("--memory-plan auto cannot be made yet; give FILE, or none")
     granularity, modules = t.recompute_granularity, t.recompute_modules
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(t, name) is not None and granularity != "full":
@@ -282,6 +289,8 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
+        if name == "memory_gib" and config.training.memory_plan == "auto":
+            continue
         if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
