@@ -124,6 +124,8 @@ class TrainingConfig:
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
+    # How weights, gradients and moments are stored: fp32, or BF16 without a float32 master; see docs/numerics.md.
+    optimizer_precision: Literal["fp32", "collage-light", "collage-plus", "bf16-stochastic", "bf16"] = "fp32"
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
     # With eod-mask-loss: average over all tokens of the batch, not over the means of microbatches.
     calculate_per_token_loss: bool = False

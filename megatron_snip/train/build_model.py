@@ -41,7 +41,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, L
         t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
     )
     region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp))
+    stored = torch.float32 if t.optimizer_precision == "fp32" else torch.bfloat16
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp), stored)
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),

@@ -278,9 +278,9 @@ def build(
     """
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     stages = build_model(config, mesh, runtime.device)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh)
     if draw:
-        draw_weights(stages.values())
-    optimizer = Optimizer(stages.values(), config.training, moments=moments)
+        draw_weights(stages.values(), optimizer.low_parts())
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     first = runtime.local_rank == 0
     train_loader, valid_loader = build_loaders(config, mesh, first)

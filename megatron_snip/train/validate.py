@@ -137,6 +137,7 @@ def validate(config: Config, world_size: int) -> None:
     check_schedule(config.training)
     final_switch(config)
     _validate_recompute(config)
+    _validate_optimizer(config)
     _validate_dry_run(config)
 
 
@@ -258,6 +259,22 @@ def _validate_pairs(config: Config) -> None:
         )
     if config.checkpoint.exit_on_missing_checkpoint and not config.checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
+
+
+def _validate_optimizer(config: Config) -> None:
+    t = config.training
+    if t.optimizer_precision == "fp32":
+        return
+    if not t.bf16:
+        raise UserError(
+            f"--optimizer-precision {t.optimizer_precision} stores weights in BF16, but this run computes in float32; "
+            "give --bf16, or drop it"
+        )
+    if t.optimizer_impl != "torch":
+        raise UserError(
+            f"--optimizer-impl {t.optimizer_impl} needs float32 weights, but --optimizer-precision is "
+            f"{t.optimizer_precision}; drop one"
+        )
 
 
 def _validate_recompute(config: Config) -> None:

@@ -158,7 +158,9 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
         mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
-        mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
+        mock.patch.object(
+            Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device, dtype=build.weight_dtype)
+        ),
         mock.patch.object(LlamaStage, "to_empty", lambda stage, *, device: stage),
         FakeTensorMode(),
     ):
@@ -193,7 +195,7 @@ class _Stretches:
         self.parameters = sum(weight.numel() for weight in weights)
         tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
         tracker.memory.mark(weights, "parameters")
-        tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
+        tracker.memory.mark(optimizer.state(), "optimiser")
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
         tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))

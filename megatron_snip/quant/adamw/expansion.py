@@ -1,0 +1,65 @@
+"""Expansions: numbers held as an unevaluated sum of two BF16 numbers, ``high + low``, with |low| <= ulp(high) / 2.
+
+    two_sum(a, b)    x = a + b, e = (a - (x - t)) + (b - t) with t = x - a     x + e = a + b exactly   Knuth, Moller
+    two_prod(a, b)   p = a b in float32, x = p, e = p - x                      x + e = a b exactly
+    grow((x, y), a)  s, e = two_sum(x, a), then two_sum(s, y + e)              adds a BF16 number
+    times((x, y), c) x, e = two_prod(x, c), then two_sum(x, e + (x c' + y c))  c + c' is a constant's expansion
+
+A float32 operation on BF16 numbers, rounded to BF16, gives the bits of a BF16 operation, since 24 >= 2 * 8 + 2.
+Everything here is float32 tensors [...] whose values are BF16 numbers.  Sums are exact unless they overflow; products
+unless they are below 2^-117, where float32 has no bits left for e.
+Fast2Sum saves three operations and is exact only for |a| >= |b|, which an update of a weight near 0 does not keep.
+Source: Knuth, The Art of Computer Programming 2, 4.2.2; Collage, arXiv 2405.03637.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: End of the name of a tensor's low part in checkpoints.
+LOW = ".low"
+
+
+def rounded(x: Tensor) -> Tensor:
+    """float32 x [...] rounded to BF16, to nearest even, as float32."""
+    return x.to(torch.bfloat16).float()
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b [...] as (rounded sum, what rounding lost)."""
+    x = rounded(a + b)
+    t = rounded(x - a)
+    return x, rounded(rounded(a - rounded(x - t)) + rounded(b - t))
+
+
+def two_prod(a: Tensor, b: Tensor | float) -> tuple[Tensor, Tensor]:
+    """a b [...] as (rounded product, what rounding lost)."""
+    p = a * b
+    x = rounded(p)
+    return x, rounded(p - x)
+
+
+def grow(high: Tensor, low: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """high + low + a [...], an expansion and a BF16 number, as an expansion."""
+    s, e = two_sum(high, a)
+    return two_sum(s, rounded(low + e))
+
+
+def times(high: Tensor, low: Tensor, c: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """(high + low) c [...], for a constant's expansion c, as an expansion."""
+    x, e = two_prod(high, c[0])
+    cross = rounded(rounded(high * c[1]) + rounded(low * c[0]))
+    return two_sum(x, rounded(e + cross))
+
+
+def constant(value: float) -> tuple[float, float]:
+    """A number's expansion: .999 is (1, -.000999), .95 is (.949219, .000782)."""
+    high, low = split(torch.tensor(value, dtype=torch.float64))
+    return float(high), float(low)
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 or float64 value [...] as an expansion of two BF16 tensors: 16 bits of it at least."""
+    high = value.to(torch.bfloat16)
+    return high, (value - high.to(value.dtype)).to(torch.bfloat16)
