@@ -193,6 +193,7 @@ class LoggingConfig:
     run_dir: str = "runs/default"  # Folder for metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
     log_throughput: bool = False  # Add TFLOP/s per GPU (model FLOPs) to line and metrics; MFU to the line if known.
+    log_edq_interval: int = 0  # Iterations between two measurements of lost updates, optim/edq and optim/lost; 0: none.
     log_memory: bool = False  # Add current and peak memory to each row of metrics.
     profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
     profile_step_start: int = 10  # First iteration of the trace.

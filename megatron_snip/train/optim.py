@@ -21,7 +21,9 @@ from megatron_snip.parallel.data import first_element, local_of, sharded_as
 from megatron_snip.parallel.tags import tags_of
 from megatron_snip.quant import RoundingKey, name_stream
 from megatron_snip.quant.adamw.expansion import LOW
+from megatron_snip.quant.adamw.step import Scalars
 from megatron_snip.train.bf16_adamw import Bf16AdamW
+from megatron_snip.train.lost_updates import LostUpdates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -64,13 +66,13 @@ class Optimizer:
         self.samples = 0  # samples in those updates; schedules use it
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
+        self.tags = tags_of(*modules)
         # shares memory with the parameter, so that an in-place update changes the parameter
         self._local = {
             name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
         }
-        tags = tags_of(*modules)
-        decayed = [p for name, p in self._local.items() if tags[name].weight_decay]
-        others = [p for name, p in self._local.items() if not tags[name].weight_decay]
+        decayed = [p for name, p in self._local.items() if self.tags[name].weight_decay]
+        others = [p for name, p in self._local.items() if not self.tags[name].weight_decay]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay, "decays": True},
             {"params": others, "weight_decay": 0.0, "decays": False},
@@ -114,26 +116,55 @@ class Optimizer:
                 self._adam.state[p]["step"] = torch.tensor(float(steps), device=p.device)
 
     @torch.no_grad()
-    def step(self, lr: float, coefficient: float, weight_decay: float | None = None, samples: int = 0) -> None:
+    def step(
+        self,
+        lr: float,
+        coefficient: float,
+        weight_decay: float | None = None,
+        samples: int = 0,
+        lost: LostUpdates | None = None,
+    ) -> None:
         """Update with the gradients of a batch of `samples`, times `coefficient` (the clipping of the whole mesh).
 
-        weight_decay: for matrices; by default --weight-decay.
+        weight_decay: for matrices; by default --weight-decay.  lost: measures what reaches the weights.
         """
         for name, p in self._local.items():
             grad = self.parameters[name].grad
             p.grad = None if grad is None else local_of(grad)
         grads = [p.grad for p in self._local.values() if p.grad is not None]
         if isinstance(self._adam, Bf16AdamW):
-            self._adam.clip = coefficient
+            self._adam.clip, self._adam.steps = coefficient, self.steps
         elif coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["decays"]:
                 group["weight_decay"] = self.config.weight_decay if weight_decay is None else weight_decay
-        self._adam.step()
+        if lost is None:
+            self._adam.step()
+        else:
+            self._step_one_by_one(lost, lr)
         self.steps += 1
         self.samples += samples
+
+    def _step_one_by_one(self, lost: LostUpdates, lr: float) -> None:
+        """Update one parameter after the other, so that one copy of a weight is in memory at a time."""
+        t, grads = self.config, {p: p.grad for p in self._local.values()}
+        for p in grads:
+            p.grad = None
+        decays = {p: group["weight_decay"] for group in self._adam.param_groups for p in group["params"]}
+        for name, p in self._local.items():
+            p.grad, state = grads[p], self._adam.state[p]
+            if p.grad is None:
+                continue
+            weight = [p.detach(), *([state[f"weight{LOW}"]] if f"weight{LOW}" in state else [])]
+            before = [one.clone() for one in weight]
+            if isinstance(self._adam, Bf16AdamW):
+                self._adam.steps = self.steps
+            self._adam.step()
+            scalars = Scalars.of(self.steps + 1, lr, decays[p], (t.adam_beta1, t.adam_beta2), t.adam_eps)
+            lost.add(name, before, weight, state["exp_avg"], state["exp_avg_sq"], scalars)
+            p.grad = None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

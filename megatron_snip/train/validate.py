@@ -39,7 +39,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
         "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
-        "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
+        "log_edq_interval", "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -262,7 +262,12 @@ def _validate_pairs(config: Config) -> None:
 
 
 def _validate_optimizer(config: Config) -> None:
-    t = config.training
+    t, interval = config.training, config.logging.log_edq_interval
+    if interval and t.optimizer_impl != "torch":
+        raise UserError(
+            f"--log-edq-interval is {interval}, but --optimizer-impl {t.optimizer_impl} updates all weights at once; "
+            "use --optimizer-impl torch, or drop it"
+        )
     if t.optimizer_precision == "fp32":
         return
     if not t.bf16:

@@ -9,7 +9,7 @@ import torch
 from megatron_snip.checkpoint.manifest import check
 from megatron_snip.checkpoint.storage import load_tensors
 from tests.dist.helpers.harness import run_ranks
-from tests.dist.helpers.precisions import moved, stepped
+from tests.dist.helpers.precisions import lost, moved, stepped
 from tests.dist.helpers.runs import LAYOUTS, losses, world_of
 
 SMALL = {
@@ -84,3 +84,12 @@ def test_layouts_train_alike(precision):
 
 def short(options: dict) -> list[float]:
     return losses(options, iterations=8)["losses"]
+
+
+@pytest.mark.parametrize("layout", FEW)
+def test_lost_updates_count_every_element_once(layout):
+    options = {**SMALL, "optimizer_precision": "bf16", "log_edq_interval": 1}
+    (alone,), (found, *others) = run_ranks(lost, 1, options), run_ranks(lost, world(layout), {**options, **MORE[layout]})
+    assert found.keys() == alone.keys() and all(other == found for other in others)
+    for name, value in alone.items():
+        assert found[name] == pytest.approx(value, rel=1e-9), name

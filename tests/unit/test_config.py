@@ -41,7 +41,7 @@ WORDS = {
     "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "2",
     "recompute_modules": ["mlp"], "compile": True, "max_skipped_iterations": "4", "rerun_mode": "disabled",
     "deterministic_mode": True, "manual_gc": True, "manual_gc_interval": "6", "log_memory": True,
-    "profile": True, "profile_step_start": "2",
+    "log_edq_interval": "3", "profile": True, "profile_step_start": "2",
     "profile_step_end": "3", "profile_ranks": ["0", "2"], "preflight": False,
     "spike_window": "32", "spike_deviations": "4.5", "spike_nats": "0.25", "exit_interval": "9",
     "exit_duration_in_mins": "1.5", "exit_signal_handler": False, "data_path": ["0.3", "a", "0.7", "b"],

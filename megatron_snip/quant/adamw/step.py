@@ -95,10 +95,14 @@ def reference(stored: Stored, grad: Tensor, s: Scalars) -> None:
     stored.weight.copy_(w)
 
 
-def update(w: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
-    """The update u [...] that a step wants to add to the weight w, from m and v after it; float32 with BF16 values."""
+def update(w: Tensor, m: Tensor, v: Tensor, s: Scalars, *, rounds: bool = True) -> Tensor:
+    """The update u [...] that a step wants to add to the weight w, from m and v after it; float32.
+
+    rounds: to BF16, as all steps on BF16 weights do.
+    """
     root = v.double().sqrt().float()  # correctly rounded: torch's own on CPUs may be off by an ulp
-    return rounded((m / (root * s.correction + s.eps)) * s.rate - w * s.decay)
+    u = (m / (root * s.correction + s.eps)) * s.rate - w * s.decay
+    return rounded(u) if rounds else u
 
 
 def stochastic(x: Tensor, key: RoundingKey) -> Tensor:

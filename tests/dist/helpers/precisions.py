@@ -10,6 +10,7 @@ import torch
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.parallel.data import local_of
+from megatron_snip.train.lost_updates import LostUpdates
 from tests.dist.helpers.runs import make
 
 
@@ -40,3 +41,14 @@ def _save(config: Any, parts: Any, folder: Path, iteration: int) -> None:
     saver = Saver(folder, config.checkpoint, parts.mesh, "0123456789abcdef", 0)
     saver.save(iteration, parts.tensors(), {"steps": iteration}, finite=True, last=True)
     saver.close()
+
+
+def lost(options: dict[str, Any]) -> dict[str, float]:
+    """Metrics of an update with gradients that every layout has the same of."""
+    _, parts = make(options)
+    parts.train_loader.close()
+    seen = LostUpdates(parts.optimizer.tags, parts.mesh)
+    for p in parts.optimizer.parameters.values():
+        p.grad = p.detach().clone()
+    parts.optimizer.step(2e-5, 0.7, lost=seen)
+    return seen.metrics()
