@@ -14,6 +14,7 @@ Source: Knuth, The Art of Computer Programming 2, 4.2.2; Collage, arXiv 2405.036
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,13 @@ def times(high: Tensor, low: Tensor, c: tuple[float, float]) -> tuple[Tensor, Te
 
 def constant(value: float) -> tuple[float, float]:
     """A number's expansion: .999 is (1, -.000999), .95 is (.949219, .000782)."""
-    high, low = split(torch.tensor(value, dtype=torch.float64))
-    return float(high), float(low)
+    high = _bf16(value)
+    return high, _bf16(value - high)
+
+
+def _bf16(value: float) -> float:
+    bits = int(np.float32(value).view(np.uint32))  # without torch, which a dry run would count
+    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
