@@ -3,11 +3,12 @@
     two_sum(a, b)    x = a + b, e = (a - (x - t)) + (b - t) with t = x - a     x + e = a + b exactly   Knuth, Moller
     two_prod(a, b)   p = a b in float32, x = p, e = p - x                      x + e = a b exactly
     grow((x, y), a)  s, e = two_sum(x, a), then two_sum(s, y + e)              adds a BF16 number
-    times((x, y), c) x, e = two_prod(x, c), then two_sum(x, e + (x c' + y c))  c + c' is a constant's expansion
+    decay((x, y), c, a)   (x + y) (c + c') + a, for a constant's expansion c + c' and a BF16 number a:
+                     p, e = two_prod(x, c), s, f = two_sum(p, a), then two_sum(s, f + (e + (x c' + y c)))
 
 A float32 operation on BF16 numbers, rounded to BF16, gives the bits of a BF16 operation, since 24 >= 2 * 8 + 2.
-Everything here is float32 tensors [...] whose values are BF16 numbers.  Sums are exact unless they overflow; products
-unless they are below 2^-117, where float32 has no bits left for e.
+Everything here is float32 tensors [...] whose values are BF16 numbers.  Sums are exact unless they overflow, products
+unless they are below 2^-133, where float32 has no bits left.
 Fast2Sum saves three operations and is exact only for |a| >= |b|, which an update of a weight near 0 does not keep.
 Source: Knuth, The Art of Computer Programming 2, 4.2.2; Collage, arXiv 2405.03637.
 """
@@ -38,7 +39,7 @@ def two_prod(a: Tensor, b: Tensor | float) -> tuple[Tensor, Tensor]:
     """a b [...] as (rounded product, what rounding lost)."""
     p = a * b
     x = rounded(p)
-    return x, rounded(p - x)
+    return x, p - x
 
 
 def grow(high: Tensor, low: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,11 +48,11 @@ def grow(high: Tensor, low: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return two_sum(s, rounded(low + e))
 
 
-def times(high: Tensor, low: Tensor, c: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """(high + low) c [...], for a constant's expansion c, as an expansion."""
-    x, e = two_prod(high, c[0])
-    cross = rounded(rounded(high * c[1]) + rounded(low * c[0]))
-    return two_sum(x, rounded(e + cross))
+def decay(high: Tensor, low: Tensor, c: tuple[float, float], a: Tensor) -> tuple[Tensor, Tensor]:
+    """(high + low) c + a [...], for a constant's expansion c and a BF16 number a, as an expansion."""
+    p, e = two_prod(high, c[0])
+    s, f = two_sum(p, a)
+    return two_sum(s, rounded(f + (e + (high * c[1] + low * c[0]))))
 
 
 def constant(value: float) -> tuple[float, float]:

@@ -3,7 +3,7 @@
     g   = grad * clip
     m   = bf16(b1 m + (1 - b1) g)
     v   = bf16(b2 v + (1 - b2) g^2)                      without a low part
-    v   = v b2, then v + bf16((1 - b2) g^2)              with one, as expansions (`times`, `grow`)
+    v   = v b2 + bf16((1 - b2) g^2)                      with one, as expansions (`decay`)
     u   = bf16(-lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps) - lr decay w)
     w   = bf16(w + u), bf16(w + u) rounded stochastically, or w + u as expansions (`grow`)
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_snip.quant.adamw.expansion import constant, grow, rounded, times
+from megatron_snip.quant.adamw.expansion import constant, decay, grow, rounded
 from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
 
 
@@ -79,8 +79,7 @@ def reference(stored: Stored, grad: Tensor, s: Scalars) -> None:
     if stored.v_low is None:
         v = rounded(stored.v.float() * s.beta2 + square)
     else:
-        v, low = times(stored.v.float(), stored.v_low.float(), (s.beta2_high, s.beta2_low))
-        v, low = grow(v, low, rounded(square))
+        v, low = decay(stored.v.float(), stored.v_low.float(), (s.beta2_high, s.beta2_low), rounded(square))
         stored.v_low.copy_(low)
     stored.m.copy_(m)
     stored.v.copy_(v)

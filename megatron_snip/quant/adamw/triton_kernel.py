@@ -29,13 +29,12 @@ def grow(high, low, a):
 
 
 @triton.jit
-def times(high, low, c, c_low):
-    """(high + low) (c + c_low) [...] as an expansion."""
+def decayed(high, low, c, c_low, a):
+    """(high + low) (c + c_low) + a [...] as an expansion."""
     p = high * c
     x = to_bfloat16(p)
-    e = to_bfloat16(p - x)
-    cross = to_bfloat16(to_bfloat16(high * c_low) + to_bfloat16(low * c))
-    return two_sum(x, to_bfloat16(e + cross))
+    s, f = two_sum(x, a)
+    return two_sum(s, to_bfloat16(f + ((p - x) + (high * c_low + low * c))))
 
 
 @triton.jit
@@ -74,8 +73,7 @@ def adamw_kernel(
         new_v = to_bfloat16(old_v * beta2 + square)
     else:
         old_low = tl.load(v_low + at, mask=there, other=0.0).to(tl.float32)
-        new_v, new_low = times(old_v, old_low, beta2_high, beta2_low)
-        new_v, new_low = grow(new_v, new_low, to_bfloat16(square))
+        new_v, new_low = decayed(old_v, old_low, beta2_high, beta2_low, to_bfloat16(square))
         tl.store(v_low + at, new_low.to(tl.bfloat16), mask=there)
     tl.store(m + at, new_m.to(tl.bfloat16), mask=there)
     tl.store(v + at, new_v.to(tl.bfloat16), mask=there)

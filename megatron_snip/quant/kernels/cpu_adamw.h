@@ -16,10 +16,10 @@ FN Pair<F> grow(Pair<F> to, F a) {
   return two_sum(s.a, to_bf16(to.b + s.b));
 }
 
-FN Pair<F> times(Pair<F> x, float high, float low) {
-  const F p = x.a * high, y = to_bf16(p), e = to_bf16(p - y);
-  const F cross = to_bf16(to_bf16(x.a * low) + to_bf16(x.b * high));
-  return two_sum(y, to_bf16(e + cross));
+FN Pair<F> decayed(Pair<F> x, float high, float low, F a) {
+  const F p = x.a * high, y = to_bf16(p);
+  const Pair<F> s = two_sum(y, a);
+  return two_sum(s.a, to_bf16(s.b + ((p - y) + (x.a * low + x.b * high))));
 }
 
 FN F square_root(F v) {
@@ -47,7 +47,7 @@ FN void adamw_lanes(Elements& x, F g, U draws, const AdamW& s) {
   const F w = x.weight.a;
   g = g * s.clip;
   const F m = to_bf16(x.m * s.beta1 + g * s.rest1), square = (g * g) * s.rest2;
-  if constexpr (kVLow) x.v = grow(times(x.v, s.beta2_high, s.beta2_low), to_bf16(square));
+  if constexpr (kVLow) x.v = decayed(x.v, s.beta2_high, s.beta2_low, to_bf16(square));
   else x.v.a = to_bf16(x.v.a * s.beta2 + square);
   x.m = m;
   const F u = to_bf16((m / (square_root(x.v.a) * s.correction + s.eps)) * s.rate - w * s.decay);

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_snip.quant.adamw.expansion import constant, grow, rounded, split, times, two_prod, two_sum
+from megatron_snip.quant.adamw.expansion import constant, decay, grow, rounded, split, two_prod, two_sum
 from tests.unit.quant.adamw.numbers_of import expansion, wild
 
 
@@ -61,8 +61,10 @@ def test_an_expansion_grows_and_shrinks(draw):
     true = high.double() + low.double() + a.double()
     # what y + v may lose is half an ulp of it: 2^-9 of two parts of at most 2^-8 of what they belong to
     assert ((s.double() + e - true).abs() <= 2.0**-16 * torch.maximum(high.abs(), (high + a).abs())).all()
-    p, q = times(high, low, constant(0.999))
-    assert ((p.double() + q - 0.999 * (high.double() + low)).abs() <= 2.0**-15 * high.abs()).all()
+    a = a.abs() * high.sign()
+    p, q = decay(high, low, constant(0.999), a)
+    true = 0.999 * (high.double() + low) + a
+    assert ((p.double() + q - true).abs() <= 2.0**-15 * true.abs()).all()
     for x, y in ((s, e), (p, q)):
         assert torch.equal(rounded(x + y), x), "high is the rounded sum"
 
@@ -73,7 +75,7 @@ def test_v_decays_that_a_bf16_number_does_not():
     assert torch.equal(rounded(v * 0.999), v)
     high, low = v, torch.zeros(1)
     for _ in range(100):
-        high, low = times(high, low, constant(0.999))
+        high, low = decay(high, low, constant(0.999), torch.zeros(1))
     assert float(high + low) == pytest.approx(0.5 * 0.999**100, rel=1e-3)
 
 
