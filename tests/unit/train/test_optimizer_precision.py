@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ import torch
 from megatron_snip.checkpoint.manifest import check
 from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.cli.convert_checkpoint import export_hf
+from megatron_snip.parallel.tensor import Region, VocabParallelEmbedding
+from megatron_snip.quant.adamw.expansion import split
 from megatron_snip.train.bf16_adamw import LOW_PARTS
+from megatron_snip.train.health.guard import go_back
 
 WEIGHT = "layers.0.mlp.up_proj.weight"
 
@@ -132,3 +136,34 @@ def test_the_drawn_weights_are_those_of_float32(train, tmp_path):
 def test_what_cannot_be_is_refused(options, said, train_here):
     with pytest.raises(ValueError, match=said):
         train_here(**{"bf16": True, "optimizer_precision": "collage-light", **options})
+
+
+def test_the_guard_goes_back_to_a_checkpoint_of_another_precision(train, tmp_path):
+    """One of before a change of --optimizer-precision; a run knows both folders."""
+    train(train_iters=2)
+    saves = tmp_path / "run/checkpoints"
+    value = tensors_of(saves, 2)[f"model.{WEIGHT}"]
+    parts = {f"model.{WEIGHT}": torch.empty_like(value, dtype=torch.bfloat16)}
+    parts[f"model.{WEIGHT}.low"] = torch.empty_like(parts[f"model.{WEIGHT}"])
+    go_back(SimpleNamespace(tensors=lambda: parts, stages={}), saves, 2)
+    assert all(torch.equal(part, other) for part, other in zip(parts.values(), split(value), strict=True))
+
+
+def test_snip_plans_with_the_weight_divergence(train_here):
+    rows = train_here(
+        bf16=True, optimizer_precision="collage-plus", lr=1e-3, precision="snip", snip_start=2, snip_interval=2, snip_apply_lag=0, snip_weight=1.0,
+        snip_trials=2, snip_trial_tokens=256, snip_probe_tokens=1,
+    )  # fmt: skip
+    assert rows[1]["snip/weight_divergence/block_00"] > 0 and "snip/achieved" in rows[1]
+
+
+def test_gradients_of_a_frequent_token_are_added_in_float32(lone_mesh):
+    """torch's own on CPUs stops growing where a gradient is less than half an ulp of the sum."""
+    tokens, draw = torch.zeros(1, 4000, dtype=torch.int64), torch.Generator().manual_seed(0)
+    region, weight = Region(lone_mesh.tp, False), torch.zeros(8, 4, dtype=torch.bfloat16)
+    table = VocabParallelEmbedding(weight, region, lone_mesh.device_mesh, torch.bfloat16)
+    grad = (torch.rand(1, 4000, 4, generator=draw) + 0.5).bfloat16()
+    table(tokens).backward(grad)
+    assert table.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(table.weight.grad[0].float(), grad.float().sum((0, 1)), rtol=2**-8, atol=0)
+    assert not table.weight.grad[1:].any()
