@@ -151,8 +151,8 @@ def test_the_guard_goes_back_to_a_checkpoint_of_another_precision(train, tmp_pat
 
 def test_snip_plans_with_the_weight_divergence(train_here):
     rows = train_here(
-        bf16=True, optimizer_precision="collage-plus", lr=1e-3, precision="snip", snip_start=2, snip_interval=2, snip_apply_lag=0, snip_weight=1.0,
-        snip_trials=2, snip_trial_tokens=256, snip_probe_tokens=1,
+        bf16=True, optimizer_precision="collage-plus", lr=1e-3, precision="snip", snip_start=2, snip_interval=2,
+        snip_apply_lag=0, snip_weight=1.0, snip_trials=2, snip_trial_tokens=256, snip_probe_tokens=1,
     )  # fmt: skip
     assert rows[1]["snip/weight_divergence/block_00"] > 0 and "snip/achieved" in rows[1]
 
