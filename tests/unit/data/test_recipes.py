@@ -20,7 +20,7 @@ from megatron_snip.data.sampling import build_datasets
 from tests.test_readme import ROOT, commands
 
 COMMANDS = [shlex.split(command) for command in commands((ROOT / "docs/data.md").read_text())]
-RECIPES = {words[words.index("--output-prefix") + 1]: words[2:] for words in COMMANDS if words[0] == "python"}
+RECIPES = {words[words.index("--output-prefix") + 1]: words[2:] for words in COMMANDS if words[0] == "megatron-snip"}
 TEXTS = [f"{number} the text of document {number} of many" for number in range(1500)]
 
 
@@ -118,7 +118,7 @@ def test_mixing(tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
     for prefix in ("tokens/slimpajama", "tokens/starcoder"):
         run(prefix)
     words = next(words for words in COMMANDS if words[0] == "torchrun")
-    words = words[words.index("pretrain_llama.py") + 1 :]
+    words = words[words.index("train") + 1 :]
     at = words.index("--config") + 1
     config: Config = parse([*words[:at], str(ROOT / words[at]), *words[at + 1 :], "--train-iters", "10"])
     data, m = config.data, config.model
