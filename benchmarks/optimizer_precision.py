@@ -33,6 +33,8 @@ from megatron_snip.train.setup import build, check
 
 PRECISIONS = ("fp32", *LOW_PARTS)
 SHAPE = (2048, 2048)
+#: Batches of the validation loss, 16 thousand tokens.
+VALIDATIONS = 32
 
 
 def optimizer_of(precision: str, tensors: int) -> Optimizer:
@@ -76,7 +78,7 @@ def options_of(args: argparse.Namespace, precision: str, beta2: float, lr: float
         "--adam-beta2", str(beta2), "--lr", str(lr), "--min-lr", "0", "--lr-decay-style", "constant",
         "--seed", str(seed),
         "--seq-length", "128", "--global-batch-size", "4", "--micro-batch-size", "4",
-        "--train-iters", str(args.iterations), "--eval-iters", "100", "--log-edq-interval", "20",
+        "--train-iters", str(args.iterations), "--eval-iters", str(VALIDATIONS), "--log-edq-interval", "20",
     ]  # fmt: skip
     return parse(words)
 
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace, precision: str, beta2: float, lr: float, seed:
         losses.append(result.loss)
         rows += [result.lost] if result.lost else []
     assert parts.valid_loader is not None
-    valid = [parts.stepper.evaluate(parts.valid_loader.batch(i * size), 0, PLAIN) for i in range(100)]
+    valid = [parts.stepper.evaluate(parts.valid_loader.batch(i * size), 0, PLAIN) for i in range(VALIDATIONS)]
     parts.train_loader.close()
     half = rows[len(rows) // 2 :]
     return {

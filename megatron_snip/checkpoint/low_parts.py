@@ -4,7 +4,7 @@ in the checkpoint     wanted              read
 a sum                 a sum               both parts, as they are
 a sum                 a float32 tensor    the sum, exact unless the low part is below 2^-16 of the high one
 a sum                 a BF16 tensor       the high part
-a float32 tensor      a sum               the number rounded to BF16, and what that lost, rounded to BF16
+a float32 tensor      a sum               the number rounded to BF16, and what that lost (expansion.py's `split`)
 a BF16 tensor         a sum               the tensor, and 0
 """
 

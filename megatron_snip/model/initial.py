@@ -21,6 +21,7 @@ from megatron_snip.config import TILE, ModelConfig
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.parallel.data import first_element, local_of
 from megatron_snip.parallel.tags import Tags, tags_of
+from megatron_snip.quant.adamw.expansion import split
 from megatron_snip.runtime import seed_of
 
 #: Constant initial values, by kind of parameter.
@@ -42,9 +43,13 @@ def draw_weights(stages: Iterable[LlamaStage], low: Mapping[str, Tensor] | None 
                 continue
             values = torch.empty(part.shape)
             fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))
-            part.copy_(values.mul_(standard_deviation(tags[name], stage.build.model)))
+            values.mul_(standard_deviation(tags[name], stage.build.model))
             if low and name in low:
-                low[name].copy_(values.sub_(part.cpu()))
+                high, rest = split(values)
+                part.copy_(high)
+                low[name].copy_(rest)
+            else:
+                part.copy_(values)
 
 
 def standard_deviation(tags: Tags, m: ModelConfig) -> float:

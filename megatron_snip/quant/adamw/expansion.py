@@ -67,6 +67,12 @@ def _bf16(value: float) -> float:
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 or float64 value [...] as an expansion of two BF16 tensors: 16 bits of it at least."""
+    """float32 or float64 value [...] as an expansion of two BF16 tensors, at most 2^-16 of it away.
+
+    high is the value rounded to BF16 and also high + low rounded, so an update of 0 leaves both.
+    """
     high = value.to(torch.bfloat16)
-    return high, (value - high.to(value.dtype)).to(torch.bfloat16)
+    low = (value - high.to(value.dtype)).to(torch.bfloat16)
+    # a remainder just below half an ulp has become half an ulp, and the sum would be rounded to the other neighbour
+    other = (high.float() + low.float()).to(torch.bfloat16) != high
+    return high, (low.view(torch.int16) - other.to(torch.int16)).view(torch.bfloat16)

@@ -79,7 +79,7 @@ def test_there_and_back_loses_what_16_bits_cannot_hold(train, tmp_path):
     load_tensors(start, 2, there)
     for name in (f"model.{WEIGHT}", f"optim.{WEIGHT}.exp_avg_sq"):
         back = there[name].float() + there[f"{name}.low"].float()
-        assert ((back - before[name]).abs() <= 2.0**-17 * before[name].abs()).all() and not back.equal(before[name])
+        assert ((back - before[name]).abs() <= 2.0**-16 * before[name].abs()).all() and not back.equal(before[name])
 
 
 @pytest.mark.parametrize("option", ["finetune", "no_load_optim"])
@@ -114,13 +114,16 @@ def test_an_export_has_the_sum_and_an_import_splits_it(train, tmp_path):
 
 
 def test_the_drawn_weights_are_those_of_float32(train, tmp_path):
+    """And stay so as long as updates are 0."""
+    rows = {}
     for precision in ("fp32", "collage-light"):
-        train(precision, train_iters=1, lr=0.0, run_dir=str(tmp_path / precision))
-    master, ours = (tensors_of(tmp_path / name / "checkpoints", 1) for name in ("fp32", "collage-light"))
+        rows[precision] = train(precision, train_iters=2, lr=0.0, run_dir=str(tmp_path / precision))
+    master, ours = (tensors_of(tmp_path / name / "checkpoints", 2) for name in rows)
     drawn = master[f"model.{WEIGHT}"]
     whole = ours[f"model.{WEIGHT}"].float() + ours[f"model.{WEIGHT}.low"].float()
-    assert ours[f"model.{WEIGHT}"].ne(drawn.bfloat16()).float().mean() < 0.002, "ties, which the first update settles"
-    assert ((whole - drawn).abs() <= 2.0**-17 * drawn.abs()).all()
+    assert torch.equal(ours[f"model.{WEIGHT}"], drawn.bfloat16())
+    assert ((whole - drawn).abs() <= 2.0**-16 * drawn.abs()).all()
+    assert losses(rows["fp32"]) == losses(rows["collage-light"])
 
 
 @pytest.mark.parametrize(
