@@ -124,6 +124,8 @@ class TrainingConfig:
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
+    # How weights, gradients and moments are stored: fp32, or BF16 without a float32 master; see docs/numerics.md.
+    optimizer_precision: Literal["fp32", "collage-light", "collage-plus", "bf16-stochastic", "bf16"] = "fp32"
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
     # With eod-mask-loss: average over all tokens of the batch, not over the means of microbatches.
     calculate_per_token_loss: bool = False
@@ -193,6 +195,7 @@ class LoggingConfig:
     run_dir: str = "runs/default"  # Folder for metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
     log_throughput: bool = False  # Add TFLOP/s per GPU (model FLOPs) to line and metrics; MFU to the line if known.
+    log_edq_interval: int = 0  # Iterations between two measurements of lost updates, optim/edq and optim/lost; 0: none.
     log_memory: bool = False  # Add current and peak memory to each row of metrics.
     profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
     profile_step_start: int = 10  # First iteration of the trace.

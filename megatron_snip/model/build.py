@@ -32,6 +32,7 @@ class Build:
     device: torch.device
     recompute: Recompute = NOTHING
     documents: Documents | None = None  # None if document boundaries are ignored
+    weight_dtype: torch.dtype = torch.float32  # of parameters
 
     def of_block(self, index: int) -> Build:
         """The settings of one block."""
@@ -44,7 +45,7 @@ class Build:
 
     def empty(self, *shape: int) -> Tensor:
         """A weight [...] without memory; `LlamaStage.allocate` allocates its shard."""
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape, device="meta", dtype=self.weight_dtype)
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name."""

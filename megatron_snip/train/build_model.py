@@ -45,7 +45,8 @@ def build_model(
         () if memory_plan is None else memory_plan.blocks,
     )  # fmt: skip
     region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp))
+    stored = torch.float32 if t.optimizer_precision == "fp32" else torch.bfloat16
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp), stored)
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),

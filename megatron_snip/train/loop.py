@@ -199,6 +199,7 @@ class Trainer(RunState):
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
             **pace,
+            **result.lost,
         }
 
     def _tflops(self, batch_size: int, seconds: float) -> float:

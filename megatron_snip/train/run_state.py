@@ -119,7 +119,7 @@ class RunState:
                 self.start = agree_on(self.config, earlier_start(self.config, start, error))
                 continue
             return self._resume(start)
-        draw_weights(self.parts.stages.values())
+        draw_weights(self.parts.stages.values(), self.parts.optimizer.low_parts())
         LOGGER.info("starting from new weights at iteration 0")
 
     def _resume(self, start: Start) -> None:

@@ -284,9 +284,9 @@ def build(
     mesh = mesh if mesh is not None else mesh_of(config, runtime)
     memory_plan = memory_plan or read_memory_plan(config, runtime.world_size)
     stages = build_model(config, mesh, runtime.device, memory_plan)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh)
     if draw:
-        draw_weights(stages.values())
-    optimizer = Optimizer(stages.values(), config.training, moments=moments)
+        draw_weights(stages.values(), optimizer.low_parts())
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     first = runtime.local_rank == 0
     train_loader, valid_loader = build_loaders(config, mesh, first)

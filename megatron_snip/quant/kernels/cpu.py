@@ -19,7 +19,7 @@ from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, a
 
 logger = logging.getLogger(__name__)
 
-ABI = 15
+ABI = 16
 MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 
@@ -59,6 +59,7 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in {
         "cast": (ctypes.c_char_p, ctypes.c_char_p),
         "decode": (ctypes.c_char_p,),
+        "adamw": (ctypes.c_char_p,),
         "amax": (pointer, whole, short, short, pointer),
         "copy": (pointer, pointer, whole, short),
         "blend": (pointer, whole, whole, pointer, pointer, pointer),
@@ -132,7 +133,7 @@ def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BES
         cols,
         _STREAM_BYTES,
         x.dtype is torch.bfloat16,
-        _threads(rows * cols),
+        threads_of(rows * cols),
         isa,
         len(made),
     )
@@ -149,7 +150,7 @@ def copy(source: Tensor, target: Tensor) -> None:
     loaded, size = library(), source.numel() * source.element_size()
     assert loaded is not None and size == target.numel() * target.element_size()
     assert (source.data_ptr() | target.data_ptr() | size) % 64 == 0
-    loaded.megatron_snip_copy(source.data_ptr(), target.data_ptr(), size, _threads(source.numel()))
+    loaded.megatron_snip_copy(source.data_ptr(), target.data_ptr(), size, threads_of(source.numel()))
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
@@ -174,7 +175,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
             *quantized.block,
             _STREAM_BYTES,
             dtype is torch.bfloat16,
-            _threads(rows * cols),
+            threads_of(rows * cols),
             isa,
             _grid(element.exponent_bits, element.mantissa_bits, element.specials),
         )
@@ -186,11 +187,12 @@ def finite_amax(x: Tensor) -> Tensor:
     """``cast.finite_amax`` of x [...] that ``reads`` has accepted: float32 scalar."""
     loaded, x, out = library(), x.contiguous(), torch.empty(())
     assert loaded is not None
-    loaded.megatron_snip_amax(x.data_ptr(), x.numel(), x.element_size(), _threads(x.numel()), out.data_ptr())
+    loaded.megatron_snip_amax(x.data_ptr(), x.numel(), x.element_size(), threads_of(x.numel()), out.data_ptr())
     return out
 
 
-def _threads(elements: int) -> int:
+def threads_of(elements: int) -> int:
+    """How many threads a kernel takes for so many elements."""
     return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
 
 

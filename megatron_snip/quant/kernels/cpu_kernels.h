@@ -281,4 +281,6 @@ SNIP_TARGET void copy(const void* from, void* to, int64_t bytes) {
     store(static_cast<char*>(to) + i, load<U>(static_cast<const char*>(from) + i), true);
 }
 
-constexpr Kernels kKernels = {cast, decode, amax, copy};
+#include "cpu_adamw.h"
+
+constexpr Kernels kKernels = {cast, decode, amax, copy, adamw};

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
-from megatron_snip.parallel import context_parallel, loss
+from megatron_snip.parallel import context_parallel, loss, tensor
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears import block_scaled, matmul, scaled_mm
 from megatron_snip.quant.linears.operands import Backend
@@ -58,6 +58,7 @@ def as_on(device: str) -> Iterator[None]:
         for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
             stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
         stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
+        stack.enter_context(mock.patch.object(tensor, "adds_in_bf16", lambda weight: False))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(
             mock.patch.object(context_parallel, "lower_right", lambda *_: None)

@@ -158,7 +158,9 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
         mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
-        mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
+        mock.patch.object(
+            Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device, dtype=build.weight_dtype)
+        ),
         mock.patch.object(LlamaStage, "to_empty", lambda stage, *, device: stage),
         FakeTensorMode(),
     ):
@@ -189,11 +191,11 @@ class _Stretches:
     def __init__(self, config: Config, few: Config, left_out: tuple[int, int], parts: Parts, tracker: Tracker) -> None:
         self.config, self.left_out, self.parts, self.tracker = config, left_out, parts, tracker
         optimizer, mesh = parts.optimizer, parts.mesh
-        weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
+        weights, self.stored = [local_of(p.detach()) for p in optimizer.parameters.values()], 0
         self.parameters = sum(weight.numel() for weight in weights)
         tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
         tracker.memory.mark(weights, "parameters")
-        tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
+        tracker.memory.mark(optimizer.state(), "optimiser")
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
         tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
@@ -220,8 +222,11 @@ class _Stretches:
         return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
 
     def _mark_gradients(self) -> None:
-        grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]
-        self.tracker.memory.mark(map(local_of, grads), "gradients")
+        optimizer = self.parts.optimizer
+        grads = [local_of(p.grad) for p in optimizer.parameters.values() if p.grad is not None]
+        self.tracker.memory.mark(grads, "gradients")
+        weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
+        self.stored = sum(one.nbytes for one in (*weights, *grads, *optimizer.state()))
 
     def measured(self) -> Measured:
         """All stretches of this rank."""
@@ -238,7 +243,7 @@ class _Stretches:
                 stretches.append(self._trial())
         if self.parts.final is not None and self.parts.switch():
             stretches.append(self._stretch(f"iteration, {self.parts.final}", self._iteration))
-        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches))
+        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored)
 
     def _stretch(
         self, name: str, run: Callable[[], object], batches: int = 1, left_out: tuple[int, int] | None = None
