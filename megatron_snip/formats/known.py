@@ -12,6 +12,8 @@ FP8 = register(Format(name="fp8", element=E4M3))
 # FP4 rounds gradients stochastically: otherwise their small values would all become zero.
 FP4 = register(Format(name="fp4", element=E2M1, stochastic_roles=frozenset({"grad_output"})))
 FP8_E5M2 = register(Format(name="fp8_e5m2", element=E5M2))
+# E5M2 for gradients: Transformer Engine's and Megatron-LM's "hybrid".
+FP8_HYBRID = register(Format(name="fp8_hybrid", element=E4M3, gradient_element=E5M2))
 # Power-of-two scales: DeepSeek-V3 (arXiv 2412.19437, sec. 3.3.2) and Transformer Engine's Float8BlockScaling.
 FP8_POW2 = register(Format(name="fp8_pow2", element=E4M3, scale="fp32_pow2"))
 FP4_POW2 = register(

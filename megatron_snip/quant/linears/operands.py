@@ -58,8 +58,8 @@ class Backend(ABC):
         """Why it cannot run on a device, or None if it can."""
         return None
 
-    def unfit_sizes(self, sizes: Sizes) -> str | None:
-        """Why it cannot run the GEMMs of a linear of these sizes, or None if it can."""
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
+        """Why it cannot run the GEMMs of a linear of these sizes in a format, or None if it can."""
         return None
 
     @abstractmethod

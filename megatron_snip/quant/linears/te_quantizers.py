@@ -49,9 +49,10 @@ def _quantizer(fmt: str, tensor: str, *, transformed: bool) -> Any:
         return IdentityQuantizer()
     if fmt == "mxfp8":
         return MXFP8Quantizer(fp8_dtype=DType.kFloat8E4M3)
-    if fmt in ("fp8", "fp8_pow2"):
+    if fmt in ("fp8", "fp8_hybrid", "fp8_pow2"):
+        hybrid = fmt == "fp8_hybrid" and tensor == "grad_output"
         return Float8BlockQuantizer(
-            fp8_dtype=DType.kFloat8E4M3,
+            fp8_dtype=DType.kFloat8E5M2 if hybrid else DType.kFloat8E4M3,
             rowwise=True,
             columnwise=True,
             amax_epsilon=0.0,

@@ -112,7 +112,7 @@ def _casting_alike(formats: Sequence[str]) -> list[list[str]]:
     """Groups of formats that cast fprop's input alike: they differ in weights' blocks and wgrad's transform alone."""
     groups: list[tuple[Format, list[str]]] = []
     for fmt in formats:
-        of_input = dataclasses.replace(get_format(fmt), name="", weight_block=None)
+        of_input = dataclasses.replace(get_format(fmt).of("input"), name="", weight_block=None)
         if not of_input.transforms("input", 1):
             of_input = dataclasses.replace(of_input, hadamard=None)
         for known, group in groups:

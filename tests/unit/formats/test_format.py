@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from megatron_snip.formats import ROLES, Format, Hadamard, format_names, get_format, register
-from megatron_snip.formats.element import E2M1, E4M3
+from megatron_snip.formats.element import E2M1, E4M3, E5M2
 
 #: Formats that this package ships, and their elements; a new one need not be here.
 SHIPPED = {
@@ -15,6 +16,7 @@ SHIPPED = {
     "fp8": "E4M3",
     "fp4": "E2M1",
     "fp8_e5m2": "E5M2",
+    "fp8_hybrid": "E4M3",
     "fp8_pow2": "E4M3",
     "fp4_pow2": "E2M1",
     "mxfp8": "E4M3",
@@ -68,6 +70,17 @@ def test_published_blocks_and_scales(name):
     assert fmt.needs_tensor_amax == name.startswith("nv")
 
 
+def test_gradients_have_their_own_element():
+    """Hybrid: but for the name, inputs and weights are those of fp8, and gradients those of fp8_e5m2."""
+    hybrid = get_format("fp8_hybrid")
+    assert hybrid.elements == (E4M3, E5M2) and (hybrid.element_bits, hybrid.bits_per_element) == (8, 8.25)
+    for role, name in (("input", "fp8"), ("weight", "fp8"), ("grad_output", "fp8_e5m2")):
+        one = hybrid.of(role)
+        assert replace(one, name=name) == get_format(name) and one.elements == get_format(name).elements
+        assert one.of("input") is one.of("grad_output") is one
+    assert get_format("fp8").of("grad_output") is get_format("fp8") and get_format("bf16").elements == ()
+
+
 def test_without_weight_blocks_weights_have_tiles():
     fmt = Format("tiles", E2M1, tile=32, weight_block=None)
     assert fmt.block_shape("weight", 1) == (1, 32) and fmt.block_shape("weight", 0) == (32, 1)
@@ -110,3 +123,8 @@ def test_bad_arguments_raise():
             Format("x", E2M1, stochastic_roles=frozenset({wrong}))
     with pytest.raises(ValueError, match="tile=0"):
         Format("x", E2M1, tile=0)
+    for element, bits in ((E2M1, 4), (None, 0)):
+        with pytest.raises(
+            ValueError, match=f"x: gradient_element=E5M2 has 8 bits, element {bits}; give one of as many"
+        ):
+            Format("x", element, gradient_element=E5M2)

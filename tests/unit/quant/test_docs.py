@@ -73,9 +73,11 @@ def test_the_table_is_that_of_the_formats():
     assert [row[0].strip("`") for row in rows] == format_names()
     for row in rows[1:]:
         fmt = get_format(row[0].strip("`"))
-        element = fmt.element
-        assert row[1] == element.name
-        numbers = [2.0 ** int(cell[2:]) if cell.startswith("2^") else float(cell) for cell in row[2:6]]
-        assert numbers == [element.max, element.min_normal, element.min_subnormal, fmt.bits_per_element]
+        assert row[1] == "/".join(element.name for element in fmt.elements)
+        numbers = [
+            [2.0 ** int(n[2:]) if n.startswith("2^") else float(n) for n in cell.split("/")] for cell in row[2:6]
+        ]
+        columns = [[getattr(one, name) for one in fmt.elements] for name in ("max", "min_normal", "min_subnormal")]
+        assert numbers == [*columns, [fmt.bits_per_element]]
         assert row[6:8] == ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
         assert row[8:] == [fmt.scale, ", ".join(sorted(fmt.stochastic_roles)) or "-"]

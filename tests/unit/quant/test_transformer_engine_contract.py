@@ -25,7 +25,8 @@ from tests.unit.quant.engine_over_stand_in import SIDE
 VERSIONS = ("2.20.2", "2.8.0")
 LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 KINDS = {
-    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer",
+    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer",
+    "fp8_hybrid": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer",
     "nvfp4_plain": "NVFP4Quantizer", "nvfp4": "NVFP4Quantizer",
 }  # fmt: skip
 MIXED = [
@@ -34,7 +35,9 @@ MIXED = [
     "nvfp4/mxfp8/nvfp4",
     "bf16/mxfp8/fp8",
     "nvfp4_plain/nvfp4_plain/mxfp8",
+    "fp8/fp8_hybrid/fp8_hybrid",
 ]
+E4M3, E5M2 = 5, 6  # of its DType
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -74,6 +77,7 @@ def check_gemms(steps, formats):
         for operand, is_weight, is_grad in zip(operands, (weight, False), (False, grad), strict=True):
             if fmt.startswith("fp8"):
                 wanted = {"force_pow_2_scales": fmt == "fp8_pow2", "block_scaling_dim": 2 if is_weight else 1}
+                wanted["dtype"] = E5M2 if fmt == "fp8_hybrid" and is_grad else E4M3
             elif fmt.startswith("nvfp4"):
                 rht = fmt == "nvfp4"
                 wanted = {"with_2d_quantization": rht and is_weight, "stochastic_rounding": is_grad}
@@ -86,7 +90,7 @@ def check_gemms(steps, formats):
 
 def test_one_format_runs_by_its_recipe(ask):
     """Every format in one place: GEMMs, gradients, and the weight cast once for two microbatches."""
-    formats = {"9.0": ["fp8", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
+    formats = {"9.0": ["fp8", "fp8_hybrid", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
     for capability, names in formats.items():
         answers = ask(capability, linears=names)
         assert answers["version"] == ask.version
