@@ -101,6 +101,7 @@ class Format:
     "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
     stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
     hadamard: the transform of some GEMMs' operands before they are cast, or None.
+    recast: roles whose operand along dim 0 is cast from the dequantised one along dim 1, not from the tensor itself.
     gradient_element: the grid of grad_output, of as many bits as ``element``, or None if it is the same.
     Raises UserError for an unknown role or kind of scale, sizes below 1, and another number of bits for gradients.
     """
@@ -113,6 +114,7 @@ class Format:
     stochastic_roles: frozenset[str] = frozenset()
     hadamard: Hadamard | None = None
     gradient_element: Element | None = None
+    recast: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash(self.name)  # cheap: every cast of a linear looks up a form
@@ -125,6 +127,8 @@ class Format:
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+        if unknown := sorted(self.recast - {*ROLES}):
+            raise UserError(f"format {self.name}: recast={unknown}; known: {', '.join(ROLES)}")
         if (own := self.gradient_element) is not None and (self.element is None or own.bits != self.element.bits):
             bits = 0 if self.element is None else self.element.bits
             raise UserError(
