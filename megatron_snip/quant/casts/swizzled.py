@@ -42,11 +42,8 @@ def unpack(packed: Tensor, cols: int) -> Tensor:
 
 
 def scales_of_bytes(scales: Tensor, *, e4m3: bool) -> Tensor:
-    """Scales as float32 of bytes that ``scale_bytes`` made: [...] -> [...].  E8M0's 0 is 2**-127."""
-    if e4m3:
-        return scales.contiguous().view(torch.float8_e4m3fn).float()
-    bits = scales.int() << 23
-    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
+    """Scales as float32 of bytes that ``scale_bytes`` made: [...] -> [...].  A 0 of E8M0 becomes 2**-127."""
+    return scales.view(torch.float8_e4m3fn if e4m3 else torch.float8_e8m0fnu).float()
 
 
 def scale_bytes(scales: Tensor, block: tuple[int, int], size: tuple[int, int], *, each: int, e4m3: bool) -> Tensor:

@@ -21,11 +21,14 @@ SHIPPED = {
     "fp4_pow2": "E2M1",
     "mxfp8": "E4M3",
     "mxfp8_e5m2": "E5M2",
+    "mxfp8_recast": "E4M3",
     "mxfp8_floor": "E4M3",
     "mxfp6_e2m3": "E2M3",
     "mxfp6_e3m2": "E3M2",
     "mxfp4": "E2M1",
     "mxfp4_floor": "E2M1",
+    "mxfp4_tetrajet": "E2M1",
+    "bf16_dequantized": None,
     "nvfp4_plain": "E2M1",
     "nvfp4": "E2M1",
     "nvfp4_4over6": "E2M1",
@@ -43,7 +46,8 @@ def test_only_fp4_gradients_round_stochastically_by_default():
         fmt = get_format(name)
         rounds = {(role, dim) for role, dim in itertools.product(ROLES, (0, 1)) if fmt.stochastic(role, dim)}
         gradients = {("grad_output", 0), ("grad_output", 1)} if "fp4" in name else set()
-        assert rounds == gradients | ({("input", 0)} if name == "mxfp4" else set()), "wgrad's input is along dim 0"
+        others = {"mxfp4": {("input", 0)}, "mxfp4_tetrajet": {("input", 0), ("weight", 0)}}.get(name, set())
+        assert rounds == gradients | others, "wgrad's input and dgrad's weight are along dim 0"
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
@@ -60,7 +64,7 @@ def test_published_blocks_and_scales(name):
     """OCP MX v1.0, sec. 5: 32 elements under E8M0; NVFP4: 16 under E4M3; else 128 and 128x128 under float32."""
     fmt = get_format(name)
     if name.startswith("mx"):
-        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2", "mxfp4") else "e8m0", None)
+        expected = (32, None, "e8m0" if name.endswith("floor") or "fp6" in name else "e8m0_ceil", None)
     elif name.startswith("nv"):
         scale = "e4m3_4over6" if name == "nvfp4_4over6" else "e4m3"
         expected = (16, None, scale, None) if name == "nvfp4_plain" else (16, 16, scale, 16)
