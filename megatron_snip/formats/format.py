@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -101,7 +101,9 @@ class Format:
     "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
     stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
     hadamard: the transform of some GEMMs' operands before they are cast, or None.
-    Raises UserError for an unknown role or kind of scale, and sizes below 1.
+    recast: roles whose operand along dim 0 is cast from the dequantised one along dim 1, not from the tensor itself.
+    gradient_element: the grid of grad_output, of as many bits as ``element``, or None if it is the same.
+    Raises UserError for an unknown role or kind of scale, sizes below 1, and another number of bits for gradients.
     """
 
     name: str
@@ -111,6 +113,8 @@ class Format:
     scale: str = "fp32"
     stochastic_roles: frozenset[str] = frozenset()
     hadamard: Hadamard | None = None
+    gradient_element: Element | None = None
+    recast: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash(self.name)  # cheap: every cast of a linear looks up a form
@@ -123,6 +127,24 @@ class Format:
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+        if unknown := sorted(self.recast - {*ROLES}):
+            raise UserError(f"format {self.name}: recast={unknown}; known: {', '.join(ROLES)}")
+        if (own := self.gradient_element) is not None and (self.element is None or own.bits != self.element.bits):
+            bits = 0 if self.element is None else self.element.bits
+            raise UserError(
+                f"format {self.name}: gradient_element={own.name} has {own.bits} bits, element {bits}; "
+                "give one of as many bits"
+            )
+
+    def of(self, role: str) -> Format:
+        """This format for the operands of a role alone: its ``element`` is theirs."""
+        return self if self.gradient_element is None else _of(self, role)
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """Its element, and that of gradients if it is another one; none for bf16."""
+        found = (self.element, self.gradient_element)
+        return tuple(dict.fromkeys(element for element in found if element is not None))
 
     @property
     def quantised(self) -> bool:
@@ -137,7 +159,7 @@ class Format:
     @property
     def saturates(self) -> bool:
         """Whether scales can leave finite values beyond the element's largest one (numerics.md, "saturated")."""
-        return self.element is not None and self.element.max < _SCALES[self.scale].saturates_below
+        return any(element.max < _SCALES[self.scale].saturates_below for element in self.elements)
 
     @property
     def element_bits(self) -> int:
@@ -177,6 +199,12 @@ class Format:
         if role == "weight" and self.weight_block is not None:
             return self.weight_block, self.weight_block
         return (1, self.tile) if dim == 1 else (self.tile, 1)
+
+
+@cache
+def _of(fmt: Format, role: str) -> Format:
+    element = fmt.gradient_element if role == "grad_output" else fmt.element
+    return replace(fmt, element=element, gradient_element=None)
 
 
 def register(fmt: Format) -> Format:

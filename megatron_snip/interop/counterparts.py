@@ -17,9 +17,13 @@ from megatron_snip.snip.plan.cost import achieved, saving
 #: Format -> the format that another program has for it, and what differs; "" for nothing.
 Known = Mapping[str, tuple[str, str]]
 _BLOCKS = "its blocks are 1x16 with E4M3 scales"
+_E4M3 = "its gradients are E4M3"
+_AGAIN = "nothing is cast again"
 _SIX = "a block's largest value becomes 6"
 _ENGINE = {
-    **{name: (name, "") for name in ("bf16", "fp8", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
+    **{name: (name, "") for name in ("bf16", "fp8", "fp8_hybrid", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
+    **{name: (name, "") for name in ("mxfp8_recast", "bf16_dequantized")},
+    "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
     "nvfp4_4over6": ("nvfp4", _SIX),
 }
@@ -28,22 +32,30 @@ ENGINE: Known = _ENGINE
 RECIPES: Known = {
     **_ENGINE,
     "fp8": ("fp8_pow2", "its scales are powers of two"),
+    "mxfp8_recast": ("mxfp8", _AGAIN),
+    "bf16_dequantized": ("bf16", _AGAIN),
+    "fp8_hybrid": ("fp8_pow2", f"its scales are powers of two, and {_E4M3}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
 }
 TITAN: Known = {
     "bf16": ("bf16", ""),
     **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole rows")),
+    "fp8_hybrid": ("fp8", f"its scales are of whole rows, and {_E4M3}"),
     "mxfp8": ("mxfp8", ""),
+    "mxfp8_recast": ("mxfp8", _AGAIN),
+    "bf16_dequantized": ("bf16", _AGAIN),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
+    "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
     "nvfp4": ("nvfp4", ""),
     "nvfp4_4over6": ("nvfp4", _SIX),
 }
 MODELOPT: Known = {
     "bf16": ("bf16", ""),
-    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole tensors")),
-    "mxfp8": ("mxfp8", ""),
-    "mxfp4": ("mxfp4", ""),
+    **dict.fromkeys(("fp8", "fp8_hybrid", "fp8_pow2"), ("fp8", "its scales are of whole tensors")),
+    **dict.fromkeys(("mxfp8", "mxfp8_recast"), ("mxfp8", "")),
+    "bf16_dequantized": ("bf16", ""),
+    **dict.fromkeys(("mxfp4", "mxfp4_tetrajet"), ("mxfp4", "")),
     "mxfp4_floor": ("mxfp4", "its scales are rounded up"),
     **dict.fromkeys(("fp4", "fp4_pow2"), ("nvfp4_plain", _BLOCKS)),
     "nvfp4_plain": ("nvfp4_plain", ""),

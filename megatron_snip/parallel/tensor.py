@@ -175,7 +175,9 @@ class _ParallelLinear(nn.Module):
     @precision.setter
     def precision(self, precision: LinearPrecision) -> None:
         self._precision = precision
-        self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
+        recast = ("wgrad", "input") in precision.sources
+        # all that a compiled block needs to know
+        self.keeps_input = not (recast or get_format(precision.wgrad).quantised)
 
     def whole_amax(self, amax: Tensor) -> Tensor:
         """Largest magnitudes of shards [...], which may be overwritten -> those of the whole tensors, float32.

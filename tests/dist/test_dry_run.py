@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -107,6 +108,23 @@ def test_blackwells_formats_are_counted_as_on_one() -> None:
     assert products[0] == products[1] and {what[4] for what in products[1] if what[0] == "gemm"} == {"fp4", "bf16"}
     assert plain.counts["launch", "_scaled_mm_v2"] == fp4.counts["launch", "_scaled_mm_v2"] > 0
     assert plain.counts["launch", "dequantize"] == 0 and plain.kept < fp4.kept
+
+
+def test_what_is_cast_again_is_kept_once() -> None:
+    """Weights have one kept cast in place of two, and the input of a wgrad in BF16 is kept as codes."""
+    tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
+    names = ("mxfp8", "mxfp8_recast", "mxfp8/bf16/bf16", "mxfp8/bf16_dequantized/bf16_dequantized")
+    plain, again, bf16, codes = (
+        measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in names
+    )
+    assert plain.kept == again.kept == codes.kept < bf16.kept
+    assert again.peak["casts"] < 0.7 * plain.peak["casts"] and codes.total < bf16.total
+    for one, other in ((plain, again), (bf16, codes)):
+        products = [Counter[tuple]() for _ in range(2)]
+        for found, each in zip(products, (one, other), strict=True):
+            for what, number in each.counts.items():
+                found[what[:4]] += number if what[0] == "gemm" else 0
+        assert products[0] == products[1]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 class Form:
     """How an operand [R, C] is quantised and held for one GEMM.  One call of ``cast`` may make several forms.
 
-    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction dim,
-    along which tiles run.  key: the random bits of stochastic rounding; None rounds to nearest.
+    fmt: becomes that of the role alone (``Format.of``).  role: "input", "weight" or "grad_output", which decides the
+    block.  dim: the GEMM's reduction dim, along which tiles run.  key: the random bits of stochastic rounding; None
+    rounds to nearest.
     """
 
     fmt: Format
@@ -63,6 +64,7 @@ class Form:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fmt", self.fmt.of(self.role))
         block = self.fmt.block_shape(self.role, self.dim)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "transformed", self.fmt.transforms(self.role, self.dim))

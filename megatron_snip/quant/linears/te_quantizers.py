@@ -17,6 +17,8 @@ from typing import Any
 
 #: Tensor of a linear -> indices into (fprop, dgrad, wgrad) of the GEMMs that read it rowwise and columnwise.
 READ_BY = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
+#: Formats whose columnwise inputs and weights are made of the rowwise ones -> the same without.
+RECAST = {"mxfp8_recast": "mxfp8", "bf16_dequantized": "bf16"}
 
 
 def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
@@ -31,11 +33,15 @@ def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
     if formats is None or tensor not in READ_BY:
         return IdentityQuantizer()
     row, column = (formats[gemm] for gemm in READ_BY[tensor])
-    if row == column:
+    again = column in RECAST and tensor != "grad_output"
+    row, column = RECAST.get(row, row), RECAST.get(column, column)
+    how = {"columnwise_source": "rowwise_dequantized"} if again and row != "bf16" else {}
+    if row == column and not how:
         return _quantizer(row, tensor, transformed=True)
     return HybridQuantizer(
         rowwise_quantizer=_quantizer(row, tensor, transformed=False),
         columnwise_quantizer=_quantizer(column, tensor, transformed=True),
+        **how,
     )
 
 
@@ -49,9 +55,10 @@ def _quantizer(fmt: str, tensor: str, *, transformed: bool) -> Any:
         return IdentityQuantizer()
     if fmt == "mxfp8":
         return MXFP8Quantizer(fp8_dtype=DType.kFloat8E4M3)
-    if fmt in ("fp8", "fp8_pow2"):
+    if fmt in ("fp8", "fp8_hybrid", "fp8_pow2"):
+        hybrid = fmt == "fp8_hybrid" and tensor == "grad_output"
         return Float8BlockQuantizer(
-            fp8_dtype=DType.kFloat8E4M3,
+            fp8_dtype=DType.kFloat8E5M2 if hybrid else DType.kFloat8E4M3,
             rowwise=True,
             columnwise=True,
             amax_epsilon=0.0,

@@ -97,7 +97,8 @@ def _pretend(capability: tuple[int, int]) -> None:
 def _stand_in(tex: Any) -> list[dict[str, Any]]:
     gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
     linear = importlib.import_module("transformer_engine.pytorch.module.linear")
-    held, seen = _held(), []
+    seen: list[dict[str, Any]] = []
+    held = _held(seen)
     if hasattr(gemm, "_NATIVE_GEMM_INPUT_STORAGES"):
         gemm._NATIVE_GEMM_INPUT_STORAGES += (held,)
     nvfp4 = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
@@ -126,7 +127,7 @@ def _stand_in(tex: Any) -> list[dict[str, Any]]:
     return seen
 
 
-def _held() -> Any:
+def _held(seen: list[dict[str, Any]]) -> Any:
     try:
         base = importlib.import_module("transformer_engine.pytorch.quantized_tensor").QuantizedTensorStorage
     except ImportError:
@@ -159,6 +160,10 @@ def _held() -> Any:
         def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
             self.source = tensors[0]
             return tensors[1:]
+
+        def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+            seen.append({"dequantised": [*self.source.shape]})
+            return self.source if dtype is None else self.source.to(dtype)
 
         def get_data_tensors(self) -> tuple[Tensor, ...]:
             return (self.source,)

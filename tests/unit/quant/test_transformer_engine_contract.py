@@ -25,7 +25,9 @@ from tests.unit.quant.engine_over_stand_in import SIDE
 VERSIONS = ("2.20.2", "2.8.0")
 LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 KINDS = {
-    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer",
+    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer",
+    "fp8_hybrid": "Float8BlockQuantizer",
+    "mxfp8_recast": "MXFP8Quantizer", "bf16_dequantized": None, "mxfp8": "MXFP8Quantizer",
     "nvfp4_plain": "NVFP4Quantizer", "nvfp4": "NVFP4Quantizer",
 }  # fmt: skip
 MIXED = [
@@ -34,7 +36,9 @@ MIXED = [
     "nvfp4/mxfp8/nvfp4",
     "bf16/mxfp8/fp8",
     "nvfp4_plain/nvfp4_plain/mxfp8",
+    "fp8/fp8_hybrid/fp8_hybrid",
 ]
+E4M3, E5M2 = 5, 6  # of its DType
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -74,6 +78,7 @@ def check_gemms(steps, formats):
         for operand, is_weight, is_grad in zip(operands, (weight, False), (False, grad), strict=True):
             if fmt.startswith("fp8"):
                 wanted = {"force_pow_2_scales": fmt == "fp8_pow2", "block_scaling_dim": 2 if is_weight else 1}
+                wanted["dtype"] = E5M2 if fmt == "fp8_hybrid" and is_grad else E4M3
             elif fmt.startswith("nvfp4"):
                 rht = fmt == "nvfp4"
                 wanted = {"with_2d_quantization": rht and is_weight, "stochastic_rounding": is_grad}
@@ -86,7 +91,7 @@ def check_gemms(steps, formats):
 
 def test_one_format_runs_by_its_recipe(ask):
     """Every format in one place: GEMMs, gradients, and the weight cast once for two microbatches."""
-    formats = {"9.0": ["fp8", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
+    formats = {"9.0": ["fp8", "fp8_hybrid", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
     for capability, names in formats.items():
         answers = ask(capability, linears=names)
         assert answers["version"] == ask.version
@@ -129,6 +134,7 @@ def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
         pytest.skip("formats by GEMM need 2.19")
     shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
     by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
+    by_kind |= {"v": "mxfp8_recast", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
     linears = {shape.name: LinearPrecision.parse(by_kind[shape.kind]) for shape in shapes}
     Plan.by_hand(linears, shapes).save(tmp_path / "plan.json")
     words = [str(tmp_path / "plan.json"), "--to", "transformer-engine", "--output", str(tmp_path), "--for-version"]
@@ -137,5 +143,7 @@ def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
     found = ask(module=str(tmp_path / "te_recipes.py"), names=names)["module"]
     check_gemms(found.pop("lm_head"), ["bf16"] * 3)
     for name, precision in linears.items():
-        check_gemms(found.pop(f"model.{name}"), [precision.fprop, precision.dgrad, precision.wgrad])
+        steps = found.pop(f"model.{name}")
+        check_gemms(steps, [precision.fprop, precision.dgrad, precision.wgrad])
+        assert sum("dequantised" in step for step in steps) == len(precision.sources), "columnwise from rowwise data"
     assert not found
