@@ -16,7 +16,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.cost import achieved
-from megatron_snip.snip.plan.options import read_times
+from megatron_snip.snip.plan.options import check_choices, read_times
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.setup import snip_shapes
 
@@ -53,10 +53,10 @@ class Schedule:
         """The model's linears."""
         return snip_shapes(self.config())
 
-    def saved(self, arm: Arm) -> float:
-        """Share of the time that a recipe by hand saves by --gemm-times."""
+    def saved(self, by_hand: Arm, arm: Arm) -> float:
+        """Share of the time that a recipe by hand saves by the --gemm-times of an arm."""
         shapes = self.shapes()
-        return achieved(shapes, recipe(arm[BY_HAND], shapes), "time", read_times(self.config().snip))
+        return achieved(shapes, recipe(by_hand[BY_HAND], shapes), "time", read_times(self.config(arm).snip))
 
     def plan(self, arm: Arm) -> Plan:
         """The plan of a recipe by hand."""
@@ -70,7 +70,12 @@ class Schedule:
         if BY_HAND in arm:
             words += ["--precision", "plan", "--precision-plan", str(plan)]
         if (other := arm.get(SAME_TIME)) is not None:
-            words += ["--snip-target-unit", "time", "--snip-target", repr(self.saved(self.arms[other]) * (1 - 1e-6))]
+            words += [
+                "--snip-target-unit",
+                "time",
+                "--snip-target",
+                repr(self.saved(self.arms[other], arm) * (1 - 1e-6)),
+            ]
         return words
 
 
@@ -115,7 +120,9 @@ def read_schedule(path: Path) -> Schedule:
     try:
         shapes = schedule.shapes()
         for arm in schedule.arms.values():
-            schedule.config(arm)
+            config = schedule.config(arm)
+            if config.precision.precision == "snip":
+                check_choices(config.snip, shapes)
             if BY_HAND in arm:
                 recipe(arm[BY_HAND], shapes)
             if (other := arm.get(SAME_TIME)) is not None and BY_HAND not in schedule.arms.get(other, {}):

@@ -37,7 +37,6 @@ eval-iters = 1
 snip-start = 2
 snip-probe-tokens = 256
 snip-trial-tokens = 256
-gemm-times = "published:b300"
 
 [arms.bf16]
 precision = "bf16"
@@ -48,6 +47,7 @@ by-hand = "nvfp4, last 50% bf16"
 [arms.recipes]
 precision = "snip"
 snip-options = "recipes:blackwell"
+gemm-times = "published:b300"
 same-time-as = "fixed"
 """
 
@@ -146,6 +146,7 @@ def test_schedules_are_sound(path):
         (("last 50% bf16", "and bf16"), 'by-hand is "?\'nvfp4, and bf16\'; give "FORMAT, last N% FORMAT"'),
         (("same-time-as = \"fixed\"", "same-time-as = \"late_\""), "same-time-as is 'late_'; give the name of an arm"),
         (("snip-start", "snip-begin"), "snip-begin"),
+        (("recipes:blackwell", "fp8,fp4"), "GEMM times of published:b300 have no format fp"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_run_is_named(tmp_path, change, said):
