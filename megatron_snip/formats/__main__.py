@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.formats import ROW, Format, format_names, get_format
 
 _HEADER = (
     "format",
@@ -29,7 +29,8 @@ def _row(fmt: Format) -> tuple[str, ...]:
     recast = ", ".join(sorted(fmt.recast)) or "-"
     if fmt.element is None:
         return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 4), recast)
-    blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
+    shapes = [fmt.block_shape(role, 1) for role in ("input", "weight")]
+    blocks = ["row" if ROW in shape else "x".join(map(str, shape)) for shape in shapes]
     numbers = ["/".join(f"{getattr(element, name):.6g}" for element in fmt.elements) for name in _NUMBERS]
     stochastic = ", ".join(sorted(fmt.stochastic_roles)) or "-"
     rest = (fmt.scale, stochastic, _transform(fmt), recast)

@@ -18,6 +18,8 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
+#: A ``tile`` of whole rows: longer than any reduction dim.
+ROW = 2**30
 
 
 class _Scale(NamedTuple):
@@ -93,7 +95,7 @@ class Format:
     """How one GEMM operand is stored.
 
     element: the grid, or None if the operand stays in the compute dtype (bf16).
-    tile: elements along the reduction dim that share a scale.
+    tile: elements along the reduction dim that share a scale; ROW for all of them (per-token, row-wise scales).
     weight_block: side of a weight's square block, or None to use tiles for weights too.
     scale: kind of scale (formulas in quant/casts/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds
     that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
@@ -127,6 +129,8 @@ class Format:
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+        if self.tile == ROW and self.needs_tensor_amax:
+            raise UserError(f"format {self.name}: scale={self.scale!r} is of blocks, tile=ROW has none; choose fp32")
         if unknown := sorted(self.recast - {*ROLES}):
             raise UserError(f"format {self.name}: recast={unknown}; known: {', '.join(ROLES)}")
         if (own := self.gradient_element) is not None and (self.element is None or own.bits != self.element.bits):
@@ -171,7 +175,7 @@ class Format:
         """Stored bits per element, including its share of a tile's scale."""
         if self.element is None:
             return 16.0
-        return self.element.bits + _SCALES[self.scale].bits / self.tile
+        return self.element.bits + (0 if self.tile == ROW else _SCALES[self.scale].bits / self.tile)
 
     def stochastic(self, role: str, dim: int) -> bool:
         """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""

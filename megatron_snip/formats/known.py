@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_snip.formats.element import E2M1, E4M3, E5M2, element_named
-from megatron_snip.formats.format import Format, Hadamard, register
+from megatron_snip.formats.format import ROW, Format, Hadamard, register
 
 BF16 = register(Format(name="bf16", element=None))
 FP8 = register(Format(name="fp8", element=E4M3))
@@ -16,6 +16,8 @@ FP8_E5M2 = register(Format(name="fp8_e5m2", element=E5M2))
 FP8_HYBRID = register(Format(name="fp8_hybrid", element=E4M3, gradient_element=E5M2))
 # Power-of-two scales: DeepSeek-V3 (arXiv 2412.19437, sec. 3.3.2) and Transformer Engine's Float8BlockScaling.
 FP8_POW2 = register(Format(name="fp8_pow2", element=E4M3, scale="fp32_pow2"))
+# A scale for each row of an operand along the reduction dim: torchao's recipe "rowwise".
+FP8_ROWWISE = register(Format(name="fp8_rowwise", element=E4M3, tile=ROW, weight_block=None, scale="fp32_pow2"))
 FP4_POW2 = register(
     Format(name="fp4_pow2", element=E2M1, scale="fp32_pow2", stochastic_roles=frozenset({"grad_output"}))
 )
@@ -25,7 +27,7 @@ MXFP8 = register(Format(name="mxfp8", element=E4M3, tile=32, weight_block=None, 
 MXFP8_E5M2 = register(Format(name="mxfp8_e5m2", element=E5M2, tile=32, weight_block=None, scale="e8m0_ceil"))
 # The weight of dgrad and the input of wgrad are what fprop multiplied, cast again along their own dim: Transformer
 # Engine's HybridQuantizer(columnwise_source="rowwise_dequantized").
-MXFP8_RECAST = register(replace(MXFP8, name="mxfp8_recast", recast=frozenset({"weight", "input"})))
+MXFP8_DEQUANTIZED = register(replace(MXFP8, name="mxfp8_dequantized", recast=frozenset({"weight", "input"})))
 # Sec. 6.3 of the same: scales rounded down.
 MXFP8_FLOOR = register(Format(name="mxfp8_floor", element=E4M3, tile=32, weight_block=None, scale="e8m0"))
 MXFP6_E2M3 = register(Format(name="mxfp6_e2m3", element=element_named(2, 3), tile=32, weight_block=None, scale="e8m0"))

@@ -19,30 +19,32 @@ Known = Mapping[str, tuple[str, str]]
 _BLOCKS = "its blocks are 1x16 with E4M3 scales"
 _E4M3 = "its gradients are E4M3"
 _AGAIN = "nothing is cast again"
+_ROWS = "its scales are of whole rows"
 _SIX = "a block's largest value becomes 6"
 _ENGINE = {
     **{name: (name, "") for name in ("bf16", "fp8", "fp8_hybrid", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
-    **{name: (name, "") for name in ("mxfp8_recast", "bf16_dequantized")},
+    **{name: (name, "") for name in ("mxfp8_dequantized", "bf16_dequantized")},
     "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
     "nvfp4_4over6": ("nvfp4", _SIX),
+    "fp8_rowwise": ("fp8_pow2", "its scales are of 1x128 and 128x128 blocks"),
 }
 #: Transformer Engine, by GEMM, and by one recipe for a linear.
 ENGINE: Known = _ENGINE
 RECIPES: Known = {
     **_ENGINE,
     "fp8": ("fp8_pow2", "its scales are powers of two"),
-    "mxfp8_recast": ("mxfp8", _AGAIN),
+    "mxfp8_dequantized": ("mxfp8", _AGAIN),
     "bf16_dequantized": ("bf16", _AGAIN),
     "fp8_hybrid": ("fp8_pow2", f"its scales are powers of two, and {_E4M3}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
 }
 TITAN: Known = {
     "bf16": ("bf16", ""),
-    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole rows")),
-    "fp8_hybrid": ("fp8", f"its scales are of whole rows, and {_E4M3}"),
-    "mxfp8": ("mxfp8", ""),
-    "mxfp8_recast": ("mxfp8", _AGAIN),
+    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8_rowwise", _ROWS)),
+    "fp8_hybrid": ("fp8_rowwise", f"{_ROWS}, and {_E4M3}"),
+    **{name: (name, "") for name in ("fp8_rowwise", "mxfp8")},
+    "mxfp8_dequantized": ("mxfp8", _AGAIN),
     "bf16_dequantized": ("bf16", _AGAIN),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
     "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
@@ -52,8 +54,8 @@ TITAN: Known = {
 }
 MODELOPT: Known = {
     "bf16": ("bf16", ""),
-    **dict.fromkeys(("fp8", "fp8_hybrid", "fp8_pow2"), ("fp8", "its scales are of whole tensors")),
-    **dict.fromkeys(("mxfp8", "mxfp8_recast"), ("mxfp8", "")),
+    **dict.fromkeys(("fp8", "fp8_hybrid", "fp8_pow2", "fp8_rowwise"), ("fp8", "its scales are of whole tensors")),
+    **dict.fromkeys(("mxfp8", "mxfp8_dequantized"), ("mxfp8", "")),
     "bf16_dequantized": ("bf16", ""),
     **dict.fromkeys(("mxfp4", "mxfp4_tetrajet"), ("mxfp4", "")),
     "mxfp4_floor": ("mxfp4", "its scales are rounded up"),

@@ -202,11 +202,11 @@ def to_torchtitan(request: Request) -> Written:
     for name, fmt in chosen.uniform().items():
         names.setdefault(fmt, []).append(name)
     lists, made, imported = "", "", []
-    for fmt, converter in (("fp8", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4")):
+    for fmt, converter in (("fp8_rowwise", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4")):
         if fmt not in names:
             continue
         listed, field, constant = names[fmt], "fqns", converter.upper()
-        if fmt == "fp8":  # takes every linear but these
+        if fmt == "fp8_rowwise":  # takes every linear but these
             listed = [*(name for name in chosen.modules if name not in {*names[fmt]}), "lm_head"]
             field, constant = "filter_fqns", "NOT_FLOAT8"
         lists += f"{constant} = [\n" + "".join(f'    "{name}",\n' for name in listed) + "]\n"

@@ -20,7 +20,7 @@ from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.data.workers import Workers
 from megatron_snip.errors import UserError
-from megatron_snip.formats import format_names, get_format
+from megatron_snip.formats import ROW, format_names, get_format
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage
@@ -356,12 +356,18 @@ def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> N
             if tp > 1 and ((linear.out_features, linear.in_features)[linear.split_dim] // tp) % side
         }
         if kinds:
+            cut = "rows under one scale" if side == ROW else f"{side}-wide scale blocks"
             LOGGER.info(
-                f"tensor parallel {tp} cuts the {side}-wide scale blocks of {', '.join(sorted(kinds))}: "
+                f"tensor parallel {tp} cuts the {cut} of {', '.join(sorted(kinds))}: "
                 "their scales close at the shard's edge, so results differ a little from other layouts"
             )
     for fmt in formats:
-        if (tokens := length // (2 * cp) if cp > 1 else length) % fmt.tile:
+        if fmt.tile == ROW:
+            LOGGER.info(
+                f"wgrad's scales in {fmt.name} are of all tokens of a microbatch: "
+                "results differ a little from other layouts and microbatches"
+            )
+        elif (tokens := length // (2 * cp) if cp > 1 else length) % fmt.tile:
             LOGGER.info(
                 f"wgrad's tiles of {fmt.tile} tokens in {fmt.name} do not end with every {tokens} of a sequence: "
                 "results differ a little from other layouts and microbatches"

@@ -113,7 +113,7 @@ def test_blackwells_formats_are_counted_as_on_one() -> None:
 def test_what_is_cast_again_is_kept_once() -> None:
     """Weights have one kept cast in place of two, and the input of a wgrad in BF16 is kept as codes."""
     tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
-    names = ("mxfp8", "mxfp8_recast", "mxfp8/bf16/bf16", "mxfp8/bf16_dequantized/bf16_dequantized")
+    names = ("mxfp8", "mxfp8_dequantized", "mxfp8/bf16/bf16", "mxfp8/bf16_dequantized/bf16_dequantized")
     plain, again, bf16, codes = (
         measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in names
     )

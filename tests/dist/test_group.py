@@ -71,7 +71,7 @@ def test_what_is_sent_and_kept(compiled):
     Without sequence parallelism the input is there, in each form that a wgrad reads.
     """
     cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8", "fp8/fp8/bf16,fp8,fp8",
-             "fp8/fp8/bf16_dequantized", "fp8/mxfp8_recast/mxfp8_recast")  # fmt: skip
+             "fp8/fp8/bf16_dequantized", "fp8/mxfp8_dequantized/mxfp8_dequantized")  # fmt: skip
     code, elements = 1 + 4 / 128, B * S * K
     gathered = (2 * 2, 2 * code, 2 * code, 2 + code, 2 * 2, code + 2, 2 * code, 2 * code)
     kept = (2, code, code, code, 2, 2, code, code)

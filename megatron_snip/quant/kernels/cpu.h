@@ -22,6 +22,8 @@ struct Form {
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
   int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
   float* tensor_scale;  // what multiplies all scales, of codes under E4M3 scales; else null
+  // Of each whole row, or of each whole column where blocks have one; null where blocks have scales of their own.
+  const float *encode, *decode;
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
   // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.

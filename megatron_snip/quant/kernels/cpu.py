@@ -15,7 +15,16 @@ from torch.nn import Parameter
 
 from megatron_snip.formats import SCALES, Element
 from megatron_snip.formats.element import Specials
-from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, as_read, form_of, reference
+from megatron_snip.quant.casts.cast import (
+    Form,
+    Operand,
+    Quantized,
+    allocate,
+    as_read,
+    form_of,
+    reference,
+    scales_of_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ _SLOWER = "casts on CPU take the slower plain torch path, with the same results;
 
 # cpu.h's structs, field by field
 _GRID = struct.Struct("@ff5i")
-_FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
+_FORM = struct.Struct("@6PqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
@@ -80,7 +89,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     if not reads(x):
         return False
     for form in forms:
-        if form.block[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
+        if form.part[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
             return False
         if form.fmt.scale == "e4m3_4over6" and form.block[0] > MAX_4OVER6_ROWS:
             return False
@@ -124,7 +133,8 @@ def run(
 
 def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BEST_ISA) -> None:
     """Write the casts of ``x`` [R, C], contiguous and not empty, into operands from ``room``."""
-    packed = b"".join(map(_packed, made))
+    given = [_given(x, one) for one in made]  # in memory until the kernel has read it
+    packed = b"".join(map(_packed, made, given))
     rows, cols = x.shape
     call = _CALL.pack(
         x.data_ptr(),
@@ -208,8 +218,20 @@ def room(x: Tensor, forms: Sequence[Form], count: bool = True) -> list[Operand]:
     return made
 
 
-def _packed(made: Operand) -> bytes:
-    """A form and where its cast goes, as cpu.h's struct Form."""
+def _given(x: Tensor, made: Operand) -> tuple[Tensor, Tensor] | None:
+    """Encode and scale of whole rows of x [R, C], after the scales are written; None if blocks have their own."""
+    form, _, scales, *_ = made
+    assert form is not None
+    if not form.by_rows:
+        return None
+    found = scales_of_rows(x, form)
+    if scales is not None:
+        scales.copy_(found[1])
+    return found
+
+
+def _packed(made: Operand, given: tuple[Tensor, Tensor] | None) -> bytes:
+    """A form and where its cast goes, as cpu.h's struct Form.  given: from ``_given``."""
     form, data, scales, tensor_scale, saturated = made
     assert form is not None
     key, drawn = form.key, _NEAREST
@@ -220,6 +242,7 @@ def _packed(made: Operand) -> bytes:
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         0 if tensor_scale is None else tensor_scale.data_ptr(),
+        *((0, 0) if given is None else [one.data_ptr() for one in given]),
         *((0, 0) if scales is None else scales.stride()),
         *drawn,
         _constants(form.text),
@@ -233,7 +256,7 @@ def _constants(text: str) -> bytes:
     return _CONSTANTS.pack(
         form.output != "values",
         SCALES.index(form.fmt.scale),
-        *form.block,
+        *form.part,
         *(_grid(one.exponent_bits, one.mantissa_bits, one.specials) for one in (form.element, form.stored)),
     )
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import E4M3_SCALES, Format
+from megatron_snip.formats import E4M3_SCALES, ROW, Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.casts.cast import Operand, Output
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
@@ -55,7 +55,7 @@ class MX(_Blackwell):
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
         is_power = fmt.scale in ("e8m0", "e8m0_ceil", "fp32_pow2")
-        if not is_power or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
+        if not is_power or fmt.tile == ROW or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
             return f"{fmt.name} has other scales than powers of two of {_MX_BLOCK} elements or multiples of them"
         if fmt.gradient_element is not None:
             return f"{fmt.name} has {fmt.gradient_element.name} gradients, which these tensor cores are not given"

@@ -1,4 +1,4 @@
-"""The ``hopper`` backend: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
+"""FP8 tensor cores of Hopper with 1x128 and 128x128 scales, and of any GPU that has them with scales of whole rows.
 
 Operands are the specification's codes and scales, bit for bit.  The hardware multiplies the codes and applies the
 scales every 128 elements, in float32.  Elements of fewer than 8 bits are written as E4M3, which holds their values
@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import Format
+from megatron_snip.formats import ROW, Format
 from megatron_snip.formats.element import E4M3, E5M2
 from megatron_snip.quant.casts.cast import Operand, Output
-from megatron_snip.quant.linears.operands import Backend, Sizes
+from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
 
 _DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _BLOCK = 128
+_ROW_MULTIPLE = 16  # of every size under scales of rows
 _UNPADDED = 4 * _BLOCK  # torch._scaled_mm takes scales of square blocks without padding
 
 
@@ -68,6 +69,45 @@ class Hopper(Backend):
             output_dtype=out,
             use_fast_accum=False,
         )
+
+
+class RowWise(Backend):
+    """The backend of scales of whole rows: torch's "RowWise" scaling."""
+
+    name = "row-wise (FP8 tensor cores, a scale a row)"
+
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run a format, or None."""
+        if fmt.tile != ROW or fmt.weight_block is not None:
+            return f"{fmt.name} has no scales of whole rows"
+        if fmt.gradient_element is not None:
+            return f"{fmt.name} has {fmt.gradient_element.name} gradients, which are not multiplied under such scales"
+        return unfit_element(fmt)
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why this GPU has no FP8 tensor cores, or None."""
+        return unfit_gpu(device, "Ada, Hopper or Blackwell", [(8, 9), (9, 0), (10, 0), (12, 0)], (12, 4))
+
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
+        """Which size is not a multiple of 16, or None."""
+        return no_multiple(sizes, _ROW_MULTIPLE)
+
+    def output(self, role: str, *, kept: bool) -> Output:
+        """What tensor cores read.  It has one byte per element, so it is kept, too."""
+        return "operand"
+
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """A GEMM of two operands [R, C] on the tensor cores.  Its result is bfloat16, then made ``out``."""
+        assert a.scales is not None and b.scales is not None
+        dims, recipe = REDUCTION_DIM[gemm].values(), F.ScalingType.RowWise
+        a_codes, b_codes = (
+            _bytes(operand) if dim == 1 else _bytes(operand).T for operand, dim in zip((a, b), dims, strict=True)
+        )
+        a_scales, b_scales = a.scales.flatten()[:, None], b.scales.flatten()[None]  # of strides that torch asks for
+        made = F.scaled_mm(
+            a_codes, b_codes.T, a_scales, recipe, b_scales, recipe, output_dtype=torch.bfloat16, use_fast_accum=False
+        )  # fmt: skip
+        return made.to(out)
 
 
 def no_multiple(sizes: Sizes, multiple: int) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 #: Tensor of a linear -> indices into (fprop, dgrad, wgrad) of the GEMMs that read it rowwise and columnwise.
 READ_BY = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
 #: Formats whose columnwise inputs and weights are made of the rowwise ones -> the same without.
-RECAST = {"mxfp8_recast": "mxfp8", "bf16_dequantized": "bf16"}
+RECAST = {"mxfp8_dequantized": "mxfp8", "bf16_dequantized": "bf16"}
 
 
 def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:

@@ -10,9 +10,9 @@ from megatron_snip.formats import ROLES, Hadamard, get_format, register
 GROUPS = (
     ("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp8"), ("fp4", "bf16", "fp8"),
     ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4_plain", "mxfp8"), ("nvfp4",) * 3,
-    ("nvfp4_plain", "fp8/mxfp8/nvfp4_plain", "bf16/nvfp4_plain/bf16"), ("mxfp8_recast",) * 3,
-    ("mxfp4_tetrajet", "fp8/bf16_dequantized/bf16_dequantized", "mxfp8"), ("nvfp4_plain/mxfp8_recast/mxfp8_recast",) * 3,
-    ("again", "again", "fp8"),
+    ("nvfp4_plain", "fp8/mxfp8/nvfp4_plain", "bf16/nvfp4_plain/bf16"), ("mxfp8_dequantized",) * 3,
+    ("mxfp4_tetrajet", "fp8/bf16_dequantized/bf16_dequantized", "mxfp8"), ("nvfp4_plain/mxfp8_dequantized/mxfp8_dequantized",) * 3,
+    ("again", "again", "fp8"), ("fp8_rowwise",) * 3, ("fp8_rowwise", "fp8/fp8_rowwise/fp8", "mxfp8"),
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from tests.dist.helpers.formats import GROUPS, register_formats
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
 PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain", "rotated",
-              "mxfp8_recast", "mxfp4_tetrajet", "fp4/bf16_dequantized/bf16_dequantized", "again")
+              "mxfp8_dequantized", "mxfp4_tetrajet", "fp4/bf16_dequantized/bf16_dequantized", "again")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}

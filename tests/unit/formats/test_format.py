@@ -21,7 +21,7 @@ SHIPPED = {
     "fp4_pow2": "E2M1",
     "mxfp8": "E4M3",
     "mxfp8_e5m2": "E5M2",
-    "mxfp8_recast": "E4M3",
+    "mxfp8_dequantized": "E4M3",
     "mxfp8_floor": "E4M3",
     "mxfp6_e2m3": "E2M3",
     "mxfp6_e3m2": "E3M2",

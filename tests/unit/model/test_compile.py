@@ -74,7 +74,7 @@ PLANS = [
     "fp8",
     "fp8,fp4,fp4/fp8/fp4",
     "mxfp8,nvfp4_plain,nvfp4",
-    "mxfp8_recast,mxfp4_tetrajet,fp8/bf16_dequantized/bf16_dequantized",
+    "mxfp8_dequantized,mxfp4_tetrajet,fp8/bf16_dequantized/bf16_dequantized",
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip import quant
-from megatron_snip.formats import format_names, get_format
+from megatron_snip.formats import ROW, format_names, get_format
 from megatron_snip.quant import LinearPrecision, RoundingKey, quantize, quantized_linear
 
 TEXT = (Path(__file__).parents[3] / "docs" / "numerics.md").read_text()
@@ -82,5 +82,6 @@ def test_the_table_is_that_of_the_formats():
         ]
         columns = [[getattr(one, name) for one in fmt.elements] for name in ("max", "min_normal", "min_subnormal")]
         assert numbers == [*columns, [fmt.bits_per_element]]
-        assert row[6:8] == ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
+        shapes = [fmt.block_shape(role, 1) for role in ("input", "weight")]
+        assert row[6:8] == ["row" if ROW in one else "x".join(map(str, one)) for one in shapes]
         assert row[8:] == [fmt.scale, ", ".join(sorted(fmt.stochastic_roles)) or "-"]

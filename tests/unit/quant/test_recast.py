@@ -36,10 +36,10 @@ KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 T, K, N = 304, 200, 144  # 304 tokens are whole groups of the transform
 PRECISIONS = (
-    "mxfp8_recast",
+    "mxfp8_dequantized",
     "mxfp4_tetrajet",
     "mxfp8/bf16_dequantized/bf16_dequantized",
-    "fp8/mxfp8_recast/mxfp8_recast",
+    "fp8/mxfp8_dequantized/mxfp8_dequantized",
     "fp4/mxfp8/bf16_dequantized",
     "nvfp4_recast",
     "mxfp8/nvfp4_recast/nvfp4_recast",
@@ -47,7 +47,7 @@ PRECISIONS = (
 )
 #: The same without another cast.
 PLAIN = {
-    "mxfp8_recast": "mxfp8", "mxfp4_tetrajet": "mxfp4", "bf16_dequantized": "bf16", "nvfp4_recast": "nvfp4",
+    "mxfp8_dequantized": "mxfp8", "mxfp4_tetrajet": "mxfp4", "bf16_dequantized": "bf16", "nvfp4_recast": "nvfp4",
     "gradients": "fp4", "mxfp4_gradients": "mxfp4",
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_linears_of_one_input_keep_each_form_of_it_once():
     x, w, g = tensors(torch.bfloat16)
     precisions = [
         LinearPrecision.parse(text)
-        for text in ("mxfp8/mxfp8_recast/mxfp8_recast", "mxfp8/mxfp8/bf16_dequantized", "mxfp8")
+        for text in ("mxfp8/mxfp8_dequantized/mxfp8_dequantized", "mxfp8/mxfp8/bf16_dequantized", "mxfp8")
     ]
     calls = [LinearCall(p, KEY) for p in precisions]
     calls = [one._replace(backends=LINEAR_IMPLS["emulated"].backends(one, x.device, T, K, N)) for one in calls]
@@ -150,7 +150,7 @@ def test_linears_of_one_input_keep_each_form_of_it_once():
     ("precision", "input_bytes", "weight_bytes"),
     [
         ("mxfp8", 1, 2),
-        ("mxfp8_recast", 1, 1),
+        ("mxfp8_dequantized", 1, 1),
         ("mxfp8/bf16/bf16", 2, 3),
         ("mxfp8/bf16_dequantized/bf16_dequantized", 1, 1),
     ],
@@ -172,7 +172,7 @@ def test_what_is_kept(precision, input_bytes, weight_bytes):
 
 def test_a_gathered_weight_is_freed_once_fprop_has_cast_it():
     x, w, g = tensors()
-    precision, casts = LinearPrecision.uniform("mxfp8_recast"), Casts(frees=True)
+    precision, casts = LinearPrecision.uniform("mxfp8_dequantized"), Casts(frees=True)
     expected = gradients(precision, x, w, g)
     gathered = w.detach().clone()
     call = LinearCall(precision, KEY, weight_casts=casts)
@@ -180,7 +180,7 @@ def test_a_gathered_weight_is_freed_once_fprop_has_cast_it():
     casts.operand(gathered, "fprop", call, torch.float32, training=True)
     assert not gathered.untyped_storage().size()
     made = casts.operand(gathered, "dgrad", call, torch.float32)
-    q = fake_quantize(g, "mxfp8_recast", role="grad_output", dim=1)
+    q = fake_quantize(g, "mxfp8_dequantized", role="grad_output", dim=1)
     assert torch.equal(q @ made.data, expected[0])
 
 
@@ -232,7 +232,7 @@ def test_backends_of_tensor_cores_keep_what_fprop_multiplied(monkeypatch):
     x, w, g = (t[: len(t) // 32 * 32, : t.shape[1] // 32 * 32].detach().clone() for t in tensors())
     x.requires_grad_()
     w.requires_grad_()
-    precision = LinearPrecision.parse("mxfp8_recast")
+    precision = LinearPrecision.parse("mxfp8_dequantized")
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = by_gemm.ByGemm(MX())(x, w, LinearCall(precision, KEY, weight_casts=Casts()))
@@ -241,7 +241,7 @@ def test_backends_of_tensor_cores_keep_what_fprop_multiplied(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients(precision, x, w, g), strict=True))
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8_recast", "mxfp4_tetrajet", "nvfp4_recast"])
+@pytest.mark.parametrize("fmt", ["mxfp8_dequantized", "mxfp4_tetrajet", "nvfp4_recast"])
 def test_a_probe_measures_the_operands_that_are_multiplied(fmt):
     x, w, g = (t.detach() for t in tensors())
     one = Axis(1, 0, None)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 KINDS = {
     "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer",
     "fp8_hybrid": "Float8BlockQuantizer",
-    "mxfp8_recast": "MXFP8Quantizer", "bf16_dequantized": None, "mxfp8": "MXFP8Quantizer",
+    "mxfp8_dequantized": "MXFP8Quantizer", "bf16_dequantized": None, "mxfp8": "MXFP8Quantizer",
     "nvfp4_plain": "NVFP4Quantizer", "nvfp4": "NVFP4Quantizer",
 }  # fmt: skip
 MIXED = [
@@ -134,7 +134,7 @@ def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
         pytest.skip("formats by GEMM need 2.19")
     shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
     by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
-    by_kind |= {"v": "mxfp8_recast", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
+    by_kind |= {"v": "mxfp8_dequantized", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
     linears = {shape.name: LinearPrecision.parse(by_kind[shape.kind]) for shape in shapes}
     Plan.by_hand(linears, shapes).save(tmp_path / "plan.json")
     words = [str(tmp_path / "plan.json"), "--to", "transformer-engine", "--output", str(tmp_path), "--for-version"]

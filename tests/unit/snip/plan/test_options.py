@@ -352,12 +352,14 @@ def test_recipes_follow_the_statistics():
 @pytest.mark.parametrize("how", [{"snip_weight": 1.0}, {"snip_objective": "rel_err"}])
 def test_what_no_probe_measures_is_refused(how):
     """A probe measures each format alone, and wgrad's errors depend on fprop's format if its input is cast again."""
-    mixed = SnipConfig(snip_options="mxfp8_recast,nvfp4_plain/mxfp8_recast/mxfp8_recast", snip_target=0.2)
+    mixed = SnipConfig(
+        snip_options="mxfp8_dequantized,nvfp4_plain/mxfp8_dequantized/mxfp8_dequantized", snip_target=0.2
+    )
     check_choices(mixed, SHAPES)
-    check_choices(dataclasses.replace(mixed, snip_options="mxfp8_recast,nvfp4_plain", **how), SHAPES)
+    check_choices(dataclasses.replace(mixed, snip_options="mxfp8_dequantized,nvfp4_plain", **how), SHAPES)
     with pytest.raises(
         ValueError,
-        match=r"in nvfp4_plain/mxfp8_recast/mxfp8_recast, mxfp8_recast makes dgrad's weight of what fprop "
-        "multiplies in another format, whose errors no probe measures; give fprop the same, or --snip-weight 0",
+        match="in nvfp4_plain/mxfp8_dequantized/mxfp8_dequantized, mxfp8_dequantized makes dgrad's weight of what "
+        "fprop multiplies in another format, whose errors no probe measures; give fprop the same, or --snip-weight 0",
     ):
         check_choices(dataclasses.replace(mixed, **how), SHAPES)
