@@ -36,60 +36,74 @@ FN F square_root(F v) {
 #endif
 }
 
-// Weight and v with their low parts, and m, of one vector.
-struct Elements {
-  Pair<F> weight, v;
-  F m;
-};
-
-template <bool kWeightLow, bool kVLow, bool kStochastic>
-FN void adamw_lanes(Elements& x, F g, U draws, const AdamW& s) {
-  const F w = x.weight.a;
-  g = g * s.clip;
-  const F m = to_bf16(x.m * s.beta1 + g * s.rest1), square = (g * g) * s.rest2;
-  if constexpr (kVLow) x.v = decayed(x.v, s.beta2_high, s.beta2_low, to_bf16(square));
-  else x.v.a = to_bf16(x.v.a * s.beta2 + square);
-  x.m = m;
-  const F u = to_bf16((m / (square_root(x.v.a) * s.correction + s.eps)) * s.rate - w * s.decay);
-  if constexpr (kWeightLow) {
-    x.weight = grow(x.weight, u);
-  } else if constexpr (kStochastic) {
-    const U sum = as<U>(w + u);
-    const U moved = (sum & 0x7f800000u) == 0x7f800000u ? sum : sum + draws;  // infinity and NaN stay
-    x.weight.a = as<F>(moved & 0xffff0000u);
-  } else {
-    x.weight.a = to_bf16(w + u);
-  }
-}
-
 // Where a tensor's part is read and written, or a copy of its last, incomplete group.
 struct Pointers {
   bfloat16 *weight, *m, *v, *weight_low, *v_low;
   const bfloat16* grad;
 };
 
-template <bool kWeightLow, bool kVLow, bool kStochastic>
-FN void adamw_group(const Pointers& at, const uint16_t* draws, const AdamW& s) {
-  const Pair<F> g = load_pair(at.grad), w = load_pair(at.weight), m = load_pair(at.m), v = load_pair(at.v);
-  Pair<F> w_low{}, v_low{};
-  Pair<U> drawn{};
-  if constexpr (kWeightLow) w_low = load_pair(at.weight_low);
-  if constexpr (kVLow) v_low = load_pair(at.v_low);
-  if constexpr (kStochastic) {
-    const U both = load<U>(draws);
-    drawn = {both & 0xffffu, both >> 16};
-  }
-  Elements even{{w.a, w_low.a}, {v.a, v_low.a}, m.a}, odd{{w.b, w_low.b}, {v.b, v_low.b}, m.b};
-  adamw_lanes<kWeightLow, kVLow, kStochastic>(even, g.a, drawn.a, s);
-  adamw_lanes<kWeightLow, kVLow, kStochastic>(odd, g.b, drawn.b, s);
-  const auto write = [](bfloat16* out, F a, F b) SNIP_TARGET {
-    store(out, (as<U>(a) >> 16) | (as<U>(b) & 0xffff0000u), false);  // low parts, too, are BF16 numbers
+FN void store_exact(bfloat16* out, Pair<F> v) { store(out, (as<U>(v.a) >> 16) | as<U>(v.b), false); }
+
+template <bool kVLow>
+FN void moments(const Pointers& at, int i, const AdamW& s) {
+  Pair<F> g = load_pair(at.grad + i), m = load_pair(at.m + i), v = load_pair(at.v + i), low{};
+  if constexpr (kVLow) low = load_pair(at.v_low + i);
+  const auto step = [&](F g, F& m, F& v, [[maybe_unused]] F& low) SNIP_TARGET {
+    g = g * s.clip;
+    m = to_bf16(m * s.beta1 + g * s.rest1);
+    const F square = (g * g) * s.rest2;
+    if constexpr (kVLow) {
+      const Pair<F> sum = decayed({v, low}, s.beta2_high, s.beta2_low, to_bf16(square));
+      v = sum.a, low = sum.b;
+    } else {
+      v = to_bf16(v * s.beta2 + square);
+    }
   };
-  write(at.weight, even.weight.a, odd.weight.a);
-  write(at.m, even.m, odd.m);
-  write(at.v, even.v.a, odd.v.a);
-  if constexpr (kWeightLow) write(at.weight_low, even.weight.b, odd.weight.b);
-  if constexpr (kVLow) write(at.v_low, even.v.b, odd.v.b);
+  step(g.a, m.a, v.a, low.a);
+  step(g.b, m.b, v.b, low.b);
+  store_exact(at.m + i, m);
+  store_exact(at.v + i, v);
+  if constexpr (kVLow) store_exact(at.v_low + i, low);
+}
+
+FN F update(F w, F m, F v, const AdamW& s) {
+  return to_bf16((m / (square_root(v) * s.correction + s.eps)) * s.rate - w * s.decay);
+}
+
+template <bool kWeightLow, bool kStochastic>
+FN void weights(const Pointers& at, int i, Pair<F> u, [[maybe_unused]] const uint16_t* draws) {
+  Pair<F> w = load_pair(at.weight + i);
+  if constexpr (kWeightLow) {
+    const Pair<F> low = load_pair(at.weight_low + i);
+    const Pair<F> even = grow({w.a, low.a}, u.a), odd = grow({w.b, low.b}, u.b);
+    store_exact(at.weight + i, {even.a, odd.a});
+    store_exact(at.weight_low + i, {even.b, odd.b});
+  } else if constexpr (kStochastic) {
+    const auto moved = [](F w, F u, U draws) SNIP_TARGET {
+      const U sum = as<U>(w + u);  // infinity and NaN stay
+      return as<F>(((sum & 0x7f800000u) == 0x7f800000u ? sum : sum + draws) & 0xffff0000u);
+    };
+    const U both = load<U>(draws + i);
+    store_exact(at.weight + i, {moved(w.a, u.a, both & 0xffffu), moved(w.b, u.b, both >> 16)});
+  } else {
+    store_exact(at.weight + i, {to_bf16(w.a + u.a), to_bf16(w.b + u.b)});
+  }
+}
+
+// Groups per part.  A part goes through three loops, whose chains of dependent operations are short enough for a
+// processor to overlap many groups; they find its numbers in the first cache.
+constexpr int kGroupsPerPart = 16;
+
+template <bool kWeightLow, bool kVLow, bool kStochastic>
+FN void adamw_part(const Pointers& at, const uint16_t* draws, int groups, const AdamW& s) {
+  Pair<F> u[kGroupsPerPart];
+  for (int i = 0; i < groups; ++i) moments<kVLow>(at, i * kGroup, s);
+  for (int i = 0; i < groups; ++i) {
+    const int k = i * kGroup;
+    const Pair<F> w = load_pair(at.weight + k), m = load_pair(at.m + k), v = load_pair(at.v + k);
+    u[i] = {update(w.a, m.a, v.a, s), update(w.b, m.b, v.b, s)};
+  }
+  for (int i = 0; i < groups; ++i) weights<kWeightLow, kStochastic>(at, i * kGroup, u[i], draws);
 }
 
 template <bool kWeightLow, bool kVLow, bool kStochastic>
@@ -102,25 +116,24 @@ SNIP_TARGET void adamw_range(const AdamW& s, int64_t row, int64_t last_row, int6
       const int64_t from = i * s.cols + j;
       const int cols = int(std::min<int64_t>(kStrip, last_col - j)), skip = int((s.col0 + j) & 7);
       if constexpr (kStochastic) random_draws(Philox(key, s.row0 + i), s.col0 + j, cols, draws);
-      const Pointers first{s.weight + from, s.m + from, s.v + from, s.weight_low + from, s.v_low + from, s.grad + from};
       int k = 0;
-      for (; k + kGroup <= cols; k += kGroup) {
-        const Pointers at{first.weight + k, first.m + k, first.v + k, first.weight_low + k, first.v_low + k,
-                          first.grad + k};
-        adamw_group<kWeightLow, kVLow, kStochastic>(at, draws + skip + k, s);
+      while (k + kGroup <= cols) {
+        const int64_t t = from + k;
+        const int groups = std::min((cols - k) / kGroup, kGroupsPerPart);
+        adamw_part<kWeightLow, kVLow, kStochastic>(
+            {s.weight + t, s.m + t, s.v + t, s.weight_low + t, s.v_low + t, s.grad + t}, draws + skip + k, groups, s);
+        k += groups * kGroup;
       }
       if (k == cols) continue;
       bfloat16 rest[6][kGroup] = {};
       const size_t bytes = (cols - k) * sizeof(bfloat16);
-      bfloat16* const tensors[6] = {first.weight, first.m, first.v, first.weight_low, first.v_low,
-                                    const_cast<bfloat16*>(first.grad)};
-      const bool there[6] = {true, true, true, kWeightLow, kVLow, true};
+      bfloat16* const tensors[6] = {s.weight, s.m, s.v, s.weight_low, s.v_low, const_cast<bfloat16*>(s.grad)};
       for (int t = 0; t < 6; ++t)
-        if (there[t]) std::memcpy(rest[t], tensors[t] + k, bytes);
-      adamw_group<kWeightLow, kVLow, kStochastic>({rest[0], rest[1], rest[2], rest[3], rest[4], rest[5]},
-                                                  draws + skip + k, s);
+        if (tensors[t]) std::memcpy(rest[t], tensors[t] + from + k, bytes);
+      adamw_part<kWeightLow, kVLow, kStochastic>({rest[0], rest[1], rest[2], rest[3], rest[4], rest[5]},
+                                                 draws + skip + k, 1, s);
       for (int t = 0; t < 5; ++t)
-        if (there[t]) std::memcpy(tensors[t] + k, rest[t], bytes);
+        if (tensors[t]) std::memcpy(tensors[t] + from + k, rest[t], bytes);
     }
   }
 }
