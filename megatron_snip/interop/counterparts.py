@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_snip.config import ParallelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.formats import get_format
+from megatron_snip.formats import format_names, get_format
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.plan import Plan
@@ -39,6 +39,8 @@ RECIPES: Known = {
     "fp8_hybrid": ("fp8_pow2", f"its scales are powers of two, and {_E4M3}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
 }
+#: Transformer Engine by GEMM, with this package's quantizer for the formats that it lacks.
+OWN: Known = {**{name: (name, "") for name in format_names()}, "mxfp4_tetrajet": ("mxfp4", _AGAIN)}
 TITAN: Known = {
     "bf16": ("bf16", ""),
     **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8_rowwise", _ROWS)),
@@ -72,12 +74,16 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Request:
-    """A plan to write.  shapes: of its linears, if the model is known.  version: of the program that reads it."""
+    """A plan to write.  shapes: of its linears, if the model is known.  version: of the program that reads it.
+
+    own_casts: our quantizer runs what Transformer Engine lacks.
+    """
 
     plan: Plan
     parallel: ParallelConfig
     version: Version
     shapes: Sequence[LinearShape] | None = None
+    own_casts: bool = False
 
 
 class Chosen:

@@ -28,7 +28,7 @@ from megatron_snip.quant.casts.cast import (
 
 logger = logging.getLogger(__name__)
 
-ABI = 16
+ABI = 17
 MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ MIXED = [
     "fp8/fp8_hybrid/fp8_hybrid",
 ]
 E4M3, E5M2 = 5, 6  # of its DType
+
+OWN = {
+    "10.0": ["fp4", "fp4_pow2", "mxfp4", "mxfp4_floor", "nvfp4_4over6", "mxfp8_floor", "fp8/fp4/fp4", "bf16/bf16/fp4"],
+    "9.0": ["mxfp8", "nvfp4", "fp8/mxfp8/nvfp4", "fp4/fp8_pow2/nvfp4_plain"],
+}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -120,6 +126,37 @@ def test_formats_by_gemm_run_by_a_custom_recipe(ask):
             check_weight_casts(answer["passes"])
 
 
+def test_our_quantizer_gives_our_bits(ask):
+    """Formats that the package does not have, on any GPU, and those of Blackwell on Hopper; its own run the rest."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    for capability, precisions in OWN.items():
+        for precision, answer in ask(capability, own=precisions)["own"].items():
+            assert answer["equal"] == dict.fromkeys((*LAYOUTS.values(), "bias"), True), (capability, precision)
+            parsed = LinearPrecision.parse(precision)
+            for fmt, found in zip((parsed.fprop, parsed.dgrad, parsed.wgrad), answer["kinds"], strict=True):
+                theirs = fmt in KINDS and (capability == "10.0" or fmt.startswith("fp8"))
+                assert found == [KINDS[fmt] if theirs else None] * 2, (capability, precision)
+
+
+def test_our_quantizer_adds_to_the_main_gradient(ask):
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    assert 0 < ask(accumulated=True)["accumulated"] < 4e-3  # ours rounds each microbatch's gradient to bf16
+
+
+@pytest.mark.parametrize("precision", ["fp4", "fp8/fp4/fp4", "fp4/bf16/fp8"])
+def test_our_quantizer_under_tensor_parallelism(ask, precision, tmp_path):
+    """Two ranks, column and row parallel, with and without sequence parallelism."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    requests = [{"rank": rank, "store": str(tmp_path / "store"), "precision": precision} for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(lambda request: ask("9.0", tensor_parallel=request)["tensor_parallel"], requests)
+    for equal in answers:
+        assert len(equal) == 12 and all(equal.values()), equal
+
+
 def test_what_we_ask_for_is_supported(ask):
     """Where our table says that a format runs, the package does not refuse its recipe."""
     for capability in ("9.0", "10.0", "10.3"):
@@ -129,21 +166,40 @@ def test_what_we_ask_for_is_supported(ask):
         assert supported == dict.fromkeys(ours, True), capability
 
 
+def written(ask, folder, precisions, capability="10.0", *words):
+    """Kind of a linear -> casts and GEMMs of its te.Linear under the recipe that a plan of one block is written as."""
+    shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
+    linears = {shape.name: LinearPrecision.parse(precisions[shape.kind]) for shape in shapes}
+    Plan.by_hand(linears, shapes).save(folder / "plan.json")
+    told = [str(folder / "plan.json"), "--to", "transformer-engine", "--output", str(folder), "--for-version"]
+    assert main([*told, ask.version, *words]) == 0
+    names = {shape.kind: f"model.{shape.name}" for shape in shapes} | {"lm_head": "lm_head"}
+    found = ask(capability, module=str(folder / "te_recipes.py"), names=[*names.values()])["module"]
+    return {kind: found[name] for kind, name in names.items()}
+
+
 def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
     if ask.version == "2.8.0":
         pytest.skip("formats by GEMM need 2.19")
-    shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
-    by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
-    by_kind |= {"v": "mxfp8_dequantized", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
-    linears = {shape.name: LinearPrecision.parse(by_kind[shape.kind]) for shape in shapes}
-    Plan.by_hand(linears, shapes).save(tmp_path / "plan.json")
-    words = [str(tmp_path / "plan.json"), "--to", "transformer-engine", "--output", str(tmp_path), "--for-version"]
-    assert main([*words, ask.version]) == 0
-    names = [*(f"model.{name}" for name in linears), "lm_head"]
-    found = ask(module=str(tmp_path / "te_recipes.py"), names=names)["module"]
+    precisions = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
+    precisions |= {"v": "mxfp8_dequantized", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
+    found = written(ask, tmp_path, precisions)
     check_gemms(found.pop("lm_head"), ["bf16"] * 3)
-    for name, precision in linears.items():
-        steps = found.pop(f"model.{name}")
-        check_gemms(steps, [precision.fprop, precision.dgrad, precision.wgrad])
-        assert sum("dequantised" in step for step in steps) == len(precision.sources), "columnwise from rowwise data"
+    for kind, precision in precisions.items():
+        parsed, steps = LinearPrecision.parse(precision), found.pop(kind)
+        check_gemms(steps, [parsed.fprop, parsed.dgrad, parsed.wgrad])
+        assert sum("dequantised" in step for step in steps) == len(parsed.sources), "columnwise from rowwise data"
     assert not found
+
+
+def test_a_plan_written_with_our_casts_keeps_its_formats(ask, tmp_path):
+    """On Hopper: its own FP8, and ours for the rest."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    precisions = dict.fromkeys("qkvo", "fp8") | {"gate": "fp4", "up": "fp8/fp4/fp4", "down": "nvfp4"}
+    found = written(ask, tmp_path, precisions, "9.0", "--own-casts")
+    run = {"fp8": ["fp8"] * 3, "fp8/fp4/fp4": ["fp8", "bf16", "bf16"]}  # a dequantised operand has no quantizer
+    for kind, precision in precisions.items():
+        check_gemms(found[kind], run.get(precision, ["bf16"] * 3))
+    text = (tmp_path / "te_recipes.py").read_text()
+    assert "mlp.gate_proj': ('fp4', 'fp4', 'fp4')" in text and "'fp8', 'fp4', 'fp4'" in text
