@@ -366,10 +366,8 @@ def supported(name: str, te: Any) -> bool:
 
 def whole_model(path: str, names: list[str], te: Any, seen: list[dict[str, Any]]) -> dict[str, Any]:
     """Module -> casts and GEMMs of a te.Linear of that name under the recipe of a written file."""
-    spec = importlib.util.spec_from_file_location("te_recipes", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    spec: Any = importlib.util.spec_from_file_location("te_recipes", path)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     found = {}
     for name in names:
         linear = te.Linear(SIDE, SIDE, bias=False, params_dtype=torch.bfloat16, device="cpu", name=name)
@@ -383,18 +381,16 @@ def whole_model(path: str, names: list[str], te: Any, seen: list[dict[str, Any]]
 
 def main() -> None:
     """Answer the requests."""
-    folder, capability = sys.argv[1], sys.argv[2].split(".")
-    requests, out = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr
-    te, seen = load(folder, (int(capability[0]), int(capability[1])))
+    folder, (major, minor) = sys.argv[1], map(int, sys.argv[2].split("."))
+    requests, out, sys.stdout = json.load(sys.stdin), sys.stdout, sys.stderr
+    te, seen = load(folder, (major, minor))
     answers: dict[str, Any] = {"version": importlib.import_module("transformer_engine").__version__}
     answers["linears"] = {precision: run(precision, seen) for precision in requests.get("linears", ())}
     answers["supported"] = {name: supported(name, te) for name in requests.get("formats", ())}
     answers["own"] = {precision: own(precision, te, seen) for precision in requests.get("own", ())}
     answers["accumulated"] = accumulated(te) if requests.get("accumulated") else None
-    answers["tensor_parallel"] = (
-        tensor_parallel(te, **requests["tensor_parallel"]) if "tensor_parallel" in requests else {}
-    )
+    parallel = requests.get("tensor_parallel")
+    answers["tensor_parallel"] = tensor_parallel(te, **parallel) if parallel else {}
     if "module" in requests:
         answers["module"] = whole_model(requests["module"], requests["names"], te, seen)
     json.dump(answers, out)
