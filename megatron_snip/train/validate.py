@@ -289,8 +289,6 @@ def _validate_recompute(config: Config) -> None:
             f"--memory-plan {t.memory_plan} decides what each block recomputes, and --recompute-granularity is "
             f"{t.recompute_granularity}; drop one"
         )
-    if t.memory_plan == "auto":
-        raise UserError("--memory-plan auto cannot be made yet; give FILE, or none")
     granularity, modules = t.recompute_granularity, t.recompute_modules
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(t, name) is not None and granularity != "full":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.train.dry_run.counts import Tracker
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from tests.dist.helpers.runs import TINY, make
 
@@ -36,3 +38,19 @@ def _trained(options: dict[str, Any]) -> tuple[list[float], list[float], list[st
             part = block._recompute_mlp and block.self_attn.recompute
             done.append("full" if again else "selective" if part else "keep")
     return [one.loss for one in results], [one.grad_norm for one in results], done
+
+
+def real_peaks(variants: list[dict[str, Any]]) -> list[int]:
+    """The most bytes that a rank holds at once in an iteration of each variant of a run, on real tensors."""
+    found = []
+    for options in variants:
+        with Tracker() as tracker:
+            _, parts = make(options)
+            parts.train_loader.close()
+            batch = parts.train_loader.make(0)
+            tracker.begin()
+            parts.stepper.step(batch, 1)
+            found.append(sum(tracker.memory.peak().values()))
+            del parts, batch
+        gc.collect()
+    return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_snip.config import Config
-from megatron_snip.train.dry_run import measure
+from megatron_snip.train.dry_run import command, measure
 from megatron_snip.train.dry_run.counts import KINDS, Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.output import as_text, trial_passes
 
@@ -88,7 +88,7 @@ def test_gemms_flops_and_launches() -> None:
 
 def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    measure.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
+    command.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
     text = capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
@@ -108,10 +108,10 @@ def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_the_last_line_says_whether_it_fits(peaks, capsys) -> None:
-    measure.dry_run(Config().replace(**OPTIONS, memory_gib=80.0))
+    command.dry_run(Config().replace(**OPTIONS, memory_gib=80.0))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "fits in 80 GiB with 79.0 to spare: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4)"
-    measure.dry_run(Config().replace(**OPTIONS))
+    command.dry_run(Config().replace(**OPTIONS))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == ("rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); --memory-gib GIB says whether that fits")
 
@@ -142,7 +142,7 @@ def test_probes_and_trials_are_told_in_plain_iterations() -> None:
 def test_what_would_make_it_fit_is_named(peaks) -> None:
     peaks |= {"full 1 2": 400, "none 2 2": 600, "none 1 4": 500, "optim_grads_params": 300}
     with pytest.raises(ValueError) as info:
-        measure.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
+        command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
     assert str(info.value) == (
         "--memory-gib 0.5: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); it fits with "
         "--recompute-granularity full (0.4 GiB) or --data-parallel-sharding-strategy optim_grads_params (0.3 GiB) or "
@@ -153,7 +153,7 @@ def test_what_would_make_it_fit_is_named(peaks) -> None:
 def test_what_does_not_help_alone_is_named_too(peaks) -> None:
     peaks |= {"full 1 2": 700}
     with pytest.raises(ValueError, match="no single change makes it fit: --recompute-granularity full \\(0.7 GiB\\), "):
-        measure.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
+        command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_what_does_not_help_alone_is_named_too(peaks) -> None:
 )
 def test_bad_options(options, said, peaks, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        measure.dry_run(Config().replace(**{**OPTIONS, **options}))
+        command.dry_run(Config().replace(**{**OPTIONS, **options}))
 
 
 @pytest.mark.parametrize(
