@@ -226,7 +226,7 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, manifest: Man
     try:
         from safetensors.torch import save_file
     except ImportError:
-        raise UserError("export needs safetensors; pip install 'megatron_snip[hf]'") from None
+        raise UserError("export needs safetensors; pip install safetensors") from None
     tensors = {}
     for entry in entries:
         tensor = torch.empty(entry.shape)
