@@ -24,7 +24,7 @@ from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register
 from megatron_snip.parallel.context_parallel import gather_sequences, rows_of
-from megatron_snip.parallel.loss import Share, output_loss
+from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -118,7 +118,7 @@ class LlamaStage(nn.Module):
         if first:
             weight = build.empty(*vocab)
             self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
-        self.layers = nn.ModuleDict({str(i): build.spec.block(build, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): build.spec.block(build.of_block(i), i) for i in layers})
         if last:
             self.norm = RMSNorm(build)
             if not tied:
@@ -127,7 +127,7 @@ class LlamaStage(nn.Module):
                 self.embed_tokens = OutputLayer(build, vocab, tied=True)
         wanted = {f"layers.{i}.{module}" for i in layers for module in build.spec.linears}
         assert (odd := wanted ^ self.linears().keys()) == set(), f"{min(odd)} is in the spec or in the block alone"
-        self.first, self.last = first, last
+        self.held, self.first, self.last = layers, first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
 
@@ -188,32 +188,18 @@ class LlamaStage(nn.Module):
                 x = blocks[i](x, cos, sin, context, mask)
             return x
 
-        for members, again in self.build.recompute.runs(len(blocks)):
+        for members, again in self.build.recompute.runs(self.held):
             x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
-        head, x = self._head(x)
+        assert self.norm is not None, "only the last stage has logits"
+        x = self.build.region.enter(self.norm(x))
+        head = self.lm_head or self.embed_tokens
+        assert head is not None
         logits: Tensor = head(x) if isinstance(head, OutputLayer) else logits_of(x, local(head.weight))
         return logits
-
-    def loss(self, x: Tensor, labels: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-        """Residual stream after the last block, labels [B, S] -> share [] and losses [B S], without whole logits."""
-        head, x = self._head(x)
-        x, labels = x.flatten(0, 1), labels.flatten()
-        found: tuple[Tensor, Tensor]
-        if isinstance(head, OutputLayer):
-            found = head(x, labels, share)
-        else:
-            found = output_loss(x, local(head.weight), labels, share, self.build.region.axis)
-        return found
-
-    def _head(self, x: Tensor) -> tuple[VocabParallelEmbedding | OutputLayer, Tensor]:
-        """The module with the output weight, and its input: whole and behind the norm, [B, S, H]."""
-        head = self.lm_head or self.embed_tokens
-        assert self.norm is not None and head is not None, "only the last stage has logits"
-        return head, self.build.region.enter(self.norm(x))
 
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
@@ -227,18 +213,14 @@ class LlamaStage(nn.Module):
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, which a view does not allow
         assert labels is not None, "the last stage needs labels"
-        documents = self.build.documents
-
-        def share(losses: Tensor) -> Tensor:
-            if documents is None:
-                return losses.sum() / context.loss_tokens
-            return documents.loss(losses, sample_index[0], context.loss_tokens)
-
-        loss, losses = self.loss(x, labels, share)
+        logits, axis = self.logits(x).flatten(0, 1), self.build.region.axis
+        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis)
         if context.token_losses is not None:
-            counted = losses if documents is None else documents.counted(losses, sample_index[0])
-            context.token_losses.append(counted)
-        return loss.reshape(1).clone()
+            counted = losses if self.build.documents is None else self.build.documents.counted(losses, sample_index[0])
+            context.token_losses.append(counted.detach())
+        if self.build.documents is None:
+            return (losses.sum() / context.loss_tokens).reshape(1).clone()
+        return self.build.documents.loss(losses, sample_index[0], context.loss_tokens).reshape(1).clone()
 
 
 def build_stages(

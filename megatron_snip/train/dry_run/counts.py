@@ -77,12 +77,16 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one rank; parameters counts its elements."""
+    """Measurements of one rank.
+
+    parameters: its elements.  stored: bytes of its shards of weights, gradients and optimiser state at an update.
+    """
 
     rank: int
     stage: int
     parameters: int
     stretches: tuple[Stretch, ...]
+    stored: int
 
     @property
     def worst(self) -> Stretch:
