@@ -61,10 +61,10 @@ def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
 
 
 def _is_theirs(fmt: str) -> bool:
-    """Whether Transformer Engine runs a format on this GPU."""
-    import torch
+    """Whether Transformer Engine runs a format on this GPU; without one, as on Blackwell."""
+    from torch import cuda
 
-    return fmt in FP8 or (fmt in BLACKWELL and torch.cuda.get_device_capability() >= (10, 0))
+    return fmt in FP8 or (fmt in BLACKWELL and not (cuda.is_available() and cuda.get_device_capability() < (10, 0)))
 
 
 def _own_quantizers(fmt: str) -> Any:

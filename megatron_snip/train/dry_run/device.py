@@ -44,8 +44,10 @@ def device_of(config: Config) -> str:
         plan = Plan.load(str(config.precision.precision_plan)) if config.precision.precision == "plan" else None
         for name in {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}:
             fmt = get_format(name)
+            if not fmt.quantised:
+                continue
             on_hopper, on_blackwell = (any(not one.unfit_format(fmt) for one in of) for of in (hopper, blackwell))
-            if fmt.quantised and on_blackwell and not on_hopper:
+            if on_blackwell and not on_hopper:
                 return "blackwell"
     return "hopper"
 

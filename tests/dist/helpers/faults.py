@@ -66,8 +66,8 @@ def poisoned_run(options: dict[str, Any], rank: int, bad: set[int]) -> str:
     """The program with a NaN on one rank; the error that ended it on this rank."""
     build = loop.build
 
-    def poisoned_build(*args: Any) -> Parts:
-        parts = build(*args)
+    def poisoned_build(*args: Any, **how: Any) -> Parts:
+        parts = build(*args, **how)
         poison(parts, rank, bad)
         return parts
 
