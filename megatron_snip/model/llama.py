@@ -24,7 +24,7 @@ from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
 from megatron_snip.model.spec import BlockLinear, ModelSpec, register
 from megatron_snip.parallel.context_parallel import gather_sequences, rows_of
-from megatron_snip.parallel.loss import vocab_parallel_cross_entropy
+from megatron_snip.parallel.loss import Share, output_loss
 from megatron_snip.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -194,12 +194,26 @@ class LlamaStage(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream after the last block -> logits [B, S, V/tp] in the compute dtype."""
-        assert self.norm is not None, "only the last stage has logits"
-        x = self.build.region.enter(self.norm(x))
-        head = self.lm_head or self.embed_tokens
-        assert head is not None
+        head, x = self._head(x)
         logits: Tensor = head(x) if isinstance(head, OutputLayer) else logits_of(x, local(head.weight))
         return logits
+
+    def loss(self, x: Tensor, labels: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+        """Residual stream after the last block, labels [B, S] -> share [] and losses [B S], without whole logits."""
+        head, x = self._head(x)
+        x, labels = x.flatten(0, 1), labels.flatten()
+        found: tuple[Tensor, Tensor]
+        if isinstance(head, OutputLayer):
+            found = head(x, labels, share)
+        else:
+            found = output_loss(x, local(head.weight), labels, share, self.build.region.axis)
+        return found
+
+    def _head(self, x: Tensor) -> tuple[VocabParallelEmbedding | OutputLayer, Tensor]:
+        """The module with the output weight, and its input: whole and behind the norm, [B, S, H]."""
+        head = self.lm_head or self.embed_tokens
+        assert self.norm is not None and head is not None, "only the last stage has logits"
+        return head, self.build.region.enter(self.norm(x))
 
     def forward(
         self, x: Tensor, sample_index: Sequence[int], labels: Tensor | None = None, context: StepContext = PLAIN
@@ -213,14 +227,18 @@ class LlamaStage(nn.Module):
         if not self.last:
             return x.clone()  # the schedule detaches its outputs in place, which a view does not allow
         assert labels is not None, "the last stage needs labels"
-        logits, axis = self.logits(x).flatten(0, 1), self.build.region.axis
-        losses = vocab_parallel_cross_entropy(logits, labels.flatten(), axis)
+        documents = self.build.documents
+
+        def share(losses: Tensor) -> Tensor:
+            if documents is None:
+                return losses.sum() / context.loss_tokens
+            return documents.loss(losses, sample_index[0], context.loss_tokens)
+
+        loss, losses = self.loss(x, labels, share)
         if context.token_losses is not None:
-            counted = losses if self.build.documents is None else self.build.documents.counted(losses, sample_index[0])
-            context.token_losses.append(counted.detach())
-        if self.build.documents is None:
-            return (losses.sum() / context.loss_tokens).reshape(1).clone()
-        return self.build.documents.loss(losses, sample_index[0], context.loss_tokens).reshape(1).clone()
+            counted = losses if documents is None else documents.counted(losses, sample_index[0])
+            context.token_losses.append(counted)
+        return loss.reshape(1).clone()
 
 
 def build_stages(

@@ -34,6 +34,7 @@ def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtyp
     For each unit, one collective gathers the parameters and one reduces the gradients, in float32.  Other parameters
     are grouped with the stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights
     are freed after use, because then only forward gathers it.  Otherwise, its own collective would save nothing.
+    `gathers_in_backward` of a unit says whether its backward needs the weights.
     """
     if mesh.dp_cp.size == 1:
         return
@@ -46,8 +47,8 @@ def shard_over_dp(stage: nn.Module, units: Iterable[nn.Module], mesh: Mesh, dtyp
             continue
         fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=not keeps_weights(strategy))
         assert isinstance(module, FSDPModule)
-        if embedding:
-            module.set_unshard_in_backward(False)  # its gradient needs only tokens
+        if not getattr(module, "gathers_in_backward", True):
+            module.set_unshard_in_backward(False)
         # sum, as the docstring says; gloo cannot divide in a collective, so the first call must come first
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)

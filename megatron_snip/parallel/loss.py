@@ -1,10 +1,16 @@
-"""Cross entropy with the vocabulary split over tp.  Source: Megatron-LM, arXiv 1909.08053.
+"""Output layer and cross entropy with the vocabulary split over tp, some tokens at a time.
 
 loss_t = log sum_v exp(z_tv) - z_t,label;  its gradient is softmax(z_t) - onehot(label).
+
+The logits of a chunk become their own gradient in place, and forward multiplies it at once by the weight and by the
+hidden states.  So no logits wait for backward, and only one chunk of them exists.
+Sources: Megatron-LM, arXiv 1909.08053 (vocabulary parallelism); Liger Kernel, arXiv 2410.10989 (gradients in forward).
+Shapes: T tokens, H hidden, V padded vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,47 +18,106 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.mesh import Axis
+from megatron_snip.quant.linears.matmul import add_product, product
 
-#: Gradient elements computed at once: a few chunks fit a CPU's cache; on a GPU a chunk is 512 MiB.
-_CHUNK = {"cpu": 1 << 20}
-_LARGE_CHUNK = 1 << 27
+#: Logits of a chunk, 384 MiB in bf16.  The weight's gradient is read and written once a chunk, so fewer would be slow.
+_LOGITS = 3 << 26
+_ROWS = 128  # a chunk is a multiple of this, for the GEMMs
+#: Logits whose softmax is computed at once in float32: these fit a CPU's cache; on a GPU they are 128 MiB.
+_SOFTMAX = {"cpu": 1 << 20}
+_LARGE_SOFTMAX = 1 << 25
+
+#: Losses [T] of a microbatch -> this rank's share [] of the loss; linear.
+Share = Callable[[Tensor], Tensor]
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _OutputLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
-        rows = logits.shape[-1]
-        top = logits.amax(dim=-1).float()
-        if axis.size > 1:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
-        z = torch.sub(logits, top.unsqueeze(-1))  # float32 without a float32 copy of the logits
-        column = labels - axis.rank * rows
-        elsewhere = (column < 0) | (column >= rows)
-        column = column.masked_fill(elsewhere, 0)
-        at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        exp = z.exp_()
-        sums = torch.stack([exp.sum(dim=-1), at_label])
-        if axis.size > 1:
-            dist.all_reduce(sums, group=axis.group)
-        ctx.save_for_backward(exp.div_(sums[0].unsqueeze(-1)), column, elsewhere)
-        ctx.dtype = logits.dtype
-        return sums[0].log() - sums[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        softmax, column, elsewhere = ctx.saved_tensors
-        scale, grad = grads[0].unsqueeze(-1), torch.empty_like(softmax, dtype=ctx.dtype)
-        at_label = -scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        size = max(1, _CHUNK.get(softmax.device.type, _LARGE_CHUNK) // softmax.shape[-1])
-        space = torch.empty_like(softmax[:size])  # the whole tensor in float32 would be twice the logits
-        for first in range(0, len(softmax), size):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, share: Share, axis: Axis, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        losses = x.new_empty(len(x), dtype=torch.float32)
+        scale = _gradient_of(share, losses) if training else None
+        w, size = weight.to(x.dtype), _chunk(len(x), len(weight))
+        grad_x, grad_w = torch.empty_like(x) if training else None, None
+        for first in range(0, len(x), size):
             rows = slice(first, first + size)
-            part = torch.mul(softmax[rows], scale[rows], out=space[: len(softmax) - first])
-            grad[rows] = part.scatter_add_(-1, column[rows].unsqueeze(-1), at_label[rows])
-        return grad, None, None
+            logits = product("fprop", x[rows], w, x.dtype)
+            losses[rows] = vocab_parallel_cross_entropy(
+                logits, labels[rows], axis, None if scale is None else scale[rows]
+            )
+            if grad_x is not None:
+                grad_x[rows] = product("dgrad", logits, w, x.dtype)
+                # several chunks are added in float32; the gradient of one is rounded as that of any linear
+                grad_w = add_product(grad_w, logits, x[rows]) if size < len(x) else product("wgrad", logits, x, x.dtype)
+            del logits  # before the next chunk's
+        if training:
+            assert grad_w is not None
+            ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+        ctx.mark_non_differentiable(losses)
+        return share(losses), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x.mul_(grads[0]), grad_w.mul_(grads[0]), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
-    """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank."""
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, axis)
-    return loss
+def output_loss(x: Tensor, weight: Tensor, labels: Tensor, share: Share, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Hidden states x [T, H], weight [V/tp, H] of x.dtype or float32, labels [T] -> share [] and losses [T] in nats.
+
+    Only the share is differentiable, once: x and weight get its gradient.  All tp ranks must call it.
+    """
+    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss, losses = _OutputLoss.apply(x, weight, labels, share, axis, training)
+    return loss, losses
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, scale: Tensor | None = None) -> Tensor:
+    """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank.
+
+    Not differentiable.  With scale [T], the logits become the gradient of the sum of scale * losses.
+    """
+    size = max(1, _SOFTMAX.get(logits.device.type, _LARGE_SOFTMAX) // logits.shape[-1])
+    space = torch.empty_like(logits[:size], dtype=torch.float32)  # the whole tensor would be twice the logits in bf16
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    for first in range(0, len(logits), size):
+        rows = slice(first, first + size)
+        losses[rows] = _of_rows(logits[rows], labels[rows], axis, space, None if scale is None else scale[rows])
+    return losses
+
+
+@torch.no_grad()
+def _of_rows(logits: Tensor, labels: Tensor, axis: Axis, space: Tensor, scale: Tensor | None) -> Tensor:
+    """``vocab_parallel_cross_entropy`` of some rows; space: float32, of their shape or more rows."""
+    columns = logits.shape[-1]
+    top = logits.amax(dim=-1).float()
+    if axis.size > 1:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
+    z = torch.sub(logits, top.unsqueeze(-1), out=space[: len(logits)])
+    column = labels - axis.rank * columns
+    elsewhere = (column < 0) | (column >= columns)
+    column = column.masked_fill(elsewhere, 0)
+    at_label = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+    exp = z.exp_()
+    sums = torch.stack([exp.sum(dim=-1), at_label])
+    if axis.size > 1:
+        dist.all_reduce(sums, group=axis.group)
+    if scale is not None:
+        grad = exp.div_(sums[0].unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+        logits.copy_(grad.scatter_add_(-1, column.unsqueeze(-1), -scale.masked_fill(elsewhere, 0.0).unsqueeze(-1)))
+    return sums[0].log() - sums[1]
+
+
+def _gradient_of(share: Share, losses: Tensor) -> Tensor:
+    """The gradient [T] of a linear function of losses [T], whose values do not matter."""
+    with torch.enable_grad():
+        some = torch.zeros_like(losses, requires_grad=True)
+        (scale,) = torch.autograd.grad(share(some), some)
+    return scale
+
+
+def _chunk(tokens: int, columns: int) -> int:
+    """Tokens of a chunk: all if their logits are few, else an equal part of them."""
+    count = -(-tokens * columns // _LOGITS)
+    return tokens if count == 1 else -(-tokens // (count * _ROWS)) * _ROWS

@@ -287,6 +287,7 @@ class VocabParallelEmbedding(nn.Module):
     """The embedding table [V, H], its rows split over tp."""
 
     weight: nn.Parameter
+    gathers_in_backward = False  # its gradient needs only tokens
 
     def __init__(self, weight: Tensor, region: Region, device_mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()

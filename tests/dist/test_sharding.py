@@ -92,7 +92,7 @@ def sent(strategy: str, instances: int = 1):
 
 
 UNITS = 4  # two blocks, the head, and the embedding with the last norm
-EMBEDDING = 512 * 256  # bytes of its bf16 half
+EMBEDDING = HEAD = 512 * 256  # bytes of their bf16 halves
 STEP = 3 * 8  # bytes of loss, norm and wish to stop, which go over the world, here dp
 
 
@@ -104,9 +104,9 @@ def test_a_weight_is_gathered_and_its_gradient_reduced_as_often_as_promised(stra
         "no_shard": {"all-reduce": (UNITS + 1, 4 * n + STEP)},
         "optim": {"all-gather": (UNITS, n), "reduce-scatter": (UNITS, 4 * n), "all-reduce": (1, STEP)},
         "optim_grads": {"all-gather": (UNITS, n), "reduce-scatter": (2 * UNITS, 8 * n), "all-reduce": (1, STEP)},
-        # forward and backward of two microbatches; the embedding, a unit there, only in forward
+        # forward and backward of two microbatches; the embedding, a unit there, and the head only in forward
         "optim_grads_params": {
-            "all-gather": (4 * UNITS + 2, 4 * n - 2 * EMBEDDING), "reduce-scatter": (2 * UNITS + 2, 8 * n),
+            "all-gather": (4 * UNITS, 4 * n - 2 * EMBEDDING - 2 * HEAD), "reduce-scatter": (2 * UNITS + 2, 8 * n),
             "all-reduce": (1, STEP)
         },
     }  # fmt: skip

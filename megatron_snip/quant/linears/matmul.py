@@ -26,6 +26,17 @@ def product(gemm: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     return torch.mm(a, b, out_dtype=out)
 
 
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """wgrad's a.T @ b of unquantised operands [R, C] in float32, added to ``total`` in place if there is one."""
+    if total is None:
+        return product("wgrad", a, b, torch.float32)
+    if a.dtype is torch.float32 or float32_is_faster(a):
+        return total.addmm_(a.T.float(), b.float())
+    if a.is_cpu:
+        return total.add_(torch.mm(a.T, b))
+    return torch.addmm(total, a.T, b, out_dtype=torch.float32, out=total)
+
+
 def float32_is_faster(x: Tensor) -> bool:
     """Whether products of x [...] are faster in float32, which loses nothing."""
     return x.dtype is torch.bfloat16 and x.is_cpu and _lacks_bf16()

@@ -66,7 +66,7 @@ def as_on(device: str) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(context_parallel, "lower_right", lambda *_: None)
         )  # a mask without memory
-        for chunks in (updates._CHUNK, loss._CHUNK):
+        for chunks in (updates._CHUNK, loss._SOFTMAX):
             stack.enter_context(mock.patch.dict(chunks, clear=True))
         yield
 
