@@ -30,7 +30,7 @@ def outputs(parts, one: Batch) -> list[torch.Tensor]:
     """Logits [S, V] of each sample."""
     (stage,) = parts.stages.values()
     found: list[torch.Tensor] = []
-    handle = stage.lm_head.register_forward_hook(lambda _, args, out: found.append(out[0].detach()))
+    handle = stage.lm_head.register_forward_hook(lambda head, args, _: found.append((args[0] @ head.weight.T).detach()))
     parts.stepper.evaluate(one, 1)
     handle.remove()
     return found
@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_the_mean_over_tokens_that_count(lone_mesh):
         (stage,) = parts.stages.values()
         whole = batch()
         logits: list[torch.Tensor] = []
-        stage.lm_head.register_forward_hook(lambda _, args, out, logits=logits: logits.append(out[0]))
+        stage.lm_head.register_forward_hook(lambda head, args, _, to=logits: to.append(args[0] @ head.weight.T))
         loss = parts.stepper.gradients(whole, 1)[0].loss
         counted = [whole.tokens[i, 0] != EOD for i in range(2)]
         losses = [torch.nn.functional.cross_entropy(logits[i], whole.labels[i, 0], reduction="none") for i in range(2)]
