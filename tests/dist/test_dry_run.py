@@ -34,7 +34,8 @@ def test_collectives_and_peaks_are_those_of_a_run(precision: str) -> None:
     for one in measure_all(options_of(options), world_of(layout), [0, 4]):
         iteration, _, probe, _ = one.stretches
         assert [collectives(iteration.counts), collectives(probe.counts)] == [sent for sent, _ in real[one.rank]]
-        assert [iteration.total, probe.total] == pytest.approx([peak for _, peak in real[one.rank]], rel=0.05)
+        # what differs are tensors of some bytes each, such as the batch's numbers
+        assert [iteration.total, probe.total] == pytest.approx([peak for _, peak in real[one.rank]], rel=0.002)
         assert {what[1] for what in collectives(probe.counts)} == {"tp", "pp", "dp", "world"}
 
 

@@ -141,31 +141,26 @@ def _join_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def _outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: object, **options: object) -> Any:
-        with _disable_current_modes():
-            return plain(*args, **options)
-
-    return run
-
-
-def without_dtensors_trials() -> contextlib.AbstractContextManager[object]:
-    """Hide from a tracker that DTensor tries its ops on fake tensors of whole parameters, which no run allocates."""
-    name = "_propagate_tensor_meta_non_cached"
-    return mock.patch.object(ShardingPropagator, name, _outside_modes(getattr(ShardingPropagator, name)))
-
-
 @contextlib.contextmanager
 def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
     """Make tensors fake, except a mesh's tables of ranks.  Arrays read from fake tensors are zeros."""
+    name = "_propagate_tensor_meta_non_cached"
+
+    def outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object, **options: object) -> Any:
+            with _disable_current_modes():
+                return plain(*args, **options)
+
+        return run
 
     def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], Any]:
         tracker.counts["read",] += 1
         return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
 
     with (
-        mock.patch.object(DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__)),
-        without_dtensors_trials(),
+        mock.patch.object(DeviceMesh, "__init__", outside_modes(DeviceMesh.__init__)),
+        # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
+        mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
         mock.patch.object(
