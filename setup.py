@@ -24,7 +24,8 @@ FLAGS = [
     ["-O2", "-DMEGATRON_SNIP_GENERIC", *EXACT],  # for compilers without the attributes for several instruction sets
 ]
 FOLDER = "megatron_snip/quant/kernels"
-HEADERS = ["cpu.h", "cpu_four_over_six.h", "cpu_kernels.h", "cpu_rounding.h", "cpu_sizes.h", "cpu_vectors.h"]
+PARTS = ("adamw", "four_over_six", "kernels", "rounding", "sizes", "vectors")
+HEADERS = ["cpu.h", *(f"cpu_{part}.h" for part in PARTS)]
 
 
 class BuildKernel(build_ext):

@@ -126,6 +126,8 @@ class TrainingConfig:
     adam_beta1: float = 0.9  # AdamW's first decay rate.
     adam_beta2: float = 0.999  # AdamW's second decay rate.
     adam_eps: float = 1e-8  # AdamW's epsilon.
+    # How weights, gradients and moments are stored: fp32, or BF16 without a float32 master; see docs/numerics.md.
+    optimizer_precision: Literal["fp32", "collage-light", "collage-plus", "bf16-stochastic", "bf16"] = "fp32"
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
     # With eod-mask-loss: average over all tokens of the batch, not over the means of microbatches.
     calculate_per_token_loss: bool = False
@@ -140,6 +142,8 @@ class TrainingConfig:
     recompute_method: Optional[Literal["uniform", "block"]] = None
     recompute_num_layers: Optional[int] = None  # full: number of blocks for recompute-method; by default 1.
     recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of each block: core_attn, mlp.
+    # What each block keeps for backward: all; auto: the fastest choices that fit memory-gib; FILE: those of a plan.
+    memory_plan: str = "none"  # none, auto, or FILE.
     compile: bool = False  # Compile each block with torch.compile; linears give the same bits as without.
     preflight: bool = True  # Before iteration 1, try what --precision snip will run: each option and a probe.
     max_skipped_iterations: int = 10  # The run ends after this many non-finite iterations in a row.
@@ -193,6 +197,7 @@ class LoggingConfig:
     run_dir: str = "runs/default"  # Folder for metrics, plans, statistics, checkpoints and the report.
     log_interval: int = 10  # Iterations between two progress lines.
     log_throughput: bool = False  # Add TFLOP/s per GPU (model FLOPs) to line and metrics; MFU to the line if known.
+    log_edq_interval: int = 0  # Iterations between two measurements of lost updates, optim/edq and optim/lost; 0: none.
     log_memory: bool = False  # Add current and peak memory to each row of metrics.
     profile: bool = False  # Write a trace of some iterations to profile/ in the run folder (torch.profiler).
     profile_step_start: int = 10  # First iteration of the trace.
@@ -290,7 +295,8 @@ class DryRunConfig:
 
     dry_run: bool = False  # Count memory, collectives, FLOPs and launches on fake tensors; do not train.
     world_size: Optional[int] = None  # With --dry-run: number of ranks of the run; by default torchrun's.
-    memory_gib: Optional[float] = None  # With --dry-run: say by how much it fits, or fail if a rank needs more GiB.
+    # GiB of a GPU: for --memory-plan auto, and, with --dry-run, to say by how much the run fits or to fail.
+    memory_gib: Optional[float] = None
     dry_run_gemms: bool = False  # With --dry-run: also list the shapes and formats of all GEMMs.
 
 

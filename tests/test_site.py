@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = "\0"
 
@@ -28,6 +30,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     # a reader's browser asks no other host for anything
     index = (tmp_path / "site/index.html").read_text()
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)', index)
+    assert f"megatron_snip {__version__}" in index
     # search works in a folder without a server: its index is a script, and so is what stands in for a Worker
     assert '<script src="assets/iframe-worker.js">' in index and "assets/iframe-worker.js" in built
     assert (tmp_path / "site/search/search_index.js").read_text().startswith("var __index = {")

@@ -13,12 +13,20 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from megatron_snip import __version__
+
 LINK = re.compile(r"\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 
 def _place(link: str) -> str:
     path = link.removeprefix("../")
     return f"repository/{path}.txt" if path.endswith((".md", ".sh")) else f"repository/{path}"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Say on every page which version it describes."""
+    config.copyright = f"megatron_snip {__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

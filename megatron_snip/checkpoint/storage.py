@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
+from megatron_snip.checkpoint.low_parts import readable
 from megatron_snip.checkpoint.manifest import (
     DTYPES,
     Damaged,
@@ -252,12 +253,15 @@ def _fill(file: io.FileIO, into: memoryview, offset: int | None = None) -> memor
 def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], manifest: Manifest | None = None) -> None:
     """Read tensors by name, in place, from any layout.  Every rank must call it.
 
+    Low parts may be in the checkpoint, in ``tensors``, in both or in neither (low_parts.py).
     manifest: the result of `check`, for callers that read tensor by tensor.
     Raises UserError, before it reads anything, if a tensor is missing or has another shape.  Raises Damaged, on every
     rank, if the checkpoint differs from what was written.  It may have changed some tensors by then.
     """
     folder = folder_of(save, iteration)
     manifest = manifest or check(save, iteration)
+    dtypes = {name: getattr(torch, tensor.dtype) for name, tensor in manifest.tensors.items()}
+    tensors, finish = readable(tensors, dtypes)
     for name, tensor in tensors.items():
         if name not in manifest.tensors:
             raise UserError(
@@ -279,3 +283,4 @@ def load_tensors(save: Path, iteration: int, tensors: Mapping[str, Tensor], mani
         if not isinstance(first, (Damaged, OSError)):
             raise RuntimeError(f"{folder}: rank {rank} could not read it") from error
         raise Damaged(f"{first} (rank {rank})" if rank else str(first)) from error
+    finish()

@@ -62,6 +62,7 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
         snip_max_loss=None,
         snip_objective="snip",  # the run's own may be unknown here
         eval_interval=None,
+        memory_plan="none",  # it may be for another layout
         wandb_project=None,
         **longer,
     )

@@ -51,6 +51,7 @@ from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tensor import Region
+from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.train.run.run_folder import find_checkpoint, saved_options
 from megatron_snip.train.run.state_file import new_state, read_state
 
@@ -188,7 +189,8 @@ def export_hf(load: str, step: int | None, hf: Path, *, dtype: str | None, dry_r
     config = Config().replace(**saved_options(state, ("model", "training", "data", "precision", "parallel")))
     with naming(folder, iteration):
         manifest = check(folder, iteration)
-    shapes = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(OURS)}
+    weights = [name for name in manifest.tensors if name.startswith(OURS) and not name.endswith(LOW)]
+    shapes = {name: manifest.tensors[name].shape for name in weights}
     dtype = dtype or ("bfloat16" if config.training.bf16 else "float32")
     entries = plan_entries(shapes, spec_of(config.model), DTYPES[dtype].itemsize, MOST_OF_A_FILE)
     count, total = entries[-1].file + 1, sum(entry.size for entry in entries)
@@ -224,7 +226,7 @@ def write_file(path: Path, entries: Sequence[Entry], folder: Path, manifest: Man
     try:
         from safetensors.torch import save_file
     except ImportError:
-        raise UserError("export needs safetensors; pip install 'megatron_snip[hf]'") from None
+        raise UserError("export needs safetensors; pip install safetensors") from None
     tensors = {}
     for entry in entries:
         tensor = torch.empty(entry.shape)

@@ -64,7 +64,7 @@ HF_PLAN = "precision_plan.json"
 def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
     """lm-eval's task manager, and the names of the tasks.  Raises UserError for tasks that cannot be scored."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("evaluate needs lm-evaluation-harness; pip install 'megatron_snip[evaluate]'")
+        raise UserError("evaluate needs lm-evaluation-harness; pip install lm-eval")
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path} is not a folder; give one with YAML files of tasks")
     names = [task for word in words.split(",") for task in parsers.PRESETS.get(word.strip(), (word.strip(),))]

@@ -11,6 +11,10 @@ mxfp8,nvfp4 lose the least.  Files and notes say how much FP4 is left: as a shar
 
 Programs change: the files are for the version that is installed here, or else the newest one that we know.  To choose
 another version (of Transformer Engine for --to megatron), give --for-version.
+
+--own-casts, for megatron and transformer-engine, keeps every format.  Where Transformer Engine lacks one, as fp4 or, on
+Hopper, mxfp8 and nvfp4, its modules cast by this package's quantizer, which must be installed where you train.  Their
+GEMMs multiply in BF16: you see what the plan does to the loss, and save no time.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +33,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.counterparts import Request, Version
-from megatron_snip.interop.exports import TARGETS, Target
+from megatron_snip.interop.exports import BY_GEMM, TARGETS, Target
 from megatron_snip.model.spec import linear_place
 from megatron_snip.snip.plan import Plan
 from megatron_snip.train.run.run_folder import with_saved_options
@@ -59,6 +64,19 @@ def version_of(target: Target, wanted: str | None) -> Version:
     return version
 
 
+def check_own_casts(to: str, version: Version) -> None:
+    """Raise UserError if a version of a program cannot run our casts."""
+    if TARGETS[to].distribution != "transformer-engine":
+        raise UserError(
+            f"--own-casts does not go with --to {to}: it has no place for quantizers of others; leave it out"
+        )
+    if version < BY_GEMM:
+        raise UserError(
+            f"--own-casts needs Transformer Engine 2.19 or newer, not {version[0]}.{version[1]}; leave it out, or give "
+            "--for-version"
+        )
+
+
 def request_of(path: str, words: Sequence[str], version: Version) -> Request:
     """Read the plan and the trainer's options.  Raises UserError for a plan of another model."""
     plan, config = Plan.load(path), parse(words)
@@ -79,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
     options, rest = parsers.export().parse_known_args(arguments)
     target = TARGETS[options.to]
-    request = request_of(options.plan, rest, version_of(target, options.for_version))
+    version = version_of(target, options.for_version)
+    if options.own_casts:
+        check_own_casts(options.to, version)
+    request = replace(request_of(options.plan, rest, version), own_casts=options.own_casts)
     files, notes = target.write(request)
     for name, text in files.items():
         path = Path(options.output) / name

@@ -88,6 +88,11 @@ def export() -> Parser:
     )
     parser.add_argument("--output", type=path_word, required=True, help="output folder")
     parser.add_argument("--for-version", metavar="X.Y", help="version of that program")
+    parser.add_argument(
+        "--own-casts",
+        action="store_true",
+        help="keep formats that Transformer Engine lacks, such as fp4; megatron_snip, installed there, emulates them",
+    )
     return parser
 
 

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> None:
         config = parse(words)
         if config.dry_run.dry_run:
             with _imports():
-                from megatron_snip.train.dry_run.measure import dry_run
+                from megatron_snip.train.dry_run.command import dry_run
             dry_run(config)
         else:
             with _imports():

@@ -84,7 +84,7 @@ def workspace(entity: str, project: str, name: str) -> Any:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise UserError(f"wandb-workspaces cannot be used ({error}): pip install 'megatron_snip[dashboard]'") from None
+        raise UserError(f"wandb-workspaces cannot be used ({error}): pip install wandb-workspaces") from None
 
     def lines(title: str, names: Sequence[str]) -> Any:
         if names[0].startswith("/"):

@@ -275,9 +275,7 @@ def _needed(module: str, path: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise UserError(
-            f"{path} needs {package}: pip install 'megatron_snip[data]', or pip install {package}"
-        ) from None
+        raise UserError(f"{path} needs {package}: pip install {package}") from None
 
 
 def _tables(path: str, keys: Sequence[str], size: int) -> Iterator[Piece]:

@@ -6,6 +6,7 @@ from megatron_snip.formats.element import NAN_CODE, Element
 from megatron_snip.formats.format import (
     E4M3_SCALES,
     ROLES,
+    ROW,
     SCALES,
     Format,
     Hadamard,
@@ -23,6 +24,7 @@ __all__ = [
     "FP8_E5M2",
     "NAN_CODE",
     "ROLES",
+    "ROW",
     "SCALES",
     "Element",
     "Format",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.formats import Format, format_names, get_format
+from megatron_snip.formats import ROW, Format, format_names, get_format
 
 _HEADER = (
     "format",
@@ -18,19 +18,24 @@ _HEADER = (
     "scale",
     "stochastic",
     "Hadamard",
+    "recast",
 )
+
+_NUMBERS = ("max", "min_normal", "min_subnormal")
 
 
 def _row(fmt: Format) -> tuple[str, ...]:
-    """One row of the table.  The input tile is for reduction dim 1."""
+    """One row of the table.  The input tile is for reduction dim 1.  A second element is that of gradients."""
+    recast = ", ".join(sorted(fmt.recast)) or "-"
     if fmt.element is None:
-        return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 3))
-    element = fmt.element
-    blocks = ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
-    numbers = (fmt.bits_per_element, element.max, element.min_normal, element.min_subnormal)
+        return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 4), recast)
+    shapes = [fmt.block_shape(role, 1) for role in ("input", "weight")]
+    blocks = ["row" if ROW in shape else "x".join(map(str, shape)) for shape in shapes]
+    numbers = ["/".join(f"{getattr(element, name):.6g}" for element in fmt.elements) for name in _NUMBERS]
     stochastic = ", ".join(sorted(fmt.stochastic_roles)) or "-"
-    rest = (fmt.scale, stochastic, _transform(fmt))
-    return (fmt.name, element.name, *(f"{number:.6g}" for number in numbers), *blocks, *rest)
+    rest = (fmt.scale, stochastic, _transform(fmt), recast)
+    names = "/".join(element.name for element in fmt.elements)
+    return (fmt.name, names, f"{fmt.bits_per_element:.6g}", *numbers, *blocks, *rest)
 
 
 def _transform(fmt: Format) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats.element import Element, element_named
 
 ROLES = ("input", "weight", "grad_output")
+#: A ``tile`` of whole rows: longer than any reduction dim.
+ROW = 2**30
 
 
 class _Scale(NamedTuple):
@@ -93,7 +95,7 @@ class Format:
     """How one GEMM operand is stored.
 
     element: the grid, or None if the operand stays in the compute dtype (bf16).
-    tile: elements along the reduction dim that share a scale.
+    tile: elements along the reduction dim that share a scale; ROW for all of them (per-token, row-wise scales).
     weight_block: side of a weight's square block, or None to use tiles for weights too.
     scale: kind of scale (formulas in quant/casts/scales.py).  "fp32" is 1 / (element max / amax); "fp32_pow2" rounds
     that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
@@ -101,7 +103,9 @@ class Format:
     "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
     stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
     hadamard: the transform of some GEMMs' operands before they are cast, or None.
-    Raises UserError for an unknown role or kind of scale, and sizes below 1.
+    recast: roles whose operand along dim 0 is cast from the dequantised one along dim 1, not from the tensor itself.
+    gradient_element: the grid of grad_output, of as many bits as ``element``, or None if it is the same.
+    Raises UserError for an unknown role or kind of scale, sizes below 1, and another number of bits for gradients.
     """
 
     name: str
@@ -111,6 +115,8 @@ class Format:
     scale: str = "fp32"
     stochastic_roles: frozenset[str] = frozenset()
     hadamard: Hadamard | None = None
+    gradient_element: Element | None = None
+    recast: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash(self.name)  # cheap: every cast of a linear looks up a form
@@ -123,6 +129,26 @@ class Format:
             raise UserError(f"format {self.name}: stochastic_roles={unknown}; known: {known}")
         if self.tile < 1 or (self.weight_block is not None and self.weight_block < 1):
             raise UserError(f"format {self.name}: tile={self.tile}, weight_block={self.weight_block}; use 1 or more")
+        if self.tile == ROW and self.needs_tensor_amax:
+            raise UserError(f"format {self.name}: scale={self.scale!r} is of blocks, tile=ROW has none; choose fp32")
+        if unknown := sorted(self.recast - {*ROLES}):
+            raise UserError(f"format {self.name}: recast={unknown}; known: {', '.join(ROLES)}")
+        if (own := self.gradient_element) is not None and (self.element is None or own.bits != self.element.bits):
+            bits = 0 if self.element is None else self.element.bits
+            raise UserError(
+                f"format {self.name}: gradient_element={own.name} has {own.bits} bits, element {bits}; "
+                "give one of as many bits"
+            )
+
+    def of(self, role: str) -> Format:
+        """This format for the operands of a role alone: its ``element`` is theirs."""
+        return self if self.gradient_element is None else _of(self, role)
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """Its element, and that of gradients if it is another one; none for bf16."""
+        found = (self.element, self.gradient_element)
+        return tuple(dict.fromkeys(element for element in found if element is not None))
 
     @property
     def quantised(self) -> bool:
@@ -137,7 +163,7 @@ class Format:
     @property
     def saturates(self) -> bool:
         """Whether scales can leave finite values beyond the element's largest one (numerics.md, "saturated")."""
-        return self.element is not None and self.element.max < _SCALES[self.scale].saturates_below
+        return any(element.max < _SCALES[self.scale].saturates_below for element in self.elements)
 
     @property
     def element_bits(self) -> int:
@@ -149,7 +175,7 @@ class Format:
         """Stored bits per element, including its share of a tile's scale."""
         if self.element is None:
             return 16.0
-        return self.element.bits + _SCALES[self.scale].bits / self.tile
+        return self.element.bits + (0 if self.tile == ROW else _SCALES[self.scale].bits / self.tile)
 
     def stochastic(self, role: str, dim: int) -> bool:
         """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""
@@ -177,6 +203,12 @@ class Format:
         if role == "weight" and self.weight_block is not None:
             return self.weight_block, self.weight_block
         return (1, self.tile) if dim == 1 else (self.tile, 1)
+
+
+@cache
+def _of(fmt: Format, role: str) -> Format:
+    element = fmt.gradient_element if role == "grad_output" else fmt.element
+    return replace(fmt, element=element, gradient_element=None)
 
 
 def register(fmt: Format) -> Format:

@@ -18,7 +18,7 @@ from megatron_snip.errors import UserError
 try:
     from transformers import TrainerCallback
 except ImportError:
-    raise UserError("SnipCallback needs transformers; pip install 'megatron_snip[hf]'") from None
+    raise UserError("SnipCallback needs transformers; pip install transformers") from None
 
 
 class SnipCallback(TrainerCallback):

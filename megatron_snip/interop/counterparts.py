@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_snip.config import ParallelConfig
 from megatron_snip.errors import UserError
-from megatron_snip.formats import get_format
+from megatron_snip.formats import format_names, get_format
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.snip.plan import Plan
@@ -17,33 +17,49 @@ from megatron_snip.snip.plan.cost import achieved, saving
 #: Format -> the format that another program has for it, and what differs; "" for nothing.
 Known = Mapping[str, tuple[str, str]]
 _BLOCKS = "its blocks are 1x16 with E4M3 scales"
+_E4M3 = "its gradients are E4M3"
+_AGAIN = "nothing is cast again"
+_ROWS = "its scales are of whole rows"
 _SIX = "a block's largest value becomes 6"
 _ENGINE = {
-    **{name: (name, "") for name in ("bf16", "fp8", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
+    **{name: (name, "") for name in ("bf16", "fp8", "fp8_hybrid", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
+    **{name: (name, "") for name in ("mxfp8_dequantized", "bf16_dequantized")},
+    "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
     "nvfp4_4over6": ("nvfp4", _SIX),
+    "fp8_rowwise": ("fp8_pow2", "its scales are of 1x128 and 128x128 blocks"),
 }
 #: Transformer Engine, by GEMM, and by one recipe for a linear.
 ENGINE: Known = _ENGINE
 RECIPES: Known = {
     **_ENGINE,
     "fp8": ("fp8_pow2", "its scales are powers of two"),
+    "mxfp8_dequantized": ("mxfp8", _AGAIN),
+    "bf16_dequantized": ("bf16", _AGAIN),
+    "fp8_hybrid": ("fp8_pow2", f"its scales are powers of two, and {_E4M3}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
 }
+#: Transformer Engine by GEMM, with this package's quantizer for the formats that it lacks.
+OWN: Known = {**{name: (name, "") for name in format_names()}, "mxfp4_tetrajet": ("mxfp4", _AGAIN)}
 TITAN: Known = {
     "bf16": ("bf16", ""),
-    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole rows")),
-    "mxfp8": ("mxfp8", ""),
+    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8_rowwise", _ROWS)),
+    "fp8_hybrid": ("fp8_rowwise", f"{_ROWS}, and {_E4M3}"),
+    **{name: (name, "") for name in ("fp8_rowwise", "mxfp8")},
+    "mxfp8_dequantized": ("mxfp8", _AGAIN),
+    "bf16_dequantized": ("bf16", _AGAIN),
     **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
+    "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
     "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
     "nvfp4": ("nvfp4", ""),
     "nvfp4_4over6": ("nvfp4", _SIX),
 }
 MODELOPT: Known = {
     "bf16": ("bf16", ""),
-    **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8", "its scales are of whole tensors")),
-    "mxfp8": ("mxfp8", ""),
-    "mxfp4": ("mxfp4", ""),
+    **dict.fromkeys(("fp8", "fp8_hybrid", "fp8_pow2", "fp8_rowwise"), ("fp8", "its scales are of whole tensors")),
+    **dict.fromkeys(("mxfp8", "mxfp8_dequantized"), ("mxfp8", "")),
+    "bf16_dequantized": ("bf16", ""),
+    **dict.fromkeys(("mxfp4", "mxfp4_tetrajet"), ("mxfp4", "")),
     "mxfp4_floor": ("mxfp4", "its scales are rounded up"),
     **dict.fromkeys(("fp4", "fp4_pow2"), ("nvfp4_plain", _BLOCKS)),
     "nvfp4_plain": ("nvfp4_plain", ""),
@@ -58,12 +74,16 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Request:
-    """A plan to write.  shapes: of its linears, if the model is known.  version: of the program that reads it."""
+    """A plan to write.  shapes: of its linears, if the model is known.  version: of the program that reads it.
+
+    own_casts: our quantizer runs what Transformer Engine lacks.
+    """
 
     plan: Plan
     parallel: ParallelConfig
     version: Version
     shapes: Sequence[LinearShape] | None = None
+    own_casts: bool = False
 
 
 class Chosen:

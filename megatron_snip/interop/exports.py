@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_snip.formats import get_format
-from megatron_snip.interop.counterparts import ENGINE, MODELOPT, RECIPES, TITAN, TORCHAO, Chosen, Request, Version
+from megatron_snip.interop.counterparts import (
+    ENGINE,
+    MODELOPT,
+    OWN,
+    RECIPES,
+    TITAN,
+    TORCHAO,
+    Chosen,
+    Known,
+    Request,
+    Version,
+)
 from megatron_snip.model.spec import linear_place
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import GEMMS, LinearPrecision
@@ -79,7 +90,7 @@ def to_megatron(request: Request) -> Written:
         1 + max(place[0] for n in request.plan.linears if (place := linear_place(n))), request.parallel
     )
     by_gemm = request.version >= BY_GEMM
-    known = ENGINE if by_gemm else RECIPES
+    known = _by_gemm(request) if by_gemm else RECIPES
     chosen = Chosen(request, lambda block, kind: f"{block}.{MEGATRON_MODULES[kind]}", known, by_gemm=by_gemm)
     configs, custom = "", {}
     for precision in sorted({*chosen.modules.values()}, key=str):
@@ -110,7 +121,19 @@ def to_megatron(request: Request) -> Written:
         f"{count} modules need Transformer Engine 2.19 or newer and the folder of snip_recipes.py on PYTHONPATH; "
         "--for-version 2.18 writes one recipe for a module"
     )
-    return files, [*chosen.notes, note]
+    return files, [*chosen.notes, *_emulated(chosen), note]
+
+
+def _by_gemm(request: Request) -> Known:
+    return OWN if request.own_casts else ENGINE
+
+
+def _emulated(chosen: Chosen) -> list[str]:
+    """A note on the modules that our quantizer runs on any GPU."""
+    lacks = {name for name in OWN if name not in ENGINE or ENGINE[name][0] != name}
+    count = sum(not lacks.isdisjoint(getattr(p, gemm) for gemm in GEMMS) for p in chosen.modules.values())
+    note = f"{count} modules need megatron_snip where they train: it emulates the formats that Transformer Engine lacks"
+    return [note] if count else []
 
 
 def _identifier(precision: str) -> str:
@@ -130,7 +153,7 @@ def to_transformer_engine(request: Request) -> Written:
     """A module with a recipe: of the whole model from 2.19 on, by linear before."""
     if request.version < BY_GEMM:
         return _recipes_by_linear(request)
-    chosen = Chosen(request, _own, ENGINE, by_gemm=True)
+    chosen = Chosen(request, _own, _by_gemm(request), by_gemm=True)
     formats = {name: tuple(getattr(p, gemm) for gemm in GEMMS) for name, p in chosen.modules.items()}
     text = f'''"""Transformer Engine's recipe for a whole model.
 
@@ -139,8 +162,8 @@ def to_transformer_engine(request: Request) -> Written:
     with te.autocast(recipe=RECIPE):
         loss = model(tokens)
 
-Names are Hugging Face's; a module with another name, or none, stays in BF16.  Transformer Engine 2.19 or newer; NVFP4
-and MXFP8 need Blackwell.
+Names are Hugging Face's; a module with another name, or none, stays in BF16.  Transformer Engine 2.19 or newer.  It
+has NVFP4 and MXFP8 on Blackwell; elsewhere, and for formats that it lacks, megatron_snip emulates them if installed.
 """
 
 from __future__ import annotations
@@ -161,7 +184,7 @@ def qfactory(role):
 
 RECIPE = CustomRecipe(qfactory=qfactory)
 '''
-    return {"te_recipes.py": text}, chosen.notes
+    return {"te_recipes.py": text}, [*chosen.notes, *_emulated(chosen)]
 
 
 def _recipes_by_linear(request: Request) -> Written:
@@ -202,11 +225,11 @@ def to_torchtitan(request: Request) -> Written:
     for name, fmt in chosen.uniform().items():
         names.setdefault(fmt, []).append(name)
     lists, made, imported = "", "", []
-    for fmt, converter in (("fp8", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4")):
+    for fmt, converter in (("fp8_rowwise", "Float8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4")):
         if fmt not in names:
             continue
         listed, field, constant = names[fmt], "fqns", converter.upper()
-        if fmt == "fp8":  # takes every linear but these
+        if fmt == "fp8_rowwise":  # takes every linear but these
             listed = [*(name for name in chosen.modules if name not in {*names[fmt]}), "lm_head"]
             field, constant = "filter_fqns", "NOT_FLOAT8"
         lists += f"{constant} = [\n" + "".join(f'    "{name}",\n' for name in listed) + "]\n"

@@ -339,7 +339,7 @@ def _reader(folder: Path) -> Any:
         import safetensors  # noqa: F401  # torch's reader needs it; its own error is less clear
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     except ImportError as error:
-        raise UserError(f"{folder}: reading it needs {error.name}; pip install 'megatron_snip[hf]'") from None
+        raise UserError(f"{folder}: reading it needs {error.name}; pip install {error.name}") from None
 
     class Reader(HuggingFaceStorageReader):
         """torch's reader, which also refuses tensors that are not finite.  An error of one rank is raised on all."""

@@ -5,7 +5,7 @@ Shapes: H hidden, D channels per head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,11 @@ class Build:
     device: torch.device
     recompute: Recompute = NOTHING
     documents: Documents | None = None  # None if document boundaries are ignored
+    weight_dtype: torch.dtype = torch.float32  # of parameters
+
+    def of_block(self, index: int) -> Build:
+        """The settings of one block."""
+        return replace(self, recompute=self.recompute.of_block(index))
 
     @property
     def spec(self) -> ModelSpec:
@@ -40,7 +45,7 @@ class Build:
 
     def empty(self, *shape: int) -> Tensor:
         """A weight [...] without memory; `LlamaStage.allocate` allocates its shard."""
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape, device="meta", dtype=self.weight_dtype)
 
     def linear(self, name: str) -> ColumnParallelLinear | RowParallelLinear:
         """The parallel linear of this name."""

@@ -8,7 +8,7 @@ cross the edge of a shard are drawn whole and cut.  Source of Philox: Salmon et 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_snip.config import TILE, ModelConfig
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.parallel.data import first_element, local_of
 from megatron_snip.parallel.tags import Tags, tags_of
+from megatron_snip.quant.adamw.expansion import split
 from megatron_snip.runtime import seed_of
 
 #: Constant initial values, by kind of parameter.
@@ -28,8 +29,11 @@ _CONSTANTS = {"norm": 1.0, "bias": 0.0}
 
 
 @torch.no_grad()
-def draw_weights(stages: Iterable[LlamaStage]) -> None:
-    """Set every parameter of the stages to its initial value, in this rank's shards."""
+def draw_weights(stages: Iterable[LlamaStage], low: Mapping[str, Tensor] | None = None) -> None:
+    """Set every parameter of the stages to its initial value, in this rank's shards.
+
+    low: local shards [...] of the low parts of BF16 weights that have them, which take what rounding to BF16 loses.
+    """
     for stage in stages:
         tags = tags_of(stage)
         for name, parameter in stage.named_parameters():
@@ -39,7 +43,13 @@ def draw_weights(stages: Iterable[LlamaStage]) -> None:
                 continue
             values = torch.empty(part.shape)
             fill_normal(values, seed_of(stage.build.seed, name), *first_element(parameter, stage.build.mesh))
-            part.copy_(values.mul_(standard_deviation(tags[name], stage.build.model)))
+            values.mul_(standard_deviation(tags[name], stage.build.model))
+            if low and name in low:
+                high, rest = split(values)
+                part.copy_(high)
+                low[name].copy_(rest)
+            else:
+                part.copy_(values)
 
 
 def standard_deviation(tags: Tags, m: ModelConfig) -> float:

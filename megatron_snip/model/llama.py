@@ -118,7 +118,7 @@ class LlamaStage(nn.Module):
         if first:
             weight = build.empty(*vocab)
             self.embed_tokens = VocabParallelEmbedding(weight, build.region, build.mesh.device_mesh, build.dtype)
-        self.layers = nn.ModuleDict({str(i): build.spec.block(build, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): build.spec.block(build.of_block(i), i) for i in layers})
         if last:
             self.norm = RMSNorm(build)
             if not tied:
@@ -127,7 +127,7 @@ class LlamaStage(nn.Module):
                 self.embed_tokens = OutputLayer(build, vocab, tied=True)
         wanted = {f"layers.{i}.{module}" for i in layers for module in build.spec.linears}
         assert (odd := wanted ^ self.linears().keys()) == set(), f"{min(odd)} is in the spec or in the block alone"
-        self.first, self.last = first, last
+        self.held, self.first, self.last = layers, first, last
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, device="meta"), persistent=False)
 
@@ -188,7 +188,7 @@ class LlamaStage(nn.Module):
                 x = blocks[i](x, cos, sin, context, mask)
             return x
 
-        for members, again in self.build.recompute.runs(len(blocks)):
+        for members, again in self.build.recompute.runs(self.held):
             x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
         return x
 

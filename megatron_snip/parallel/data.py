@@ -36,13 +36,13 @@ def shard_over_dp(
     strategy: str,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shard a stage's FP32 parameters over dp and cp with FSDP2; compute uses `dtype`.
+    """Shard a stage's parameters over dp and cp with FSDP2; compute uses `dtype`.
 
     For each unit, one collective gathers the parameters and one reduces the gradients, in `reduce_dtype`.  A rank adds
-    up the gradients of microbatches in it, too; shards of gradients are float32.  Other parameters are grouped with the
-    stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights are freed after use,
-    because then only forward gathers it.  Otherwise, its own collective would save nothing.  `gathers_in_backward`
-    of a unit says whether its backward needs the weights.
+    up the gradients of microbatches in it, too; shards of gradients have the parameters' dtype.  Other parameters are
+    grouped with the stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights are
+    freed after use, because then only forward gathers it.  Otherwise, its own collective would save nothing.
+    `gathers_in_backward` of a unit says whether its backward needs the weights.
     """
     if mesh.dp_cp.size == 1:
         return
@@ -82,13 +82,20 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of the layout of ``tensor`` [...] around a local shard of the same shape."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def first_element(parameter: Tensor, mesh: Mesh) -> tuple[int, int]:
-    """Position (row, column) of the local shard of a matrix [R, C] in the whole."""
+    """Position (row, column) of the local shard of a matrix [R, C], or of a vector [R], in the whole."""
     first, sizes = [0, 0], list(parameter.shape)
     if isinstance(parameter, DTensor):
         by_axis = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
-        if "tp" in by_axis:
-            dim = by_axis["tp"].dim  # type: ignore[attr-defined]  # every matrix is split over tp
+        if (dim := getattr(by_axis.get("tp"), "dim", None)) is not None:
             sizes[dim] //= mesh.tp.size
             first[dim] = mesh.tp.rank * sizes[dim]
         if "shard" in by_axis:  # FSDP shards by equal chunks of rows, the last ones smaller or empty
@@ -116,7 +123,7 @@ def sum_gradients_over_tp(modules: Iterable[nn.Module], mesh: Mesh, *, sequence_
     grads = [grad for _, tags, grad in local_gradients(modules) if tags.is_summed(sequence_parallel)]
     if mesh.tp.size == 1 or not grads:
         return
-    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = torch.cat([grad.flatten() for grad in grads]).float()
     dist.all_reduce(flat, group=mesh.tp.group)
     torch._foreach_copy_([grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads])))
 
@@ -150,7 +157,7 @@ def gradient_square_sum(modules: Iterable[nn.Module], mesh: Mesh) -> float:
     if grads[0].device.type == "cpu":  # its float32 sum of a whole matrix is off by up to 6e-3, so go row by row
         norms = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32).flatten() for grad in grads]
         return float(torch.cat(norms).double().square().sum())
-    return float(torch.stack(torch._foreach_norm(grads)).double().square().sum())
+    return float(torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double().square().sum())
 
 
 @torch.no_grad()

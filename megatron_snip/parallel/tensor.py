@@ -175,7 +175,9 @@ class _ParallelLinear(nn.Module):
     @precision.setter
     def precision(self, precision: LinearPrecision) -> None:
         self._precision = precision
-        self.keeps_input = not get_format(precision.wgrad).quantised  # all that a compiled block needs to know
+        recast = ("wgrad", "input") in precision.sources
+        # all that a compiled block needs to know
+        self.keeps_input = not (recast or get_format(precision.wgrad).quantised)
 
     def whole_amax(self, amax: Tensor) -> Tensor:
         """Largest magnitudes of shards [...], which may be overwritten -> those of the whole tensors, float32.
@@ -260,6 +262,27 @@ def drop_weight_casts(modules: Iterable[nn.Module]) -> None:
                 linear.weight_casts.clear()
 
 
+class _Lookup(torch.autograd.Function):
+    """F.embedding whose gradient is added up in float32 and then rounded, as CUDA's kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape = weight.shape
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (tokens,), (grad,) = ctx.saved_tensors, grads
+        total = torch.zeros(ctx.shape, device=grad.device)
+        return total.index_add_(0, tokens.flatten(), grad.flatten(0, -2).float()).to(grad.dtype), None
+
+
+def adds_in_bf16(weight: Tensor) -> bool:
+    """Whether F.embedding adds up the gradient of weight [V, H] in BF16, where a frequent token's stops growing."""
+    return weight.is_cpu
+
+
 class VocabParallelEmbedding(nn.Module):
     """The embedding table [V, H], its rows split over tp."""
 
@@ -272,13 +295,19 @@ class VocabParallelEmbedding(nn.Module):
         parameter = make_parameter(weight, 0, region.axis, device_mesh)
         add_parameter(self, "weight", parameter, Tags("embedding", 0))
         self._rows = weight.shape[0] // region.axis.size
+        self._stored_in_bf16 = weight.dtype is torch.bfloat16
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] int64 -> [B, S/tp or S, H] in the compute dtype."""
         weight = local(self.weight)
         if self.region.axis.size == 1:
-            return F.embedding(tokens, weight).to(self.dtype)
+            return self._look_up(tokens, weight).to(self.dtype)
         row = tokens - self.region.axis.rank * self._rows
         elsewhere = (row < 0) | (row >= self._rows)
-        x = F.embedding(row.masked_fill(elsewhere, 0), weight).to(self.dtype)
+        x = self._look_up(row.masked_fill(elsewhere, 0), weight).to(self.dtype)
         return self.region.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def _look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        if self._stored_in_bf16 and adds_in_bf16(weight):
+            return _Lookup.apply(weight, tokens)
+        return F.embedding(tokens, weight)

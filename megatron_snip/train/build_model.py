@@ -16,6 +16,7 @@ from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
 from megatron_snip.quant import Casts, compiled_impl
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 
 
 def documents_of(config: Config, cp: Axis) -> Documents | None:
@@ -33,15 +34,19 @@ def documents_of(config: Config, cp: Axis) -> Documents | None:
     )
 
 
-def build_model(config: Config, mesh: Mesh, device: torch.device) -> dict[int, LlamaStage]:
+def build_model(
+    config: Config, mesh: Mesh, device: torch.device, memory_plan: MemoryPlan | None = None
+) -> dict[int, LlamaStage]:
     """This rank's stages, sharded over dp, by stage number.  Their weights are allocated but have no values."""
     m, t, pp = config.model, config.training, mesh.pp.size
     dtype = torch.bfloat16 if t.bf16 else torch.float32
     again = Recompute(
-        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
-    )
+        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules,
+        () if memory_plan is None else memory_plan.blocks,
+    )  # fmt: skip
     region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp))
+    stored = torch.float32 if t.optimizer_precision == "fp32" else torch.bfloat16
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp), stored)
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),

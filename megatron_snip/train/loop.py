@@ -20,6 +20,7 @@ from megatron_snip.snip.trial import TrialRunner, samples_of
 from megatron_snip.train.health.guard import go_back
 from megatron_snip.train.health.memory import warn_about_memory
 from megatron_snip.train.instruments import peak_tflops
+from megatron_snip.train.memory_plan.auto import plan_of_run
 from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report.run_summary import format_summary
 from megatron_snip.train.report.sections import write_report
@@ -199,6 +200,7 @@ class Trainer(RunState):
             "skipped": self.nan_iterations,
             "iteration-time": seconds,
             **pace,
+            **result.lost,
         }
 
     def _tflops(self, batch_size: int, seconds: float) -> float:
@@ -342,7 +344,8 @@ def train(config: Config, ending: Ending | None = None) -> None:
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
     warn_about_memory(config, here)
-    trainer = Trainer(config, build(config, here, plan, False), start)
+    parts = build(config, here, plan, False, memory_plan=plan_of_run(config, here))
+    trainer = Trainer(config, parts, start)
     trainer.began = began  # --exit-duration-in-mins includes startup, as a job's time limit does
     if ending is not None:
         ending.open()

@@ -1,4 +1,4 @@
-"""AdamW over FP32 master weights.  Source: arXiv 1711.05101.
+"""AdamW over FP32 master weights, or over BF16 weights without a master (bf16_adamw.py).  Source: arXiv 1711.05101.
 
 The optimiser works on local shards as plain tensors: apex does not know DTensor, and plain tensors cost less.  Saving
 restores the sharding.
@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_snip.config import TrainingConfig
 from megatron_snip.errors import UserError
-from megatron_snip.parallel.data import local_of
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.data import first_element, local_of, sharded_as
 from megatron_snip.parallel.tags import tags_of
+from megatron_snip.quant import RoundingKey, name_stream
+from megatron_snip.quant.adamw.expansion import LOW
+from megatron_snip.quant.adamw.step import Scalars
+from megatron_snip.train.bf16_adamw import Bf16AdamW
+from megatron_snip.train.lost_updates import LostUpdates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,21 +55,24 @@ class Optimizer:
     """AdamW on this rank's shards of the parameters, named as in the checkpoint.
 
     moments: whether to allocate them; without them, updates are impossible.
+    mesh: of the layout that shards the parameters; without one, they are whole.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True, mesh: Mesh | None = None
+    ) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations do not count
         self.samples = 0  # samples in those updates; schedules use it
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
+        self.tags = tags_of(*modules)
         # shares memory with the parameter, so that an in-place update changes the parameter
         self._local = {
             name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
         }
-        tags = tags_of(*modules)
-        decayed = [p for name, p in self._local.items() if tags[name].weight_decay]
-        others = [p for name, p in self._local.items() if not tags[name].weight_decay]
+        decayed = [p for name, p in self._local.items() if self.tags[name].weight_decay]
+        others = [p for name, p in self._local.items() if not self.tags[name].weight_decay]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay, "decays": True},
             {"params": others, "weight_decay": 0.0, "decays": False},
@@ -75,13 +83,20 @@ class Optimizer:
             "eps": config.adam_eps,
         }
         groups = [group for group in groups if group["params"]]
-        if config.optimizer_impl == "apex":
+        if config.optimizer_precision != "fp32":
+            self._adam: Any = Bf16AdamW(groups, config.optimizer_precision, **options)
+            for name, p in self._local.items():
+                place = (0, 0) if mesh is None else first_element(self.parameters[name], mesh)
+                self._adam.keys[p] = RoundingKey(config.seed, 0, name_stream(name), *place)
+        elif config.optimizer_impl == "apex":
             self._adam = _fused_adam_of_apex()(groups, adam_w_mode=True, **options)
         else:
             self._adam = torch.optim.AdamW(groups, fused=True, **options)
         self._has_moments = moments
+        low = self._adam.low_parts if isinstance(self._adam, Bf16AdamW) else ()
+        self._stored = (*MOMENTS, *low)
         for p in self._local.values() if moments else ():  # allocated now, so that a checkpoint can be read in place
-            self._adam.state[p] = {name: torch.zeros_like(p) for name in MOMENTS}
+            self._adam.state[p] = {name: torch.zeros_like(p) for name in self._stored}
         self.set_steps(0)
 
     def set_steps(self, steps: int, samples: int | None = None) -> None:
@@ -91,7 +106,9 @@ class Optimizer:
         """
         self.steps = steps
         self.samples = steps * self.config.global_batch_size if samples is None else samples
-        if self.config.optimizer_impl == "apex":
+        if isinstance(self._adam, Bf16AdamW):
+            self._adam.steps = steps
+        elif self.config.optimizer_impl == "apex":
             for group in self._adam.param_groups:
                 group["step"] = steps
         else:
@@ -99,24 +116,55 @@ class Optimizer:
                 self._adam.state[p]["step"] = torch.tensor(float(steps), device=p.device)
 
     @torch.no_grad()
-    def step(self, lr: float, coefficient: float, weight_decay: float | None = None, samples: int = 0) -> None:
+    def step(
+        self,
+        lr: float,
+        coefficient: float,
+        weight_decay: float | None = None,
+        samples: int = 0,
+        lost: LostUpdates | None = None,
+    ) -> None:
         """Update with the gradients of a batch of `samples`, times `coefficient` (the clipping of the whole mesh).
 
-        weight_decay: for matrices; by default --weight-decay.
+        weight_decay: for matrices; by default --weight-decay.  lost: measures what reaches the weights.
         """
         for name, p in self._local.items():
             grad = self.parameters[name].grad
             p.grad = None if grad is None else local_of(grad)
         grads = [p.grad for p in self._local.values() if p.grad is not None]
-        if coefficient != 1.0:
+        if isinstance(self._adam, Bf16AdamW):
+            self._adam.clip, self._adam.steps = coefficient, self.steps
+        elif coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["decays"]:
                 group["weight_decay"] = self.config.weight_decay if weight_decay is None else weight_decay
-        self._adam.step()
+        if lost is None:
+            self._adam.step()
+        else:
+            self._step_one_by_one(lost, lr)
         self.steps += 1
         self.samples += samples
+
+    def _step_one_by_one(self, lost: LostUpdates, lr: float) -> None:
+        """Update one parameter after the other, so that one copy of a weight is in memory at a time."""
+        t, grads = self.config, {p: p.grad for p in self._local.values()}
+        for p in grads:
+            p.grad = None
+        decays = {p: group["weight_decay"] for group in self._adam.param_groups for p in group["params"]}
+        for name, p in self._local.items():
+            p.grad, state = grads[p], self._adam.state[p]
+            if p.grad is None:
+                continue
+            weight = [p.detach(), *([state[f"weight{LOW}"]] if f"weight{LOW}" in state else [])]
+            before = [one.clone() for one in weight]
+            if isinstance(self._adam, Bf16AdamW):
+                self._adam.steps = self.steps
+            self._adam.step()
+            scalars = Scalars.of(self.steps + 1, lr, decays[p], (t.adam_beta1, t.adam_beta2), t.adam_eps)
+            lost.add(name, before, weight, state["exp_avg"], state["exp_avg_sq"], scalars)
+            p.grad = None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -124,10 +172,19 @@ class Optimizer:
             p.grad = None
             self._local[name].grad = None
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Adam's m and v of a parameter, local shards [...]."""
+    def moments(self, name: str) -> tuple[Tensor, ...]:
+        """Adam's m and v of a parameter, and v's low part if there is one, local shards [...]."""
         state = self._adam.state[self._local[name]]
-        return state["exp_avg"], state["exp_avg_sq"]
+        return tuple(state[part] for part in self._stored if part != f"weight{LOW}")
+
+    def state(self) -> list[Tensor]:
+        """Everything that is stored beside the weights, local shards [...]."""
+        return [self._adam.state[p][part] for p in self._local.values() for part in self._stored]
+
+    def low_parts(self) -> dict[str, Tensor]:
+        """The low parts of the weights that have them, by parameter, local shards [...]."""
+        low, there = f"weight{LOW}", self._has_moments
+        return {name: self._adam.state[p][low] for name, p in self._local.items() if there and low in self._stored}
 
     def gradient(self, name: str) -> Tensor:
         """The local shard of a parameter's current gradient, [...]."""
@@ -136,13 +193,13 @@ class Optimizer:
         return local_of(grad)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state as `optim.<parameter>.<moment>`, sharded like its parameter, for a checkpoint."""
+        """The state as `optim.<parameter>.<moment>`, sharded like its parameter, for a checkpoint.
+
+        The low part of a tensor has its name and `.low`; that of a weight is `model.<parameter>.low`.
+        """
         out: dict[str, Tensor] = {}
         for name, p in self.parameters.items() if self._has_moments else ():
-            for moment, value in zip(MOMENTS, self.moments(name), strict=True):
-                if isinstance(p, DTensor):
-                    value = DTensor.from_local(
-                        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                    )
-                out[f"optim.{name}.{moment}"] = value
+            for part in self._stored:
+                value = sharded_as(p, self._adam.state[self._local[name]][part])
+                out[f"model.{name}{LOW}" if part == f"weight{LOW}" else f"optim.{name}.{part}"] = value
         return out

@@ -16,6 +16,7 @@ from megatron_snip.train.health.guard import Guard
 from megatron_snip.train.health.loss_spikes import LossWatch
 from megatron_snip.train.health.rerun import Rerun
 from megatron_snip.train.instruments import Instruments
+from megatron_snip.train.memory_plan import plan_file
 from megatron_snip.train.run.data_identity import settle_data
 from megatron_snip.train.run.metrics import MetricsWriter, RunningMean, cut_back_ranks
 from megatron_snip.train.run.run_folder import (
@@ -65,6 +66,8 @@ class RunState:
         parts.stepper.before_update = self.saver.wait_copied
         if parts.mesh.rank == 0:
             open_run_folder(config, start)
+            if parts.memory_plan is not None:
+                parts.memory_plan.save(Path(config.logging.run_dir) / plan_file.FILE)
             if parts.coordinator is not None:
                 parts.coordinator.write_plan_in_force()
             unwritten = start.state["unwritten_rows"] if start.state else ()
@@ -100,6 +103,7 @@ class RunState:
             "config": self.config.to_dict(),
             "snip": coordinator.state() if coordinator else None,
             "plan_hash": self.parts.plan_hash,
+            "memory_plan": self.parts.memory_plan.to_dict() if self.parts.memory_plan else None,
             "data": self.parts.data,
             "unwritten_rows": self.writer.unwritten if self.writer else [],
             "weights_alone": False,
@@ -119,7 +123,7 @@ class RunState:
                 self.start = agree_on(self.config, earlier_start(self.config, start, error))
                 continue
             return self._resume(start)
-        draw_weights(self.parts.stages.values())
+        draw_weights(self.parts.stages.values(), self.parts.optimizer.low_parts())
         LOGGER.info("starting from new weights at iteration 0")
 
     def _resume(self, start: Start) -> None:
@@ -132,6 +136,10 @@ class RunState:
         old, new = state["plan_hash"], self.parts.plan_hash
         if old and new and old != new:  # also if the file kept its name
             self.changed.append(f"precision_plan: plan {old} -> plan {new}")
+        before, here = state.get("memory_plan"), self.parts.memory_plan
+        hashes = before["hash"] if before else "none", here.hash if here is not None else "none"
+        if hashes[0] != hashes[1]:
+            LOGGER.info(f"memory plan: {hashes[0]} -> {hashes[1]}; losses do not depend on it")
         for change in self.changed:
             LOGGER.warning(f"this run continues with a changed option, {change}")
         anew = {"optimizer_steps": 0, "scheduled_samples": 0} if self.config.checkpoint.no_load_optim else {}

@@ -20,7 +20,7 @@ from megatron_snip.data.sampling import Dataset, Repeated, build_datasets, check
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.data.workers import Workers
 from megatron_snip.errors import UserError
-from megatron_snip.formats import format_names, get_format
+from megatron_snip.formats import ROW, format_names, get_format
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage
@@ -43,6 +43,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import device_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, read_memory_plan
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run.data_identity import Identity
 from megatron_snip.train.run.run_folder import Start
@@ -102,6 +103,7 @@ def check(config: Config, world_size: int) -> tuple[Config, Plan | None]:
             known = ", ".join([*format_names(), "plan", "snip"])
             raise UserError(f"--precision {p.precision} is unknown; known: {known}") from error
     _check_linears(config, plan)
+    read_memory_plan(config, world_size)
     return config, plan
 
 
@@ -145,6 +147,7 @@ class Parts:
     first_on_node: bool  # whether this is the rank that reads on behalf of its node
     plan_hash: str | None = None  # of the plan of --precision plan
     final: Final | None = None  # the late switch
+    memory_plan: MemoryPlan | None = None
     data: Identity = dataclasses.field(default_factory=dict)  # for checkpoints, on rank 0
 
     @property
@@ -270,24 +273,25 @@ def build(
     mesh: Mesh | None = None,
     *,
     moments: bool = True,
+    memory_plan: MemoryPlan | None = None,
 ) -> Parts:
     """All parts of a run.  Every rank must call it.
 
     draw: draw initial weights; otherwise the caller fills them, from a checkpoint or with `draw_weights`.
     moments: whether to allocate the optimiser's moments, twice the weights' size.  Only updates need them.
+    memory_plan: by default that of --memory-plan FILE.
     """
-    mesh = mesh if mesh is not None else mesh_of(config, runtime)
-    stages = build_model(config, mesh, runtime.device)
+    mesh = mesh or mesh_of(config, runtime)
+    memory_plan = memory_plan or read_memory_plan(config, runtime.world_size)
+    stages = build_model(config, mesh, runtime.device, memory_plan)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh)
     if draw:
-        draw_weights(stages.values())
-    optimizer = Optimizer(stages.values(), config.training, moments=moments)
+        draw_weights(stages.values(), optimizer.low_parts())
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
-    first = runtime.local_rank == 0
-    train_loader, valid_loader = build_loaders(config, mesh, first)
-    stepper = Stepper(config, mesh, pipeline, optimizer)
-    parts = Parts(mesh, stages, optimizer, stepper, train_loader, valid_loader, None, first_on_node=first)
+    first, stepper = runtime.local_rank == 0, Stepper(config, mesh, pipeline, optimizer)
+    parts = Parts(mesh, stages, optimizer, stepper, *build_loaders(config, mesh, first), None, first_on_node=first)
     parts.plan_hash = plan.hash if plan is not None else None
-    parts.final = final_switch(config)
+    parts.final, parts.memory_plan = final_switch(config), memory_plan
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)
@@ -350,12 +354,18 @@ def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> N
             if tp > 1 and ((linear.out_features, linear.in_features)[linear.split_dim] // tp) % side
         }
         if kinds:
+            cut = "rows under one scale" if side == ROW else f"{side}-wide scale blocks"
             LOGGER.info(
-                f"tensor parallel {tp} cuts the {side}-wide scale blocks of {', '.join(sorted(kinds))}: "
+                f"tensor parallel {tp} cuts the {cut} of {', '.join(sorted(kinds))}: "
                 "their scales close at the shard's edge, so results differ a little from other layouts"
             )
     for fmt in formats:
-        if (tokens := length // (2 * cp) if cp > 1 else length) % fmt.tile:
+        if fmt.tile == ROW:
+            LOGGER.info(
+                f"wgrad's scales in {fmt.name} are of all tokens of a microbatch: "
+                "results differ a little from other layouts and microbatches"
+            )
+        elif (tokens := length // (2 * cp) if cp > 1 else length) % fmt.tile:
             LOGGER.info(
                 f"wgrad's tiles of {fmt.tile} tokens in {fmt.name} do not end with every {tokens} of a sequence: "
                 "results differ a little from other layouts and microbatches"

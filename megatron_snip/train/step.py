@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_snip.parallel.pipeline import BatchLike, Pipeline
 from megatron_snip.quant import PLAIN, LinearPrecision, StepContext
 from megatron_snip.snip.measure.probe import Pass, PassRunner
 from megatron_snip.snip.trial import TrialRunner
+from megatron_snip.train.lost_updates import LostUpdates
 from megatron_snip.train.optim import Optimizer
 from megatron_snip.train.schedule import learning_rate, weight_decay
 
@@ -35,6 +36,7 @@ class StepResult:
     lr: float
     skipped: bool  # a non-finite loss or gradient, so no update
     stop: bool  # some rank was asked to stop
+    lost: Mapping[str, float] = field(default_factory=dict)  # `LostUpdates.metrics`, if they were due
 
 
 class Stepper:
@@ -90,13 +92,19 @@ class Stepper:
             result = self.validate(result, batch, iteration)
         skipped = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
         t, behind = self.config.training, self.optimizer.samples
-        lr = learning_rate(t, behind)
+        lr, lost = learning_rate(t, behind), None
         if not skipped:
             self.before_update()
             samples = batch.sample_index.numel() * self.mesh.dp.size
-            self.optimizer.step(lr, result.clip, weight_decay(t, behind), samples)
+            lost = LostUpdates(self.optimizer.tags, self.mesh) if self._measures_lost(iteration) else None
+            self.optimizer.step(lr, result.clip, weight_decay(t, behind), samples, lost)
         self.optimizer.zero_grad()
-        return StepResult(result.loss, result.grad_norm, lr, skipped, stop)
+        rows = lost.metrics() if lost is not None else {}
+        return StepResult(result.loss, result.grad_norm, lr, skipped, stop, rows)
+
+    def _measures_lost(self, iteration: int) -> bool:
+        interval = self.config.logging.log_edq_interval
+        return interval > 0 and iteration % interval == 0
 
     def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
         """Loss of a batch in nats per token, without gradients."""

@@ -39,7 +39,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
         "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
-        "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
+        "log_edq_interval", "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
     ),
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
@@ -137,6 +137,7 @@ def validate(config: Config, world_size: int) -> None:
     check_schedule(config.training)
     final_switch(config)
     _validate_recompute(config)
+    _validate_optimizer(config)
     _validate_dry_run(config)
 
 
@@ -264,8 +265,34 @@ def _validate_pairs(config: Config) -> None:
         raise UserError("--exit-on-missing-checkpoint needs --load; give a folder of checkpoints or drop it")
 
 
+def _validate_optimizer(config: Config) -> None:
+    t, interval = config.training, config.logging.log_edq_interval
+    if interval and t.optimizer_impl != "torch":
+        raise UserError(
+            f"--log-edq-interval is {interval}, but --optimizer-impl {t.optimizer_impl} updates all weights at once; "
+            "use --optimizer-impl torch, or drop it"
+        )
+    if t.optimizer_precision == "fp32":
+        return
+    if not t.bf16:
+        raise UserError(
+            f"--optimizer-precision {t.optimizer_precision} stores weights in BF16, but this run computes in float32; "
+            "give --bf16, or drop it"
+        )
+    if t.optimizer_impl != "torch":
+        raise UserError(
+            f"--optimizer-impl {t.optimizer_impl} needs float32 weights, but --optimizer-precision is "
+            f"{t.optimizer_precision}; drop one"
+        )
+
+
 def _validate_recompute(config: Config) -> None:
     t = config.training
+    if t.memory_plan != "none" and t.recompute_granularity != "none":
+        raise UserError(
+            f"--memory-plan {t.memory_plan} decides what each block recomputes, and --recompute-granularity is "
+            f"{t.recompute_granularity}; drop one"
+        )
     granularity, modules = t.recompute_granularity, t.recompute_modules
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(t, name) is not None and granularity != "full":
@@ -286,6 +313,8 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
+        if name == "memory_gib" and config.training.memory_plan == "auto":
+            continue
         if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 

@@ -70,13 +70,14 @@ def test_what_is_sent_and_kept(compiled):
 
     Without sequence parallelism the input is there, in each form that a wgrad reads.
     """
-    cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8", "fp8/fp8/bf16,fp8,fp8")
+    cases = ("bf16", "fp8", "fp4", "bf16/fp8/fp8", "fp8,fp4,fp8", "fp8/fp8/bf16,fp8,fp8",
+             "fp8/fp8/bf16_dequantized", "fp8/mxfp8_dequantized/mxfp8_dequantized")  # fmt: skip
     code, elements = 1 + 4 / 128, B * S * K
-    gathered = (2 * 2, 2 * code, 2 * code, 2 + code, 2 * 2, code + 2)
-    kept = (2, code, code, code, 2, 2)
+    gathered = (2 * 2, 2 * code, 2 * code, 2 + code, 2 * 2, code + 2, 2 * code, 2 * code)
+    kept = (2, code, code, code, 2, 2, code, code)
     for case, sent, own in zip(cases, gathered, kept, strict=True):
         expected = {"all_gather": elements // 2 * sent, "reduce_scatter": 2 * elements}
         assert run_ranks(run_sent, 2, case, True, compiled) == [(expected, elements // 2 * own)] * 2, case
-    for case, own in zip(cases, (2, code, code, code, 2 * code, 2 + code), strict=True):
+    for case, own in zip(cases, (2, code, code, code, 2 * code, 2 + code, code, code), strict=True):
         assert run_ranks(run_sent, 2, case, False, compiled) == [({"all_reduce": 2 * elements}, elements * own)] * 2, case
     assert gathered[1] < 0.6 * gathered[0]

@@ -36,7 +36,7 @@ LLAMA3_8B = """
 #: What its message asks to change, and what is then given.
 LEFT_OUT = """apply-layernorm-1p decoupled-lr decoupled-min-lr
 fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"""
-INSTEAD = "--precision fp8"
+INSTEAD = "--precision fp8_hybrid"
 
 
 def without(words: list[str], names: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def test_a_launch_script_is_told_option_by_option_what_to_change():
     )
     assert all(f"--{name}" in said for name in LEFT_OUT.split())
     assert not any(f"--{name}" in said for name in ("swiglu", "num-workers", "context-parallel-size", "ckpt-format"))
-    assert "--fp8-format hybrid: give --precision fp8, mxfp8 or snip" in said
+    assert "--fp8-format hybrid: give --precision fp8_hybrid for hybrid (E5M2 gradients)" in said
 
 
 def test_with_these_changes_it_runs(caplog):
@@ -67,7 +67,7 @@ def test_with_these_changes_it_runs(caplog):
         config = parse([*without(LLAMA3_8B.split(), LEFT_OUT.split()), *INSTEAD.split()])
     m = config.model
     assert (m.num_layers, m.hidden_size, m.num_query_groups, m.rotary_base) == (32, 4096, 8, 1e6)
-    assert (config.with_iterations().training.train_iters, config.precision.precision) == (15258789, "fp8")
+    assert (config.with_iterations().training.train_iters, config.precision.precision) == (15258789, "fp8_hybrid")
     assert config.data.num_workers == 1 and config.parallel.grad_reduce_in_bf16
     validate(config, 8)
     (line,) = [record.getMessage() for record in caplog.records]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.formats import E4M3_SCALES, NAN_CODE, Element, Format, get_format
+from megatron_snip.formats import E4M3_SCALES, NAN_CODE, ROW, Element, Format, get_format
 from megatron_snip.quant.casts.grid import decode, encode, round_nearest, round_stochastic
 from megatron_snip.quant.casts.rounding import RoundingKey, random_bits
 from megatron_snip.quant.casts.scales import block_scales, four_over_six, tensor_scale
@@ -42,8 +42,9 @@ OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 class Form:
     """How an operand [R, C] is quantised and held for one GEMM.  One call of ``cast`` may make several forms.
 
-    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction dim,
-    along which tiles run.  key: the random bits of stochastic rounding; None rounds to nearest.
+    fmt: becomes that of the role alone (``Format.of``).  role: "input", "weight" or "grad_output", which decides the
+    block.  dim: the GEMM's reduction dim, along which tiles run.  key: the random bits of stochastic rounding; None
+    rounds to nearest.
     """
 
     fmt: Format
@@ -54,6 +55,10 @@ class Form:
 
     #: Rows and columns that share a scale.
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
+    #: Rows and columns that a kernel casts under one scale: a block, or a part of a whole row, whose scale it is given.
+    part: tuple[int, int] = field(init=False, repr=False, compare=False)
+    #: Whether scales are of whole rows, and kernels are given them (``scales_of_rows``).
+    by_rows: bool = field(init=False, repr=False, compare=False)
     #: Whether ``hadamard(x, fmt.hadamard, dim)`` is cast in place of x.
     transformed: bool = field(init=False, repr=False, compare=False)
     #: Whether a cast needs the amax of the whole tensor.
@@ -63,8 +68,11 @@ class Form:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fmt", self.fmt.of(self.role))
         block = self.fmt.block_shape(self.role, self.dim)
         object.__setattr__(self, "block", block)
+        object.__setattr__(self, "part", part_of(block))
+        object.__setattr__(self, "by_rows", ROW in block)
         object.__setattr__(self, "transformed", self.fmt.transforms(self.role, self.dim))
         object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
         object.__setattr__(self, "text", _text(self.fmt, block, self.dim, self.output))
@@ -107,6 +115,11 @@ class Form:
         return 16 if self.packed else 32
 
 
+def part_of(block: tuple[int, int]) -> tuple[int, int]:
+    """``Form.part`` of this block."""
+    return (1, 128) if block[1] == ROW else (16, 1) if block[0] == ROW else block
+
+
 @lru_cache(maxsize=1024)
 def form_of(text: str) -> Form:
     """A form with this ``text``, without a key.  Its format is in no registry, and it is not transformed."""
@@ -146,7 +159,7 @@ class Quantized(NamedTuple):
 
     codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format the
     operand itself.  scales: float32 [row blocks, column blocks].
-    block: rows and columns that share a scale; the last block of a side may be shorter.
+    block: rows and columns that share a scale, ROW for all; the last block of a side may be shorter.
     tensor_scale: float32 scalar that multiplies all scales, for formats with ``needs_tensor_amax``.
     saturated: int64 scalar, the number of elements that were beyond the largest value and did not round to it.
     """
@@ -277,12 +290,11 @@ def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dt
 
 def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:
     element, block = form.element, form.block
-    sizes = _in_blocks(torch.where(x.isfinite(), x.abs(), 0.0).float(), block)
     if form.fmt.scale == "e4m3_4over6":
         assert tensor_amax is not None
-        encoding, scales = four_over_six(sizes, form.fmt, tensor_amax)
+        encoding, scales = four_over_six(_finite(x, block).float(), form.fmt, tensor_amax)
     else:
-        encoding, scales = block_scales(sizes.amax(dim=(1, 3)), form.fmt, tensor_amax)
+        encoding, scales = block_scales(_finite(x, block).amax(dim=(1, 3)).float(), form.fmt, tensor_amax)
     y = x.float() * _expand(encoding, block, x.shape)
     size = y.abs().clamp(max=element.max)
     if form.key is None:
@@ -327,8 +339,19 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
     tiles.copy_(swizzle(scale_bytes(scales, block, size, each=form.each, e4m3=form.packed)))
 
 
+def scales_of_rows(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Encode and scale of each row of x [R, C], or each column if the form is along dim 0: float32 [R, 1] or [1, C]."""
+    return block_scales(_finite(x, form.block).amax(dim=(1, 3)).float(), form.fmt)
+
+
+def _finite(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Magnitudes of x [R, C] as ``_in_blocks`` has them, 0 where an element is not finite."""
+    return _in_blocks(torch.where(x.isfinite(), x.abs(), 0.0), block)
+
+
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """x [R, C] as [row blocks, rows of a block, column blocks, columns of a block], with zeros beyond its edges."""
+    block = _within(block, x.shape)
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
     return F.pad(x, pad).view(rows, block[0], cols, block[1])
@@ -336,5 +359,12 @@ def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def _expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """One value per block to one per element: [R, C]."""
+    block = _within(block, shape)
     rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+
+
+def _within(block: tuple[int, int], shape: Sequence[int]) -> tuple[int, int]:
+    """The sides of a block in a tensor of this shape, of which a whole row or column may be one."""
+    rows, cols = (max(size, 1) if side == ROW else side for side, size in zip(block, shape, strict=True))
+    return rows, cols

@@ -30,6 +30,22 @@ def pack(codes: Tensor) -> Tensor:
     return codes[:, ::2] & 15 | codes[:, 1::2] << 4
 
 
+def unswizzle(tiles: Tensor, rows: int, cols: int) -> Tensor:
+    """The scales [rows, cols] of which ``swizzle`` made ``tiles``."""
+    parts = tiles.view(len(tiles), -1, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return parts.reshape(len(tiles) * TILE_ROWS, -1)[:rows, :cols]
+
+
+def unpack(packed: Tensor, cols: int) -> Tensor:
+    """The codes [outer, cols] of which ``pack`` made pairs."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(start_dim=1)[:, :cols]
+
+
+def scales_of_bytes(scales: Tensor, *, e4m3: bool) -> Tensor:
+    """Scales as float32 of bytes that ``scale_bytes`` made: [...] -> [...].  A 0 of E8M0 becomes 2**-127."""
+    return scales.view(torch.float8_e4m3fn if e4m3 else torch.float8_e8m0fnu).float()
+
+
 def scale_bytes(scales: Tensor, block: tuple[int, int], size: tuple[int, int], *, each: int, e4m3: bool) -> Tensor:
     """Scales of blocks, float32 [row blocks, column blocks], as one byte per ``each`` elements along the reduction dim.
 

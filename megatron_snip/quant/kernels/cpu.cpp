@@ -72,7 +72,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-constexpr int32_t kAbi = 15;
+constexpr int32_t kAbi = 17;
 
 int32_t best_isa() {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
@@ -303,6 +303,18 @@ class FlatJob final : public Tiles {
   const int64_t size_;
 };
 
+class AdamWJob final : public Tiles {
+ public:
+  explicit AdamWJob(const AdamW& call)
+      : Tiles(call.rows, call.cols, divide_up(kTile / 4, std::min<int64_t>(call.cols, kStrip)), kStrip), call_(call) {}
+  void tile(int64_t row, int64_t last_row, int64_t col, int64_t last_col) override {
+    kernels(call_.isa).adamw(call_, row, last_row, col, last_col);
+  }
+
+ private:
+  const AdamW& call_;
+};
+
 }  // namespace
 }  // namespace megatron_snip
 
@@ -322,6 +334,12 @@ extern "C" void megatron_snip_cast(const Call* call, const Form* forms) {
 
 extern "C" void megatron_snip_decode(const Decode* call) {
   DecodeJob job(*call);
+  run(job, call->threads);
+}
+
+// rows and cols are at least 1.
+extern "C" void megatron_snip_adamw(const AdamW* call) {
+  AdamWJob job(*call);
   run(job, call->threads);
 }
 

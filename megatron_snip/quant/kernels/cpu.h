@@ -22,6 +22,8 @@ struct Form {
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
   int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
   float* tensor_scale;  // what multiplies all scales, of codes under E4M3 scales; else null
+  // Of each whole row, or of each whole column where blocks have one; null where blocks have scales of their own.
+  const float *encode, *decode;
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
   // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.
@@ -52,6 +54,17 @@ struct Decode {
   Grid grid;
 };
 
+// A step of AdamW on one parameter, as quant/adamw/kernels.py lays it out; step.py there says what the numbers are.
+struct AdamW {
+  uint16_t *weight, *m, *v, *weight_low, *v_low;  // [rows, cols] bfloat16, contiguous; the low parts may be null
+  const uint16_t* grad;
+  int64_t rows, cols;
+  uint64_t row0, col0;  // global position of the first element, for the random bits
+  uint32_t key0, key1, iteration;
+  int32_t stochastic, threads, isa;
+  float clip, beta1, rest1, beta2, rest2, beta2_high, beta2_low, rate, correction, eps, decay;
+};
+
 // The kernels of one instruction set.  Column ranges start at multiples of the blocks and hold at most kStrip
 // columns, row ranges start at multiples of the blocks.
 struct Kernels {
@@ -60,6 +73,7 @@ struct Kernels {
   void (*decode)(const Decode&, int64_t row, int64_t last_row, int64_t col, int64_t last_col);
   uint32_t (*amax)(const void* x, int64_t count, bool bfloat16);  // float32 bits of the largest finite magnitude
   void (*copy)(const void* from, void* to, int64_t bytes);        // non-temporal, whole cache lines
+  void (*adamw)(const AdamW&, int64_t row, int64_t last_row, int64_t col, int64_t last_col);
 };
 
 constexpr int kStrip = 4096;

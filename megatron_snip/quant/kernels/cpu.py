@@ -15,11 +15,20 @@ from torch.nn import Parameter
 
 from megatron_snip.formats import SCALES, Element
 from megatron_snip.formats.element import Specials
-from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, as_read, form_of, reference
+from megatron_snip.quant.casts.cast import (
+    Form,
+    Operand,
+    Quantized,
+    allocate,
+    as_read,
+    form_of,
+    reference,
+    scales_of_rows,
+)
 
 logger = logging.getLogger(__name__)
 
-ABI = 15
+ABI = 17
 MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 
@@ -32,7 +41,7 @@ _SLOWER = "casts on CPU take the slower plain torch path, with the same results;
 
 # cpu.h's structs, field by field
 _GRID = struct.Struct("@ff5i")
-_FORM = struct.Struct("@PPPPqqQQ4q3Ii72s")
+_FORM = struct.Struct("@6PqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
@@ -59,6 +68,7 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in {
         "cast": (ctypes.c_char_p, ctypes.c_char_p),
         "decode": (ctypes.c_char_p,),
+        "adamw": (ctypes.c_char_p,),
         "amax": (pointer, whole, short, short, pointer),
         "copy": (pointer, pointer, whole, short),
         "blend": (pointer, whole, whole, pointer, pointer, pointer),
@@ -79,7 +89,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     if not reads(x):
         return False
     for form in forms:
-        if form.block[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
+        if form.part[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
             return False
         if form.fmt.scale == "e4m3_4over6" and form.block[0] > MAX_4OVER6_ROWS:
             return False
@@ -123,7 +133,8 @@ def run(
 
 def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BEST_ISA) -> None:
     """Write the casts of ``x`` [R, C], contiguous and not empty, into operands from ``room``."""
-    packed = b"".join(map(_packed, made))
+    given = [_given(x, one) for one in made]  # in memory until the kernel has read it
+    packed = b"".join(map(_packed, made, given))
     rows, cols = x.shape
     call = _CALL.pack(
         x.data_ptr(),
@@ -132,7 +143,7 @@ def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BES
         cols,
         _STREAM_BYTES,
         x.dtype is torch.bfloat16,
-        _threads(rows * cols),
+        threads_of(rows * cols),
         isa,
         len(made),
     )
@@ -149,7 +160,7 @@ def copy(source: Tensor, target: Tensor) -> None:
     loaded, size = library(), source.numel() * source.element_size()
     assert loaded is not None and size == target.numel() * target.element_size()
     assert (source.data_ptr() | target.data_ptr() | size) % 64 == 0
-    loaded.megatron_snip_copy(source.data_ptr(), target.data_ptr(), size, _threads(source.numel()))
+    loaded.megatron_snip_copy(source.data_ptr(), target.data_ptr(), size, threads_of(source.numel()))
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
@@ -174,7 +185,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) ->
             *quantized.block,
             _STREAM_BYTES,
             dtype is torch.bfloat16,
-            _threads(rows * cols),
+            threads_of(rows * cols),
             isa,
             _grid(element.exponent_bits, element.mantissa_bits, element.specials),
         )
@@ -186,11 +197,12 @@ def finite_amax(x: Tensor) -> Tensor:
     """``cast.finite_amax`` of x [...] that ``reads`` has accepted: float32 scalar."""
     loaded, x, out = library(), x.contiguous(), torch.empty(())
     assert loaded is not None
-    loaded.megatron_snip_amax(x.data_ptr(), x.numel(), x.element_size(), _threads(x.numel()), out.data_ptr())
+    loaded.megatron_snip_amax(x.data_ptr(), x.numel(), x.element_size(), threads_of(x.numel()), out.data_ptr())
     return out
 
 
-def _threads(elements: int) -> int:
+def threads_of(elements: int) -> int:
+    """How many threads a kernel takes for so many elements."""
     return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
 
 
@@ -206,8 +218,20 @@ def room(x: Tensor, forms: Sequence[Form], count: bool = True) -> list[Operand]:
     return made
 
 
-def _packed(made: Operand) -> bytes:
-    """A form and where its cast goes, as cpu.h's struct Form."""
+def _given(x: Tensor, made: Operand) -> tuple[Tensor, Tensor] | None:
+    """Encode and scale of whole rows of x [R, C], after the scales are written; None if blocks have their own."""
+    form, _, scales, *_ = made
+    assert form is not None
+    if not form.by_rows:
+        return None
+    found = scales_of_rows(x, form)
+    if scales is not None:
+        scales.copy_(found[1])
+    return found
+
+
+def _packed(made: Operand, given: tuple[Tensor, Tensor] | None) -> bytes:
+    """A form and where its cast goes, as cpu.h's struct Form.  given: from ``_given``."""
     form, data, scales, tensor_scale, saturated = made
     assert form is not None
     key, drawn = form.key, _NEAREST
@@ -218,6 +242,7 @@ def _packed(made: Operand) -> bytes:
         0 if scales is None else scales.data_ptr(),
         0 if saturated is None else saturated.data_ptr(),
         0 if tensor_scale is None else tensor_scale.data_ptr(),
+        *((0, 0) if given is None else [one.data_ptr() for one in given]),
         *((0, 0) if scales is None else scales.stride()),
         *drawn,
         _constants(form.text),
@@ -231,7 +256,7 @@ def _constants(text: str) -> bytes:
     return _CONSTANTS.pack(
         form.output != "values",
         SCALES.index(form.fmt.scale),
-        *form.block,
+        *form.part,
         *(_grid(one.exponent_bits, one.mantissa_bits, one.specials) for one in (form.element, form.stored)),
     )
 

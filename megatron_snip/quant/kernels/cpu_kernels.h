@@ -102,13 +102,11 @@ FN int64_t place_of(const Form& form, int64_t row) {
   return number / 2 * form.sequence + (number % 2 ? form.second : form.first) + row % form.piece;
 }
 
-// --- One strip: the rows of a block, at most kStrip columns
-
-template <class T, bool kCodes, bool kStochastic, bool kUniform>
-FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t rows, int64_t col, int cols,
-                      int64_t ahead, Scratch& s) {
-  const T* x = static_cast<const T*>(call.x) + row * call.cols + col;
-  const int width = form.block_cols, blocks = (cols + width - 1) / width;
+// The scales of a strip's blocks: how to encode, the scale as stored, and what decodes.
+template <class T>
+FN void find_scales(const Call& call, const Form& form, const T* x, int64_t row, int64_t rows, int64_t col, int cols,
+                    int blocks, Scratch& s) {
+  const int width = form.block_cols;
   using Word = typename Sizes<T>::Word;
   Word* sizes = reinterpret_cast<Word*>(s.sizes);
   const T* reduced = x;
@@ -130,6 +128,24 @@ FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t r
   if (form.scales) {
     float* out = form.scales + row / form.block_rows * form.scale_row_stride + col / width * form.scale_col_stride;
     for (int b = 0; b < blocks; ++b) out[b * form.scale_col_stride] = s.stored[b];
+  }
+}
+
+// --- One strip: the rows of a block, at most kStrip columns
+
+template <class T, bool kCodes, bool kStochastic, bool kUniform>
+FN int64_t cast_strip(const Call& call, const Form& form, int64_t row, int64_t rows, int64_t col, int cols,
+                      int64_t ahead, Scratch& s) {
+  const T* x = static_cast<const T*>(call.x) + row * call.cols + col;
+  const int width = form.block_cols, blocks = (cols + width - 1) / width;
+  if (form.encode) {
+    for (int b = 0; b < blocks; ++b) {
+      const int64_t place = width > 1 ? row : col + b;
+      s.encode[b] = form.encode[place];
+      s.decode[b] = form.decode[place];
+    }
+  } else {
+    find_scales<T>(call, form, x, row, rows, col, cols, blocks, s);
   }
   const int shift = kUniform ? __builtin_ctz(unsigned(width)) : 0;
   const float* encode = spread<T>(s.encode, width, shift, cols, s.amax, s.encode_of);
@@ -281,4 +297,6 @@ SNIP_TARGET void copy(const void* from, void* to, int64_t bytes) {
     store(static_cast<char*>(to) + i, load<U>(static_cast<const char*>(from) + i), true);
 }
 
-constexpr Kernels kKernels = {cast, decode, amax, copy};
+#include "cpu_adamw.h"
+
+constexpr Kernels kKernels = {cast, decode, amax, copy, adamw};

@@ -10,14 +10,25 @@ Kernels give the bits of the reference, so the choice never changes a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format, Hadamard
-from megatron_snip.quant.casts.cast import Form, Operand, Quantized, Rounding, as_read, resolve, swiglu_product
+from megatron_snip.quant.casts.cast import (
+    OPERANDS,
+    Form,
+    Operand,
+    Quantized,
+    Rounding,
+    as_read,
+    resolve,
+    swiglu_product,
+)
 from megatron_snip.quant.casts.hadamard import check_groups
 from megatron_snip.quant.casts.rounding import RoundingKey
+from megatron_snip.quant.casts.swizzled import scales_of_bytes, unpack, unswizzle
 from megatron_snip.quant.kernels import op, triton_cast
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 
@@ -144,7 +155,7 @@ def quantize(
 
 
 def values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """An operand dequantised to ``dtype``: [R, C].  What tensor cores read is never dequantised."""
+    """An operand dequantised to ``dtype``: [R, C].  Of what tensor cores read, only operands along dim 1 can be."""
     form = operand.form
     if form is None or form.output == "values":
         return operand.data
@@ -152,10 +163,20 @@ def values(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(codes: Operand) -> Quantized:
-    """The same codes [R, C] of an operand, as users see them."""
+    """The same codes [R, C] of an operand, as users see them; of what tensor cores read, those of the carrier."""
     form, data, scales, tensor_scale, saturated = codes
-    assert form is not None and form.output == "codes" and scales is not None
-    return Quantized(data, scales, form.fmt, form.block, tensor_scale, saturated)
+    assert form is not None and scales is not None
+    fmt, block = form.fmt, form.block
+    if form.output in OPERANDS:
+        assert form.dim == 1
+        fmt = replace(fmt, element=form.stored)
+        if form.output == "operand":  # without the padding
+            scales = scales[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])]
+        else:
+            cols, block = data.shape[1] * (2 if form.packed else 1), (1, form.each)
+            scales = scales_of_bytes(unswizzle(scales, len(data), -(-cols // form.each)), e4m3=form.packed)
+            data = unpack(data, cols) if form.packed else data
+    return Quantized(data, scales, fmt, block, tensor_scale, saturated)
 
 
 def fake_quantize(

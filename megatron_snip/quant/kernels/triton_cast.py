@@ -23,7 +23,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_snip.formats import Element, Hadamard
-from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Quantized, allocate
+from megatron_snip.quant.casts.cast import (
+    OPERANDS,
+    Form,
+    Operand,
+    Quantized,
+    allocate,
+    as_read,
+    part_of,
+    scales_of_rows,
+)
 from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_FP4, MAX_BLOCK, Kind, Launch, launches
 
 if TYPE_CHECKING:
@@ -56,7 +65,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
     for form in forms:
-        if not _natural(form.block) or (form.output in OPERANDS and form.element.carrier is None):
+        if not _natural(form.part) or (form.output in OPERANDS and form.element.carrier is None):
             return False
         if form.fmt.scale == "e4m3_4over6" and max(form.block) != 16:
             return False
@@ -102,8 +111,11 @@ def run(
 ) -> list[Operand]:
     """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted; one launch writes two forms.
 
-    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read.
+    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read; before, if scales are of
+    whole rows.
     """
+    if any(form.by_rows for form in forms):
+        x, dtype, up = as_read(x, dtype, up), None, None
     x = _readable(x, dtype)
     x, up = _by_rows(x), None if up is None else _by_rows(up)
     if amax is not None:
@@ -114,13 +126,25 @@ def run(
             one.saturated.zero_()
     rounded, kinds = dtype not in (None, x.dtype), tuple(map(Kind.of, forms))
     for launch in launches(kinds, up is not None, _converts(x.device)):
-        written = made[launch.forms]
+        written = [_with_given(x, one) for one in made[launch.forms]]
         _launch(launch, x, up, written, amax, rounded)
         if count and launch.twins:
             first, twin = (one.saturated for one in written)
             assert first is not None and twin is not None
             twin.copy_(first)
     return made
+
+
+def _with_given(x: Tensor, made: Operand) -> Operand:
+    """The operand as the kernel takes it: in place of its scales, what decodes and encodes whole rows of x [R, C]."""
+    form, _, scales, *_ = made
+    assert form is not None
+    if not form.by_rows:
+        return made
+    encode, decode = scales_of_rows(x, form)
+    if scales is not None:
+        scales.copy_(decode)
+    return made._replace(scales=decode, tensor_scale=encode)
 
 
 def _readable(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -229,7 +253,7 @@ def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
 
 def takes_codes(quantized: Quantized) -> bool:
     """Whether ``dequantize`` takes these codes [R, C]."""
-    return quantized.fmt.quantised and on_nvidia(quantized.codes) and _natural(quantized.block)
+    return quantized.fmt.quantised and on_nvidia(quantized.codes) and _natural(part_of(quantized.block))
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -241,15 +265,18 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     if max(codes.stride()) >= _MAX_SIDE:
         codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    block_rows, block_cols = quantized.block
+    block_rows, block_cols = part_of(quantized.block)
+    scales = quantized.scales
+    if quantized.block != (block_rows, block_cols):  # one scale for all parts of a row
+        scales = scales.expand(-(-codes.shape[0] // block_rows), -(-codes.shape[1] // block_cols))
     rows, cols = max(ANY.chunk, block_rows), COLS
     grid = (-(-codes.shape[0] // rows) * -(-codes.shape[1] // cols),)
     with torch.cuda.device_of(codes):
         triton_kernels.dequantize_kernel[grid](
             codes,
             *codes.stride(),
-            quantized.scales,
-            *quantized.scales.stride(),
+            scales,
+            *scales.stride(),
             quantized.tensor_scale,
             out,
             *codes.shape,

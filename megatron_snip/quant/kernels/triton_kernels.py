@@ -20,6 +20,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     codes_of,
     exponential,
     float_of,
+    given_scales,
     magnitudes,
     no_sizes,
     now_of,
@@ -90,9 +91,8 @@ def _cast_chunk(
 
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows if blocks are taller.
     broken: whether there may be NaN or infinities.  place: pointers to the codes or values, the scales, the count of
-    saturated elements (or None) and the tensor's scale (or None), the strides of the scales, and all of these of a
-    twin.
-    words: as in ``increments_of``.
+    saturated elements and the tensor's scale (or None), strides of the scales, and all of these of a twin; of whole
+    rows, what decodes and encodes them in place of both scales.  words: as in ``increments_of``.
     """
     out, _, saturated, _, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
@@ -147,7 +147,10 @@ def _cast_short(
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
         amax = block_amax(magnitudes(x, True), F, ROWS, COLS)
-    encode, decode = _scale_blocks(x, amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
+    if F.by_rows:
+        encode, decode = given_scales(place[3], place[1], row, col, rows, cols, F, ROWS, COLS)
+    else:
+        encode, decode = _scale_blocks(x, amax, has_nan, row, col, rows, cols, tensor, place, F, ROWS, COLS)
     _cast_chunk(x, encode, decode, broken, row, col, rows, cols, place, words, F, ROWS, COLS, HOW)
 
 
@@ -183,9 +186,9 @@ def _tall_scales(
 
 
 @triton.jit
-def _store_whole(whole, tensor, pid):
-    """The first program writes the tensor's scale, unless ``whole`` is None."""
-    if whole is not None:
+def _store_whole(whole, tensor, pid, F: tl.constexpr):
+    """The first program writes the tensor's scale, unless ``whole`` is None or what encodes rows."""
+    if whole is not None and not F.by_rows:
         tl.store(whole, tensor[1], mask=pid == 0)
 
 
@@ -207,8 +210,7 @@ def cast_kernel(
     up: of x's shape, with its own row stride, or None.  If given, silu(x) * up is cast, both bf16.
     The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK or exactly ROWS high.  The latter
     need two passes: one finds their amax, the other casts.
-    iteration, row0: pointers to an int64 each.  pieces: pointer to int64 [4], rounding.py's Rows; None: rows follow
-    each other.
+    iteration, row0: pointers to an int64 each.  pieces: to int64 [4], rounding.py's Rows; None: rows follow each other.
     """
     source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
@@ -219,8 +221,8 @@ def cast_kernel(
     pid = tl.program_id(0)
     row, col = pid // tiles * ROWS, pid % tiles * COLS
     tensor_a, tensor_b = tensor_scales(tensor_amax, A), tensor_scales(tensor_amax, A if B is None else B)
-    _store_whole(whole_a, tensor_a, pid)
-    _store_whole(whole_b, tensor_b, pid)
+    _store_whole(whole_a, tensor_a, pid, A)
+    _store_whole(whole_b, tensor_b, pid, A if B is None else B)
     TALL_A: tl.constexpr = A.block_rows > CHUNK
     TALL_B: tl.constexpr = B is not None and B.block_rows > CHUNK
     if TALL_A:

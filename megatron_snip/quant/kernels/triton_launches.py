@@ -107,7 +107,7 @@ def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ..
     while first < len(kinds):
         pair = kinds[first : first + 2]
         chunk = tiling(pair, product).chunk
-        both = len({kind.form.block[0] for kind in pair if kind.form.block[0] > chunk}) < 2
+        both = len({kind.form.part[0] for kind in pair if kind.form.part[0] > chunk}) < 2
         chosen = slice(first, first + 1 + both)
         made.append(_launch(chosen, kinds[chosen], product, converts))
         first = chosen.stop
@@ -119,7 +119,7 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
 
     product: whether SwiGLU's product is cast.
     """
-    blocks = [kind.form.block for kind in kinds]
+    blocks = [kind.form.part for kind in kinds]
     side, stochastic = max(map(max, blocks)), any(kind.phase >= 0 for kind in kinds)
     if product and side == MAX_BLOCK and not stochastic:
         return WHOLE
@@ -135,7 +135,7 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
 def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequence[Element]) -> Launch:
     twins, chosen = _twins(kinds), tiling(kinds, product)
     specs = [_spec(kind, converts, twins) for kind in kinds]
-    tall = [kind.form.block[0] for kind in kinds if kind.form.block[0] > chosen.chunk]
+    tall = [kind.form.part[0] for kind in kinds if kind.form.part[0] > chosen.chunk]
     rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
@@ -170,8 +170,9 @@ def _spec(kind: Kind, converts: Sequence[Element], twins: bool) -> FormSpec:
     by_instruction = form.output != "values" and stored in converts and (stored != E2M1 or form.packed)
     hardware = stored.name.lower() if by_instruction else ""
     return FormSpec(
-        block_rows=form.block[0],
-        block_cols=form.block[1],
+        block_rows=form.part[0],
+        block_cols=form.part[1],
+        by_rows=form.by_rows,
         scale=form.fmt.scale,
         mantissa=element.mantissa_bits,
         emin=element.emin,

@@ -18,10 +18,10 @@ from triton.language.extra.cuda import libdevice
 class FormSpec(NamedTuple):
     """What a kernel is compiled for in one form: a cast.Form as plain constants.
 
-    block_rows, block_cols: powers of two.  mantissa .. sign_code: of the element.  code_*: of the element in
-    which codes are written, which is the carrier for operands.  saturates: as Format has it.  sixth: 1 / largest in
-    float32.  carry: what makes a mantissa above that of largest carry into the exponent, for scales that are rounded
-    up, else 0.
+    block_rows, block_cols: powers of two; by_rows: parts of whole rows, whose scales are given.
+    mantissa .. sign_code: of the element.  code_*: of the element in which codes are written, which is the carrier for
+    operands.  saturates: as Format has it.  sixth: 1 / largest in float32.  carry: what makes a mantissa above that of
+    largest carry into the exponent, for scales that are rounded up, else 0.
     hardware: "e4m3" or "e5m2" if the device has an instruction that converts to codes, "e2m1" if it has one that
     converts to pairs of codes, else "".
     clamps: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
@@ -31,6 +31,7 @@ class FormSpec(NamedTuple):
 
     block_rows: int
     block_cols: int
+    by_rows: bool
     scale: str
     mantissa: int
     emin: int
@@ -294,6 +295,21 @@ def block_scales(amax, tensor, F: tl.constexpr):
         scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
         scale = tl.where(amax > 0, scale, 0.0)
         return encode, scale, scale
+
+
+@triton.jit
+def given_scales(encode, decode, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Encode and decode of [ROWS, COLS] elements at (row, col), from pointers to those of all rows or columns.
+
+    float32 [ROWS, 1, 1, 1], or [1, 1, COLS, 1] if parts have one column.
+    """
+    if F.block_cols == 1:
+        at = tl.reshape(col + tl.arange(0, COLS), (1, 1, COLS, 1))
+        inside = at < cols
+    else:
+        at = tl.reshape(row + tl.arange(0, ROWS), (ROWS, 1, 1, 1))
+        inside = at < rows
+    return tl.load(encode + at, mask=inside, other=0.0), tl.load(decode + at, mask=inside, other=0.0)
 
 
 @triton.jit

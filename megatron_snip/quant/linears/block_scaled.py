@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import E4M3_SCALES, Format
+from megatron_snip.formats import E4M3_SCALES, ROW, Format
 from megatron_snip.formats.element import E2M1
 from megatron_snip.quant.casts.cast import Operand, Output
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
@@ -38,7 +38,7 @@ class _Blackwell(Backend):
         """Why this is no Blackwell GPU, or None."""
         return unfit_gpu(device, "Blackwell", [(10, 0), (12, 0)], (12, 8))
 
-    def unfit_sizes(self, sizes: Sizes) -> str | None:
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
         """Which size is not a multiple of 32, or None.  32 E2M1 codes, two to a byte, fill the 16 bytes it needs."""
         return no_multiple(sizes, _MX_BLOCK)
 
@@ -55,8 +55,10 @@ class MX(_Blackwell):
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
         is_power = fmt.scale in ("e8m0", "e8m0_ceil", "fp32_pow2")
-        if not is_power or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
+        if not is_power or fmt.tile == ROW or fmt.tile % _MX_BLOCK or (fmt.weight_block or 0) % _MX_BLOCK:
             return f"{fmt.name} has other scales than powers of two of {_MX_BLOCK} elements or multiples of them"
+        if fmt.gradient_element is not None:
+            return f"{fmt.name} has {fmt.gradient_element.name} gradients, which these tensor cores are not given"
         return unfit_element(fmt)
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -79,7 +81,7 @@ class NVFP4(_Blackwell):
     def unfit_format(self, fmt: Format) -> str | None:
         """Why it cannot run a format, or None."""
         blocks = (fmt.tile, fmt.weight_block or _NVFP4_BLOCK)
-        if fmt.element != E2M1 or fmt.scale not in E4M3_SCALES or blocks != (_NVFP4_BLOCK, _NVFP4_BLOCK):
+        if fmt.elements != (E2M1,) or fmt.scale not in E4M3_SCALES or blocks != (_NVFP4_BLOCK, _NVFP4_BLOCK):
             return f"{fmt.name} is not E2M1 with an E4M3 scale every {_NVFP4_BLOCK} elements"
         return None
 

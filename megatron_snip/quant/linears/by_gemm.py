@@ -89,7 +89,7 @@ class ByGemm:
             if why := backend.unfit_format(fmt):
                 strange.append(why)
                 continue
-            why = backend.unfit_device(device) or (backend.unfit_sizes(sizes) if sizes is not None else None)
+            why = backend.unfit_device(device) or (backend.unfit_sizes(fmt, sizes) if sizes is not None else None)
             if why is None:
                 return backend, "; ".join(here or strange)
             here.append(why)

@@ -57,6 +57,12 @@ class Group(NamedTuple):
         """The form of the input for a GEMM of each linear."""
         return [call.wanted(gemm, "input", kept=kept) for call in self.calls]
 
+    def wanted_later(self) -> list[Form | None]:
+        """The form of the input that each linear keeps for wgrad: what wgrad multiplies, or what that is cast from."""
+        return [
+            call.source("wgrad", "input", kept=True) or call.wanted("wgrad", "input", kept=True) for call in self.calls
+        ]
+
     def cast_as(self, wanted: Sequence[Form | None], rows: int) -> Sequence[Form | None]:
         """The forms, each once, in which this rank casts its ``rows`` of the input for linears that want these.
 
@@ -77,7 +83,7 @@ class Group(NamedTuple):
 
     def kept_as(self, rows: int, *, needs_wgrad: bool) -> Sequence[Form | None]:
         """The forms in which ``rows`` of the input are kept for backward: wgrad's, and the rows for an observer."""
-        kept = self.cast_as(self.wanted("wgrad", kept=True), rows) if needs_wgrad else []
+        kept = self.cast_as(self.wanted_later(), rows) if needs_wgrad else []
         return [*kept, None] if self.observed and None not in kept else kept
 
 
@@ -120,7 +126,7 @@ def backward(
     dtype, axis, needs_dgrad, observed = gs[0].dtype, group.axis, any(needs_inputs), group.observed
     wait = _gather(kept if needs_wgrad or observed else (), group) if group.gathers else None
     gemms = [gemm for gemm, needed in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if needed]
-    wanted = [[call.wanted(gemm, "grad_output") for gemm in gemms] for call in group.calls]
+    wanted = [_of_gradient(call, gemms) for call in group.calls]
     amaxes = _amaxes(gs, wanted, group)
     total: Tensor | None = None
     made: dict[int, list[Operand]] = {}
@@ -128,6 +134,8 @@ def backward(
     # the last linear first, as autograd would, so that gradients are added in the same order
     for i, call in reversed([*enumerate(group.calls)]):
         made[i] = cast(gs[i], wanted[i], call.reduce_amax.get("grad_output"), amax=amaxes[i])
+        if needs_wgrad and ("wgrad", "grad_output") in call.precision.sources:
+            made[i] = [*made[i] * needs_dgrad, call.recast("wgrad", "grad_output", made[i][0], dtype)]
         if needs_dgrad:
             weight = (call.weight_casts or Casts()).operand(ws[i], "dgrad", call, dtype)
             grad = call.backends["dgrad"].multiply("dgrad", made[i].pop(0), weight, dtype, dtype)
@@ -144,9 +152,9 @@ def backward(
     x = next(one.data for one in wholes if one.form is None) if observed else None
     reads: Sequence[Operand | None] = [None] * len(gs)
     if needs_wgrad and len(gs) == len(wholes) == 1 and wholes[0].form is not None:
-        reads = wholes  # a lone linear keeps exactly what its wgrad reads
+        reads = wholes  # a lone linear keeps exactly what its wgrad reads, or makes that of
     elif needs_wgrad:
-        reads = _of_wholes(wholes, group.wanted("wgrad", kept=True), group, dtype)
+        reads = _of_wholes(wholes, group.wanted_later(), group, dtype)
     grads_w = [_wgrad(gs[i], ws[i], group.calls[i], operands, reads[i], x, seen.get(i)) for i, operands in made.items()]
     total = total if finish is None else finish()
     if total is None or len(needs_inputs) == 1:
@@ -155,16 +163,24 @@ def backward(
     return op.swiglu_gradients(total, gate, up, *needs_inputs), grads_w[::-1]
 
 
+def _of_gradient(call: LinearCall, gemms: Sequence[str]) -> list[Form | None]:
+    """The forms into which a gradient is cast for these GEMMs; wgrad's may be made of dgrad's."""
+    if "wgrad" in gemms and ("wgrad", "grad_output") in call.precision.sources:
+        return [call.source("wgrad", "grad_output")]
+    return [call.wanted(gemm, "grad_output") for gemm in gemms]
+
+
 def _wgrad(
     g: Tensor, w: Tensor, call: LinearCall, made: list[Operand], read: Operand | None, x: Tensor | None,
     grad_x: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """The gradient of w [N,K], or None if it is not needed.  A GEMM that accumulates in float32 would go here.
 
-    made: ends with the cast of g [T,N]; read: that of the input.  x [T,K] and grad_x: what an observer sees.
+    made: ends with the cast of g [T,N]; read: that of the input, as kept.  x [T,K] and grad_x: what an observer sees.
     """
     product: Callable[[], Tensor] | None = None
     if read is not None:
+        read = call.recast("wgrad", "input", read, g.dtype)
         product = partial(call.backends["wgrad"].multiply, "wgrad", made.pop(), read, g.dtype, w.dtype)
     if call.observer is not None:
         assert x is not None

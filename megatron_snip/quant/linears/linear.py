@@ -20,16 +20,16 @@ from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
 from megatron_snip.quant.linears.precision import LinearPrecision
-from megatron_snip.quant.linears.scaled_mm import Hopper
+from megatron_snip.quant.linears.scaled_mm import Hopper, RowWise
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS
 
-_BUILT_IN = Hopper(), MX(), NVFP4(), Emulated()  # every GEMM goes to the first that can run it
+_BUILT_IN = Hopper(), MX(), NVFP4(), RowWise(), Emulated()  # every GEMM goes to the first that can run it
 #: Linear implementations by name, which ``quantized_linear``'s impl and --linear-impl take.
 LINEAR_IMPLS = {
     "auto": EngineFirst(EXACT, *_BUILT_IN),
     "emulated": ByGemm(Emulated()),
     "built_in": ByGemm(*_BUILT_IN),
-    "scaled_mm": ByGemm(Hopper(), MX(), NVFP4()),
+    "scaled_mm": ByGemm(*_BUILT_IN[:-1]),
     "transformer_engine": EngineFirst(FORMATS, *_BUILT_IN, asked=True),
 }
 

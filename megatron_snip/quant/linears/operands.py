@@ -58,8 +58,8 @@ class Backend(ABC):
         """Why it cannot run on a device, or None if it can."""
         return None
 
-    def unfit_sizes(self, sizes: Sizes) -> str | None:
-        """Why it cannot run the GEMMs of a linear of these sizes, or None if it can."""
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
+        """Why it cannot run the GEMMs of a linear of these sizes in a format, or None if it can."""
         return None
 
     @abstractmethod
@@ -113,6 +113,17 @@ class LinearCall(NamedTuple):
         """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
         return self.form(gemm, role, output=self.backends[gemm].output(role, kept=kept))
 
+    def source(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
+        """The form of the operand that one of a GEMM is cast from; None if that is the tensor itself."""
+        first = self.precision.sources.get((gemm, role))
+        return None if first is None else self.wanted(first, role, kept=kept)
+
+    def recast(self, gemm: str, role: str, made: Operand, dtype: torch.dtype) -> Operand:
+        """The operand of a GEMM from the one that was cast for it: the same, or cast from its values in ``dtype``."""
+        if (gemm, role) not in self.precision.sources:
+            return made
+        return cast(values(made, dtype), [self.wanted(gemm, role)], self.reduce_amax.get(role))[0]
+
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
         """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
 
@@ -162,7 +173,7 @@ class Operands:
         The second value is the number of elements beyond the format's largest value, an int64 scalar.  Float32 scales,
         and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
         """
-        tensor, form = self.tensor(role), self.call.form(gemm, role, fmt, "codes")
+        tensor, form = self._read(gemm, role, fmt), self.call.form(gemm, role, fmt, "codes")
         exact = form is None or not form.fmt.saturates
         if exact:
             form = self.call.form(gemm, role, fmt)
@@ -170,6 +181,11 @@ class Operands:
         if made.saturated is None:
             return made.data, torch.zeros((), dtype=torch.int64, device=tensor.device)
         return values(made, tensor.dtype), made.saturated
+
+    def _read(self, gemm: str, role: str, fmt: str) -> Tensor:
+        """What is cast for a GEMM of a linear that is all in one format: the tensor, or the values of another cast."""
+        first = LinearPrecision.uniform(fmt).sources.get((gemm, role))
+        return self.tensor(role) if first is None else self.quantized(first, role, fmt)[0]
 
 
 def unset(form: Form, x: Tensor) -> Operand:
@@ -219,11 +235,14 @@ class Casts:
         operands of fprop and dgrad.  A gathered copy that no other GEMM will read is then freed, as FSDP2 does.
         """
         self.renewed(w, dtype)
+        again = ("dgrad", "weight") in call.precision.sources
+        if again and gemm == "dgrad":
+            return call.recast("dgrad", "weight", self.operand(w, "fprop", call, dtype), dtype)
         kept = call.weight_casts is self
         wanted = [call.wanted(gemm, "weight", kept=kept)]
-        if training and kept and wanted[0] is not None and wanted[0].output in OPERANDS:
-            again = call.wanted("dgrad", "weight", kept=kept)
-            wanted += [again] if again is not None and again.output == wanted[0].output else []
+        if training and kept and not again and wanted[0] is not None and wanted[0].output in OPERANDS:
+            other = call.wanted("dgrad", "weight", kept=kept)
+            wanted += [other] if other is not None and other.output == wanted[0].output else []
         now, made, values_too = wanted[0], [], []
         if missing := [form for form in wanted if form not in self._made]:
             assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
@@ -234,7 +253,7 @@ class Casts:
             self._made.update(zip(missing, made, strict=False))
         operand = made[-1] if values_too else self._made[now]
         if self.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
-            needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")]
+            needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")[: 1 if again else 2]]
             if all(form is not None and form in self._made for form in needed):
                 w.untyped_storage().resize_(0)
                 self._of = _identity(w, dtype)

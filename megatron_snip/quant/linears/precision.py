@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+
+#: Operands along dim 0, and the GEMM that multiplies the same tensor along dim 1.
+_ALONG_ROWS = {("dgrad", "weight"): "fprop", ("wgrad", "input"): "fprop", ("wgrad", "grad_output"): "dgrad"}
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,22 @@ class LinearPrecision:
     dgrad: str
     wgrad: str
 
+    #: (GEMM, role) of operands that are cast from what another GEMM multiplies (``Format.recast``) -> that GEMM.
+    sources: Mapping[tuple[str, str], str] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         for gemm in GEMMS:
             try:
                 get_format(getattr(self, gemm))
             except ValueError as error:
                 raise UserError(f"{gemm}: {error}") from None
+        sources = {operand: first for operand, first in _ALONG_ROWS.items() if self._recasts(*operand, first)}
+        object.__setattr__(self, "sources", sources)
+
+    def _recasts(self, gemm: str, role: str, first: str) -> bool:
+        fmt, source = get_format(getattr(self, gemm)), get_format(getattr(self, first))
+        same = role == "weight" and fmt == source and fmt.shares_weight  # what fprop multiplies is dgrad's operand, too
+        return role in fmt.recast and source.quantised and not same
 
     @classmethod
     def uniform(cls, name: str) -> LinearPrecision:

@@ -1,9 +1,10 @@
-"""The ``hopper`` backend: FP8 tensor cores of Hopper with 1x128 and 128x128 scales.
+"""FP8 tensor cores of Hopper with 1x128 and 128x128 scales, and of any GPU that has them with scales of whole rows.
 
 Operands are the specification's codes and scales, bit for bit.  The hardware multiplies the codes and applies the
 scales every 128 elements, in float32.  Elements of fewer than 8 bits are written as E4M3, which holds their values
-exactly, so FP4 runs at FP8's speed.  Source: torch.nn.functional.scaled_mm, cuBLASLt's block scaling (CUDA 12.9 or
-newer, compute capability 9.0).  block_scaled.py is the same for Blackwell.
+exactly, so FP4 runs at FP8's speed.  Gradients may be E5M2.  Source: torch.nn.functional.scaled_mm and, for E5M2,
+torch._scaled_mm; cuBLASLt's block scaling (CUDA 12.9 or newer, compute capability 9.0).
+block_scaled.py is for Blackwell.
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
 """
@@ -16,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_snip.formats import Format
-from megatron_snip.formats.element import E4M3
+from megatron_snip.formats import ROW, Format
+from megatron_snip.formats.element import E4M3, E5M2
 from megatron_snip.quant.casts.cast import Operand, Output
-from megatron_snip.quant.linears.operands import Backend, Sizes
+from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
 
+_DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _BLOCK = 128
+_ROW_MULTIPLE = 16  # of every size under scales of rows
+_UNPADDED = 4 * _BLOCK  # torch._scaled_mm takes scales of square blocks without padding
 
 
 class Hopper(Backend):
@@ -39,8 +43,10 @@ class Hopper(Backend):
         """Why this is no Hopper GPU, or None."""
         return unfit_gpu(device, "Hopper", [(9, 0)], (12, 9))
 
-    def unfit_sizes(self, sizes: Sizes) -> str | None:
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
         """Which size is not a multiple of the block, or None."""
+        if E5M2 in fmt.elements and sizes.outputs % _UNPADDED:
+            return f"{sizes.outputs} output channels are no multiple of {_UNPADDED}, which {fmt.name}'s dgrad needs"
         return no_multiple(sizes, _BLOCK)
 
     def output(self, role: str, *, kept: bool) -> Output:
@@ -51,6 +57,8 @@ class Hopper(Backend):
         """A GEMM of two operands [R, C] on the tensor cores, in dtype ``out``."""
         a_codes, a_scales = _left(gemm, a)
         b_codes, b_scales, b_recipe = _right(gemm, b)
+        if a_codes.dtype != b_codes.dtype:  # F.scaled_mm takes E4M3 alone under these scales
+            return torch._scaled_mm(a_codes, b_codes, a_scales, _as_before(b_scales, b_recipe), out_dtype=out)
         return F.scaled_mm(
             a_codes,
             b_codes,
@@ -61,6 +69,45 @@ class Hopper(Backend):
             output_dtype=out,
             use_fast_accum=False,
         )
+
+
+class RowWise(Backend):
+    """The backend of scales of whole rows: torch's "RowWise" scaling."""
+
+    name = "row-wise (FP8 tensor cores, a scale a row)"
+
+    def unfit_format(self, fmt: Format) -> str | None:
+        """Why it cannot run a format, or None."""
+        if fmt.tile != ROW or fmt.weight_block is not None:
+            return f"{fmt.name} has no scales of whole rows"
+        if fmt.gradient_element is not None:
+            return f"{fmt.name} has {fmt.gradient_element.name} gradients, which are not multiplied under such scales"
+        return unfit_element(fmt)
+
+    def unfit_device(self, device: torch.device) -> str | None:
+        """Why this GPU has no FP8 tensor cores, or None."""
+        return unfit_gpu(device, "Ada, Hopper or Blackwell", [(8, 9), (9, 0), (10, 0), (12, 0)], (12, 4))
+
+    def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
+        """Which size is not a multiple of 16, or None."""
+        return no_multiple(sizes, _ROW_MULTIPLE)
+
+    def output(self, role: str, *, kept: bool) -> Output:
+        """What tensor cores read.  It has one byte per element, so it is kept, too."""
+        return "operand"
+
+    def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+        """A GEMM of two operands [R, C] on the tensor cores.  Its result is bfloat16, then made ``out``."""
+        assert a.scales is not None and b.scales is not None
+        dims, recipe = REDUCTION_DIM[gemm].values(), F.ScalingType.RowWise
+        a_codes, b_codes = (
+            _bytes(operand) if dim == 1 else _bytes(operand).T for operand, dim in zip((a, b), dims, strict=True)
+        )
+        a_scales, b_scales = a.scales.flatten()[:, None], b.scales.flatten()[None]  # of strides that torch asks for
+        made = F.scaled_mm(
+            a_codes, b_codes.T, a_scales, recipe, b_scales, recipe, output_dtype=torch.bfloat16, use_fast_accum=False
+        )  # fmt: skip
+        return made.to(out)
 
 
 def no_multiple(sizes: Sizes, multiple: int) -> str | None:
@@ -90,19 +137,19 @@ def unfit_gpu(
 
 
 def unfit_element(fmt: Format) -> str | None:
-    """Why a format's elements cannot be written as E4M3, or None."""
-    assert fmt.element is not None
-    if fmt.element.carrier is None:
-        return f"{fmt.name}'s {fmt.element.name} elements fit neither E4M3 nor E5M2"
-    if fmt.element.carrier != E4M3:  # both operands of a GEMM have one format
+    """Why a format's elements cannot be written as E4M3, or those of gradients as E4M3 or E5M2; None if they can."""
+    for element in fmt.elements:
+        if element.carrier is None:
+            return f"{fmt.name}'s {element.name} elements fit neither E4M3 nor E5M2"
+    if fmt.elements[0].carrier != E4M3:
         return f"{fmt.name} needs E5M2 for both operands, which the hardware does not multiply"
     return None
 
 
 def _bytes(operand: Operand) -> Tensor:
     """Codes [R, C] as the carrier's dtype."""
-    assert operand.form is not None and operand.form.element.carrier == E4M3
-    return operand.data.view(torch.float8_e4m3fn)
+    assert operand.form is not None
+    return operand.data.view(_DTYPES[operand.form.stored])
 
 
 def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:
@@ -124,3 +171,8 @@ def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
     if gemm == "fprop":
         return codes.T, b.scales.T, F.ScalingType.BlockWise128x128
     return codes, b.scales, F.ScalingType.BlockWise128x128
+
+
+def _as_before(scales: Tensor, recipe: F.ScalingType) -> Tensor:
+    """The right operand's scales as ``torch._scaled_mm`` wants them, which came before F.scaled_mm."""
+    return scales.T if recipe == F.ScalingType.BlockWise1x128 else scales

@@ -42,11 +42,12 @@ class Recipe:
     cuda: tuple[int, int]
 
 
-def _float8_blocks(recipes: Any, *, pow2: bool) -> Any:
-    """1x128 and 128x128 blocks.  The derived parameters are set too: the class computes them from its own
-    default, so that an instance with ``use_f32_scales=True`` alone keeps power-of-two scales.
+def _float8_blocks(recipes: Any, *, pow2: bool = False, hybrid: bool = False) -> Any:
+    """1x128 and 128x128 blocks; hybrid: E5M2 gradients.  The derived parameters are set too: the class computes them
+    from its own default, so that an instance with ``use_f32_scales=True`` alone keeps power-of-two scales.
     """
-    recipe = recipes.Float8BlockScaling(use_f32_scales=not pow2)
+    element = recipes.Format.HYBRID if hybrid else recipes.Format.E4M3
+    recipe = recipes.Float8BlockScaling(use_f32_scales=not pow2, fp8_format=element)
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(recipe, name, recipes.QParams(power_2_scale=pow2, amax_epsilon=0.0))
     return recipe
@@ -58,8 +59,9 @@ def _nvfp4(recipes: Any, *, plain: bool) -> Any:
 
 _HOPPER, _BLACKWELL = ((9, 0), (10, 0)), ((10, 0), (12, 0))
 _RECIPES = {
-    "fp8": Recipe(lambda r: _float8_blocks(r, pow2=False), (2, 3), _HOPPER, (12, 9)),
-    "fp8_pow2": Recipe(lambda r: _float8_blocks(r, pow2=True), (2, 3), _HOPPER, (12, 9)),
+    "fp8": Recipe(_float8_blocks, (2, 3), _HOPPER, (12, 9)),
+    "fp8_hybrid": Recipe(partial(_float8_blocks, hybrid=True), (2, 3), _HOPPER, (12, 9)),
+    "fp8_pow2": Recipe(partial(_float8_blocks, pow2=True), (2, 3), _HOPPER, (12, 9)),
     "mxfp8": Recipe(lambda r: r.MXFP8BlockScaling(), (2, 3), _BLACKWELL, (12, 8)),
     "nvfp4_plain": Recipe(lambda r: _nvfp4(r, plain=True), (2, 8), _BLACKWELL, (12, 8)),
     "nvfp4": Recipe(lambda r: _nvfp4(r, plain=False), (2, 8), _BLACKWELL, (12, 8)),

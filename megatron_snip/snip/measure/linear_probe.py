@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_snip.formats import Format, get_format
 from megatron_snip.mesh import Axis
-from megatron_snip.quant import GEMMS, LinearShape, Operands
+from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, Operands
 from megatron_snip.quant.kernels.dispatch import transformed
 from megatron_snip.quant.linears.matmul import matmul
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
@@ -112,7 +112,7 @@ def _casting_alike(formats: Sequence[str]) -> list[list[str]]:
     """Groups of formats that cast fprop's input alike: they differ in weights' blocks and wgrad's transform alone."""
     groups: list[tuple[Format, list[str]]] = []
     for fmt in formats:
-        of_input = dataclasses.replace(get_format(fmt), name="", weight_block=None)
+        of_input = dataclasses.replace(get_format(fmt).of("input"), name="", weight_block=None, recast=frozenset())
         if not of_input.transforms("input", 1):
             of_input = dataclasses.replace(of_input, hadamard=None)
         for known, group in groups:
@@ -214,7 +214,8 @@ class LinearProbe:
         roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
         shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
         shared += sum(len(alike) - 1 for alike in self._alike if alike[0] in tensors) * ("input" in cut)
-        return len(tensors) * sum(role in cut for role in roles) - shared
+        recast = [role for fmt in tensors for _, role in LinearPrecision.uniform(fmt).sources] if self.updates else []
+        return len(tensors) * sum(role in cut for role in roles) + sum(role in cut for role in recast) - shared
 
     def _fprop_errors(
         self, alike: Sequence[str], operands: Operands, dx: Tensor, output: Tensor | None

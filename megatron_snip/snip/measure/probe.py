@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
@@ -72,7 +73,7 @@ class Probe:
     ) -> None:
         self.linears, self.attends, self.updates = linears, attends, updates
         self.shapes = tuple(shapes)  # of the whole model
-        self.formats = sorted(set(formats) - {"bf16"})
+        self.formats = sorted(fmt for fmt in set(formats) if get_format(fmt).quantised)
         self.mesh, self.tokens, self.device = mesh, tokens, device
         self.seen = 0  # tokens of the last run's batches together
         self.own_attends = own_attends  # ``attends`` are the model's own attention, bit for bit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -28,8 +29,8 @@ class OptimizerView(Protocol):
 
     steps: int
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Adam's m and v, [...]."""
+    def moments(self, name: str) -> tuple[Tensor, ...]:
+        """Adam's m, and the parts of which v is the sum, [...] of any dtype."""
         ...
 
     def gradient(self, name: str) -> Tensor:
@@ -81,9 +82,11 @@ class Updates:
         """
         step, weight = self.optimizer.steps + 1, f"{name}.weight"
         tensors = [self.optimizer.gradient(weight), *self.optimizer.moments(weight)]
+        parts = len(tensors) - 2  # of v
         squares = [torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(1 + len(errors))]
-        for g, m, v, *noise in _slices([*(tensor[rows] for tensor in tensors), *errors]):
-            g = g.float() * clip
+        for g, m, *rest in _slices([*(tensor[rows] for tensor in tensors), *errors]):
+            g, m, noise = g.float() * clip, m.float(), rest[parts:]
+            v = reduce(torch.add, [part.float() for part in rest[:parts]])
             update = adam_update(g, m, v, step, self.adam)
             squares[0] += square(update)
             for total, e in zip(squares[1:], noise, strict=True):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
+from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, check_linear
 from megatron_snip.snip.plan.cost import (
     NOMINAL,
@@ -35,6 +36,7 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
 from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.objectives import get_objective
 
 Ints = NDArray[np.int64]
 #: Values of --snip-options auto: formats of tensor cores that read block scales themselves, and the default elsewhere.
@@ -82,7 +84,7 @@ def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
     """
     if unit != "auto":
         return unit
-    return "time" if any("bf16" in (o.fprop, o.dgrad, o.wgrad) for o in options) else "fp4"
+    return "time" if any(not get_format(getattr(o, gemm)).quantised for o in options for gemm in GEMMS) else "fp4"
 
 
 def device_options(words: str, device: torch.device) -> str:
@@ -123,6 +125,7 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
             free = linear_options([text.strip() for text in words.split(",")], snip.snip_granularity)
     except UserError as error:
         raise UserError(f"--snip-options {snip.snip_options}: {error}") from None
+    _check_recasts(snip, free)
     names = [shape.name for shape in shapes]
     fixes = read_fixes(snip.snip_fix, names)
     options = tuple(dict.fromkeys([*free, *fixes.values()]))
@@ -137,6 +140,23 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
         fixed = _fix_whole_ties(ties, fixed, names, options)
     measure = measure_of(free, snip.snip_target_unit)
     return Choices(options, ties, fixed, np.arange(len(options)) >= len(free), measure)
+
+
+def _check_recasts(snip: SnipConfig, options: Iterable[LinearPrecision]) -> None:
+    """Raise UserError where backward's errors count and an option has an operand that was cast from another format's.
+
+    A probe measures each format alone: what a format casts again is its own cast.
+    """
+    if snip.snip_weight <= 0 and not get_objective(snip.snip_objective).needs_operands:
+        return
+    for option in options:
+        for (gemm, role), first in option.sources.items():
+            if (fmt := getattr(option, gemm)) != getattr(option, first):
+                raise UserError(
+                    f"--snip-options: in {option}, {fmt} makes {gemm}'s {role} of what {first} multiplies in another "
+                    f"format, whose errors no probe measures; give {first} the same, or --snip-weight 0 and "
+                    "--snip-objective snip"
+                )
 
 
 def read_fixes(text: str, names: Sequence[str]) -> dict[str, LinearPrecision]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import AXES, Mesh
@@ -77,12 +78,16 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one rank; parameters counts its elements."""
+    """Measurements of one rank.
+
+    parameters: its elements.  stored: bytes of its shards of weights, gradients and optimiser state at an update.
+    """
 
     rank: int
     stage: int
     parameters: int
     stretches: tuple[Stretch, ...]
+    stored: int
 
     @property
     def worst(self) -> Stretch:
@@ -186,6 +191,8 @@ class Tracker(TorchDispatchMode):
         self.laps: list[Counts] = []
         self._axes: dict[str, str] = {}
         self._resize = torch.UntypedStorage.resize_
+        self._shape_of = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._propagates = False
 
     def name_axes(self, mesh: Mesh) -> None:
         """Map process groups to axes of the mesh."""
@@ -211,16 +218,30 @@ class Tracker(TorchDispatchMode):
             memory.resized(storage)
             return made
 
+        shape_of = self._shape_of
+
+        def uncounted(*args: Any) -> Any:
+            self._propagates = True
+            try:
+                return shape_of(*args)
+            finally:
+                self._propagates = False
+
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        # DTensor finds the shape of an op's result once, by the op on fake tensors of the whole shape
+        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_of  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._propagates:
+            return func(*args, **kwargs)
         fake = FakeTensor in types
         if fake and func is torch.ops.prim.device.default:
             return args[0].fake_device  # the most frequent call

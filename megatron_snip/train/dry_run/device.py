@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.model import rotary
-from megatron_snip.parallel import context_parallel, loss
+from megatron_snip.parallel import context_parallel, loss, tensor
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears import block_scaled, matmul, scaled_mm
 from megatron_snip.quant.linears.operands import Backend
@@ -28,8 +28,8 @@ from megatron_snip.snip.plan.options import device_options
 from megatron_snip.train.setup import precisions_of
 
 _BACKENDS: dict[str, tuple[type[Backend], ...]] = {
-    "hopper": (scaled_mm.Hopper,),
-    "blackwell": (block_scaled.MX, block_scaled.NVFP4),
+    "hopper": (scaled_mm.Hopper, scaled_mm.RowWise),
+    "blackwell": (block_scaled.MX, block_scaled.NVFP4, scaled_mm.RowWise),
 }
 
 
@@ -39,12 +39,15 @@ def device_of(config: Config) -> str:
         return "cpu"
     if torch.cuda.is_available():
         config = config.replace(snip_options=device_options(config.snip.snip_options, torch.device("cuda")))
-    hopper, *blackwell = (backend() for of in _BACKENDS.values() for backend in of)
+    hopper, blackwell = ([backend() for backend in _BACKENDS[name]] for name in ("hopper", "blackwell"))
     with contextlib.suppress(ValueError):  # an unknown precision; `check` refuses it
         plan = Plan.load(str(config.precision.precision_plan)) if config.precision.precision == "plan" else None
         for name in {getattr(precision, gemm) for precision in precisions_of(config, plan) for gemm in GEMMS}:
             fmt = get_format(name)
-            if fmt.quantised and hopper.unfit_format(fmt) and not all(one.unfit_format(fmt) for one in blackwell):
+            if not fmt.quantised:
+                continue
+            on_hopper, on_blackwell = (any(not one.unfit_format(fmt) for one in of) for of in (hopper, blackwell))
+            if on_blackwell and not on_hopper:
                 return "blackwell"
     return "hopper"
 
@@ -58,6 +61,7 @@ def as_on(device: str) -> Iterator[None]:
         for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
             stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
         stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
+        stack.enter_context(mock.patch.object(tensor, "adds_in_bf16", lambda weight: False))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(
             mock.patch.object(context_parallel, "lower_right", lambda *_: None)

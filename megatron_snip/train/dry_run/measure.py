@@ -35,11 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.data.workers import end_with_parent
-from megatron_snip.errors import UserError
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
@@ -51,30 +49,13 @@ from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.train.dry_run.counts import Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.device import as_on, device_of
-from megatron_snip.train.dry_run.output import PROBE, TRIAL, as_text, trial_passes, trial_samples
+from megatron_snip.train.dry_run.output import PROBE, TRIAL, trial_passes, trial_samples
+from megatron_snip.train.dry_run.phases import Phases, Recorder
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
-from megatron_snip.train.validate import validate
 
 GIB = 2**30
 GPU_GRANULE = 512  # bytes; torch's CUDA allocator rounds up to this
-
-
-def dry_run(config: Config) -> None:
-    """`pretrain_llama.py --dry-run`, on rank 0 only.  Raises UserError if the run does not fit --memory-gib."""
-    world_size = config.dry_run.world_size or runtime.environment_world_size()
-    config = without_files(config)
-    validate(config, world_size)
-    if runtime.environment_rank() > 0:
-        return
-    measured = measure_all(config, world_size, end_ranks(config, world_size))
-    runtime.say(as_text(config, world_size, measured))
-    worst = max(measured, key=lambda one: one.worst.total)
-    if config.dry_run.memory_gib is None:
-        runtime.say(f"\n{needs(worst)}; --memory-gib GIB says whether that fits")
-    else:
-        check_memory(config, world_size, worst, config.dry_run.memory_gib)
-        spare = config.dry_run.memory_gib - worst.worst.total / GIB
-        runtime.say(f"\nfits in {config.dry_run.memory_gib:g} GiB with {spare:.1f} to spare: {needs(worst)}")
 
 
 def without_files(config: Config) -> Config:
@@ -97,16 +78,40 @@ def end_ranks(config: Config, world_size: int) -> list[int]:
     return [each * process for process in dict.fromkeys([0, *middle, pp - 1])]
 
 
-def measure_all(config: Config, world_size: int, ranks: Sequence[int]) -> list[Measured]:
+def measure_all(
+    config: Config, world_size: int, ranks: Sequence[int], memory_plan: MemoryPlan | None = None
+) -> list[Measured]:
     """`measure` of each rank, in parallel processes."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(2, len(ranks)), processes, end_with_parent) as pool:
-        return [job.result() for job in [pool.submit(measure, config, world_size, rank) for rank in ranks]]
+    with processes(min(2, len(ranks))) as pool:
+        return [job.result() for job in [pool.submit(measure, config, world_size, rank, memory_plan) for rank in ranks]]
 
 
-def measure(config: Config, world_size: int, rank: int) -> Measured:
-    """Build and run one rank of a run on fake tensors; replaces this process's process group."""
+def processes(count: int) -> ProcessPoolExecutor:
+    """Processes for `measure` and `measure_phases`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(count, context, end_with_parent)
+
+
+def measure(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan | None = None) -> Measured:
+    """Build and run one rank of a run on fake tensors; replaces this process's process group.
+
+    memory_plan: by default that of --memory-plan FILE.
+    """
+    with _built(config, world_size, rank, memory_plan) as stretches:
+        return stretches.measured()
+
+
+def measure_phases(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan) -> list[tuple[Stretch, Phases]]:
+    """The same cut into phases, without trials, which keep nothing for a backward."""
+    with _built(config, world_size, rank, memory_plan) as stretches:
+        stretches.recorder = Recorder(stretches.tracker, stretches.parts.stages, stretches.of_forward)
+        found = stretches.measured(trials=False)
+        return list(zip(found.stretches, stretches.phases, strict=True))
+
+
+@contextlib.contextmanager
+def _built(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan | None) -> Iterator[_Stretches]:
     config = without_files(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -126,8 +131,8 @@ def measure(config: Config, world_size: int, rank: int) -> Measured:
         tracker.name_axes(mesh)
         stack.enter_context(_on_fake_tensors(tracker))
         stack.enter_context(tracker)
-        parts = build(few.replace(compile=False), here, plan, draw=False, mesh=mesh)
-        return _Stretches(config, few, (left_out, forwards), parts, tracker).measured()
+        parts = build(few.replace(compile=False), here, plan, draw=False, mesh=mesh, memory_plan=memory_plan)
+        yield _Stretches(config, few, (left_out, forwards), parts, tracker)
 
 
 def _join_fake_group(rank: int, world_size: int) -> None:
@@ -136,34 +141,31 @@ def _join_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def _outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: object, **options: object) -> Any:
-        with _disable_current_modes():
-            return plain(*args, **options)
-
-    return run
-
-
-def without_dtensors_trials() -> contextlib.AbstractContextManager[object]:
-    """Hide from a tracker that DTensor tries its ops on fake tensors of whole parameters, which no run allocates."""
-    name = "_propagate_tensor_meta_non_cached"
-    return mock.patch.object(ShardingPropagator, name, _outside_modes(getattr(ShardingPropagator, name)))
-
-
 @contextlib.contextmanager
 def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
     """Make tensors fake, except a mesh's tables of ranks.  Arrays read from fake tensors are zeros."""
+    name = "_propagate_tensor_meta_non_cached"
+
+    def outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object, **options: object) -> Any:
+            with _disable_current_modes():
+                return plain(*args, **options)
+
+        return run
 
     def zeros(tensor: Tensor) -> np.ndarray[tuple[int, ...], Any]:
         tracker.counts["read",] += 1
         return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
 
     with (
-        mock.patch.object(DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__)),
-        without_dtensors_trials(),
+        mock.patch.object(DeviceMesh, "__init__", outside_modes(DeviceMesh.__init__)),
+        # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
+        mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
-        mock.patch.object(Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device)),
+        mock.patch.object(
+            Build, "empty", lambda build, *shape: torch.empty(shape, device=build.device, dtype=build.weight_dtype)
+        ),
         mock.patch.object(LlamaStage, "to_empty", lambda stage, *, device: stage),
         FakeTensorMode(),
     ):
@@ -194,11 +196,11 @@ class _Stretches:
     def __init__(self, config: Config, few: Config, left_out: tuple[int, int], parts: Parts, tracker: Tracker) -> None:
         self.config, self.left_out, self.parts, self.tracker = config, left_out, parts, tracker
         optimizer, mesh = parts.optimizer, parts.mesh
-        weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
+        weights, self.stored = [local_of(p.detach()) for p in optimizer.parameters.values()], 0
         self.parameters = sum(weight.numel() for weight in weights)
         tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
         tracker.memory.mark(weights, "parameters")
-        tracker.memory.mark((m for name in optimizer.parameters for m in optimizer.moments(name)), "optimiser")
+        tracker.memory.mark(optimizer.state(), "optimiser")
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
         tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
@@ -207,28 +209,33 @@ class _Stretches:
         for stage in parts.stages.values():
             stage.register_forward_pre_hook(lambda *_: tracker.lap(), prepend=True)
         self.before, self.kept = 0, 0
+        self.recorder: Recorder | None = None
+        self.phases: list[Phases] = []  # of each stretch, with a recorder
         blocks = [block for stage in parts.stages.values() for block in stage.blocks().values()]
         for block in blocks[:1]:  # none if a rank has only the embedding or output layer
             block.register_forward_pre_hook(self._before_block)
             block.register_forward_hook(self._after_block)
 
     def _before_block(self, *_: object) -> None:
-        self.before = self._of_forward()
+        self.before = self.of_forward()
 
     def _after_block(self, *_: object) -> None:
         if torch._C._current_graph_task_id() == -1:  # not recomputation in backward
-            self.kept = self._of_forward() - self.before
+            self.kept = self.of_forward() - self.before
 
-    def _of_forward(self) -> int:
+    def of_forward(self) -> int:
         """Bytes made by forwards, without casts of weights, which serve all microbatches."""
         casts = [linear.weight_casts for stage in self.parts.stages.values() for linear in stage.linears().values()]
         return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
 
     def _mark_gradients(self) -> None:
-        grads = [p.grad for p in self.parts.optimizer.parameters.values() if p.grad is not None]
-        self.tracker.memory.mark(map(local_of, grads), "gradients")
+        optimizer = self.parts.optimizer
+        grads = [local_of(p.grad) for p in optimizer.parameters.values() if p.grad is not None]
+        self.tracker.memory.mark(grads, "gradients")
+        weights = [local_of(p.detach()) for p in optimizer.parameters.values()]
+        self.stored = sum(one.nbytes for one in (*weights, *grads, *optimizer.state()))
 
-    def measured(self) -> Measured:
+    def measured(self, *, trials: bool = True) -> Measured:
         """All stretches of this rank."""
         kind, mesh = self.config.precision.precision, self.parts.mesh
         stretches = []
@@ -239,17 +246,21 @@ class _Stretches:
             self._plan_at_target()
             stretches.append(self._stretch("iteration, plan", self._iteration))
             stretches.append(self._stretch(PROBE, self._probe, self._batches()))
-            if trial_passes(self.config):
+            if trials and trial_passes(self.config):
                 stretches.append(self._trial())
         if self.parts.final is not None and self.parts.switch():
             stretches.append(self._stretch(f"iteration, {self.parts.final}", self._iteration))
-        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches))
+        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored)
 
     def _stretch(
         self, name: str, run: Callable[[], object], batches: int = 1, left_out: tuple[int, int] | None = None
     ) -> Stretch:
         self.tracker.begin()
+        if self.recorder is not None:
+            self.recorder.begin()
         run()
+        if self.recorder is not None:
+            self.phases.append(self.recorder.phases())
         counts, laps = self.tracker.counts, self.tracker.laps
         times, forwards = left_out or self.left_out
         if times:
@@ -308,50 +319,3 @@ class _Stretches:
             missing[stage[row]] -= most[row] - least[row]
             if shape.name in self.parts.linears:
                 self.parts.linears[shape.name].precision = options[int(column)]
-
-
-def needs(worst: Measured) -> str:
-    """The rank that needs the most memory, and how much."""
-    return (
-        f"rank {worst.rank}, pipeline stage {worst.stage}, needs {worst.worst.total / GIB:.1f} GiB ({worst.worst.name})"
-    )
-
-
-def check_memory(config: Config, world_size: int, worst: Measured, gib: float) -> None:
-    """Raise UserError if the worst peak exceeds this many GiB.  Dry runs find the changes that would help."""
-    if worst.worst.total <= gib * GIB:
-        return
-    found = []
-    for words, changed in _changes(config):
-        with contextlib.suppress(UserError):  # a layout that does not divide
-            validate(changed, world_size)
-            ends = measure_all(changed, world_size, end_ranks(changed, world_size))
-            found.append((max(one.worst.total for one in ends) / GIB, words))
-    if fits := [f"{words} ({peak:.1f} GiB)" for peak, words in found if peak <= gib]:
-        way_out = f"it fits with {' or '.join(fits)}"
-    else:
-        least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
-        way_out = f"no single change makes it fit: {least}; combine changes or use more ranks"
-    raise UserError(f"--memory-gib {gib:g}: {needs(worst)}; {way_out}")
-
-
-def _changes(config: Config) -> list[tuple[str, Config]]:
-    """Single changes that save memory per rank, as command-line words and as options."""
-    p, changes = config.parallel, []
-    if config.training.recompute_granularity == "none" and not config.training.compile:
-        selective = config.replace(recompute_granularity="selective", recompute_modules=("core_attn", "mlp"))
-        changes.append(("--recompute-granularity selective --recompute-modules core_attn mlp", selective))
-    if config.training.recompute_granularity != "full":
-        changes.append(("--recompute-granularity full", config.replace(recompute_granularity="full")))
-    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        changes.append(("--sequence-parallel", config.replace(sequence_parallel=True)))
-    if config.training.micro_batch_size > 1:
-        changes.append(("--micro-batch-size 1", config.replace(micro_batch_size=1)))
-    option = "data_parallel_sharding_strategy"
-    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # in descending order of memory
-    for strategy in strategies[strategies.index(p.data_parallel_sharding_strategy) + 1 :]:
-        changes.append((f"--{option.replace('_', '-')} {strategy}", config.replace(**{option: strategy})))
-    for option in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = 2 * getattr(p, option)
-        changes.append((f"--{option.replace('_', '-')} {size}", config.replace(**{option: size})))
-    return changes

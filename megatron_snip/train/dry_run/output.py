@@ -132,7 +132,9 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
     if config.training.compile:
         lines.append("blocks are counted as without --compile, under which launches and memory differ")
     for one in measured:
-        lines += ["", f"rank {one.rank}, pipeline stage {one.stage}, holds {one.parameters / 1e9:.3f}e9 parameters", ""]
+        place = f"rank {one.rank}, pipeline stage {one.stage}"
+        each = f"{one.stored / one.parameters:.4g} bytes each with gradients and optimiser"
+        lines += ["", f"{place}, holds {one.parameters / 1e9:.3f}e9 parameters, {each}", ""]
         lines += _aligned(_rows(one, config.dry_run.dry_run_gemms))
         if costs := _costs(config, world_size, one):
             lines += ["", *costs]

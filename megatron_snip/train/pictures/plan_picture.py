@@ -34,7 +34,7 @@ def plan_png(plan: Plan) -> io.BytesIO:
     draw_plan(axes, plan, grid, formats)
     handles = [Patch(facecolor=colour, label=name) for name, colour in formats.items()]
     figure.legend(handles=handles, loc="outside upper left", frameon=False, ncols=len(handles))
-    if any(len(set(vars(p).values())) > 1 for p in plan.linears.values()):
+    if any(len({p.fprop, p.dgrad, p.wgrad}) > 1 for p in plan.linears.values()):
         figure.supxlabel("bands of a cell from the top: fprop, dgrad, wgrad", fontsize=9, color=_FAINT)
     png = io.BytesIO()
     figure.savefig(png, format="png", facecolor="white")

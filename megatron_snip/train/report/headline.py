@@ -16,6 +16,7 @@ from megatron_snip.quant import GEMMS, LinearPrecision
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import gemm_time
 from megatron_snip.snip.plan.options import read_times
+from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
 from megatron_snip.train.report.run_summary import Curve, Run
 from megatron_snip.train.run.run_folder import saved_options
 from megatron_snip.train.setup import snip_shapes
@@ -58,9 +59,22 @@ def headline(run: Run) -> list[tuple[str, str]]:
         layout = [f"{name} {n}" for name, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1]
         layout.append(f"dp {ranks // (tp * pp * cp)}")
         rows.append(("ran on", f"{ranks} x {made.get('device', 'unknown device')}: {' x '.join(layout)}"))
+    if t.memory_plan != "none" and (run.path / FILE).is_file():
+        rows.append(("memory plan", _memory_plan(run)))
     if "started" in made:
         rows.append(("last started", f"{made['started']}: {made.get('command', '')}".rstrip(": ")))
     return rows
+
+
+def _memory_plan(run: Run) -> str:
+    try:
+        plan = MemoryPlan.load(run.path / FILE)
+    except ValueError as error:
+        run.notes.append(str(error))
+        return "unreadable"
+    peak = max((rank.peak for rank in plan.ranks), default=0) / 2**30
+    made = f"; predicted peak {peak:.1f} of {plan.memory_gib:.1f} GiB" if plan.memory_gib and peak else ""
+    return f"{plan.told}{made} ({plan.hash})"
 
 
 def verdict(run: Run) -> str:

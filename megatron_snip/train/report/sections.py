@@ -91,11 +91,14 @@ def compared(runs: Sequence[str | Path]) -> str:
 
 
 def _optimisation(run: Run) -> Section | None:
-    """Gradient norm and learning rate."""
+    """Gradient norm, learning rate, and how much of the updates reaches the weights."""
     figures = []
     for title, key in (("Gradient norm", "grad-norm"), ("Learning rate", "learning-rate")):
         if (curve := run.column(key))[0]:
             figures.append(pictures.curves({title.lower(): curve}, title.lower()) | {"title": title})
+    reached = {name: run.column(f"optim/{key}") for name, key in (("descent", "edq"), ("lost elements", "lost"))}
+    if reached["descent"][0]:
+        figures.append(pictures.curves(reached, "share") | {"title": "Updates that reach the weights"})
     return Section("Optimisation", "", figures) if figures else None
 
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_snip.arguments import parse
 from megatron_snip.checkpoint.lock import living_holder
+from megatron_snip.checkpoint.low_parts import readable
 from megatron_snip.checkpoint.manifest import (
     Damaged,
     check,
@@ -35,6 +37,7 @@ from megatron_snip.files.io import check_folder
 from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
 from megatron_snip.model.spec import spec_of
+from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.runtime import environment_rank, made_with
 from megatron_snip.train.run.state_file import read_run_file, read_state
 
@@ -178,7 +181,9 @@ def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:
     if is_hf_folder(start.load):
         what = "loaded the weights"
         spec = spec_of(ModelConfig(**model_options(start.load)))
-        load_hf(start.load, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, spec)
+        wanted, finish = readable(tensors, {name: torch.float32 for name in tensors if not name.endswith(LOW)})
+        load_hf(start.load, {name.removeprefix("model."): tensor for name, tensor in wanted.items()}, spec)
+        finish()
     else:
         load_tensors(start.load, start.load_iteration, tensors)
     LOGGER.info(f"{what} of {start.load} in {time.perf_counter() - begin:.2f} s")

@@ -25,6 +25,7 @@ from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import FILES_KEPT
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import ROWS_KEPT, row_of
 
 #: Samples of a run, or iterations; products with a sequence length fit 64 bits.
@@ -162,6 +163,7 @@ class _State(_Strict, frozen=True):
     data: dict[Literal["train", "valid"], list[_Corpus]]
     unwritten_rows: Annotated[list[_FileText], Meta(max_length=ROWS_KEPT + 2)]
     weights_alone: bool
+    memory_plan: dict[Text, Any] | None = None  # `MemoryPlan.from_dict` checks it
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -177,6 +179,9 @@ def state_of(values: dict[str, Any]) -> dict[str, Any]:
     Raises JsonFileError with the first invalid field.
     """
     found = checked(values, _State)
+    if found.memory_plan is not None:
+        with _about("memory_plan"):
+            MemoryPlan.from_dict(found.memory_plan)
     if found.snip is not None:
         _check_snip(found.snip)
     for number, line in enumerate(found.unwritten_rows):
@@ -210,6 +215,7 @@ def new_state(run_id: str, config: Config) -> dict[str, Any]:
         "config": config.to_dict(),
         "snip": None,
         "plan_hash": None,
+        "memory_plan": None,
         "data": {},
         "unwritten_rows": [],
         "weights_alone": True,

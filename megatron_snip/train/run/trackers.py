@@ -51,7 +51,7 @@ def check_trackers(config: Config) -> None:
         ("--wandb-project", log.wandb_project, "wandb"), ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
     ):  # fmt: skip
         if value and importlib.util.find_spec(package) is None:
-            raise UserError(f"{option} needs {package}: pip install 'megatron_snip[{package}]', or drop the option")
+            raise UserError(f"{option} needs {package}: pip install {package}, or drop the option")
 
 
 def start_trackers(config: Config, run_id: str, iteration: int | None) -> list[Tracker]:

@@ -33,7 +33,7 @@ def real_counts(options: dict[str, Any]) -> list[tuple[Counter[Any], int]]:
     Neither leaves tensors in circles.
     """
     tracker, found = Tracker(), []
-    with measure.without_dtensors_trials(), tracker:
+    with tracker:
         parts, runs = _runs(options)
         tracker.name_axes(parts.mesh)
         for run in runs:

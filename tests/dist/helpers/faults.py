@@ -55,7 +55,7 @@ def poisoned_steps(options: dict[str, Any], rank: int, bad: set[int], iterations
     for i in range(1, iterations + 1):
         before = {name: local_of(tensor).clone() for name, tensor in parts.tensors().items()}
         batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
-        told.append(dataclasses.astuple(parts.stepper.step(batch, i)))
+        told.append(dataclasses.astuple(parts.stepper.step(batch, i))[:-1])
         moved.append(any(not torch.equal(before[name], local_of(t)) for name, t in parts.tensors().items()))
         assert all(p.grad is None for p in parts.optimizer.parameters.values())
     parts.train_loader.close()
@@ -66,8 +66,8 @@ def poisoned_run(options: dict[str, Any], rank: int, bad: set[int]) -> str:
     """The program with a NaN on one rank; the error that ended it on this rank."""
     build = loop.build
 
-    def poisoned_build(*args: Any) -> Parts:
-        parts = build(*args)
+    def poisoned_build(*args: Any, **how: Any) -> Parts:
+        parts = build(*args, **how)
         poison(parts, rank, bad)
         return parts
 

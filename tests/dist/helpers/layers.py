@@ -35,10 +35,11 @@ from megatron_snip.quant.kernels.dispatch import cast
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears.linear_op import pack
 from megatron_snip.quant.casts.rounding import random_bits
-from tests.dist.helpers.rotated import register_rotated
+from tests.dist.helpers.formats import GROUPS, register_formats
 
 B, S, K, N, V = 2, 256, 512, 256, 96  # sequences, tokens, channels in and out, vocabulary
-PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain", "rotated")
+PRECISIONS = ("bf16", "fp8", "fp4", "fp4/fp8/fp4", "fp8/fp4/bf16", "bf16/fp4/fp8", "mxfp8", "nvfp4_plain", "rotated",
+              "mxfp8_dequantized", "mxfp4_tetrajet", "fp4/bf16_dequantized/bf16_dequantized", "again")
 KEY = RoundingKey(seed=7, iteration=5, stream=0, row0=3 * S)
 CONTEXT = StepContext(key=KEY)
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -112,16 +113,10 @@ def run_linear(kind: str, precision: str, sequence_parallel: bool) -> dict[str, 
 
 def run_all() -> dict[tuple, dict[str, Any]]:
     """Every case in one start of the ranks."""
-    register_rotated()
+    register_formats()
     return {case: run_linear(*case) for case in product(KINDS, PRECISIONS, (False, True))}
 
 
-#: Precisions of three linears that read one input.
-GROUPS = (
-    ("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp8"), ("fp4", "bf16", "fp8"),
-    ("fp8/fp4/bf16", "fp4", "fp4"), ("bf16/fp4/fp8", "fp8", "fp4"), ("mxfp8", "nvfp4_plain", "mxfp8"), ("nvfp4",) * 3,
-    ("nvfp4_plain", "fp8/mxfp8/nvfp4_plain", "bf16/nvfp4_plain/bf16"),
-)  # fmt: skip
 #: 112 tokens a process: no block of 128 ends with them.
 LENGTHS = (S, 224)
 
@@ -164,6 +159,7 @@ def run_group(
 
 def run_groups() -> list[tuple[Any, bool]]:
     """Every case, and whether the two ways give the same bits."""
+    register_formats()
     cases = [(g, n, b, sp) for g in GROUPS for n in LENGTHS for b in (1, 2) for sp in (False, True)]
     return [(case, _same(run_group(*case, False), run_group(*case, True))) for case in cases]
 

@@ -149,8 +149,8 @@ def troubled_run(options: dict[str, Any], *troubles: Trouble) -> dict[str, Any]:
     kept: list[Parts] = []
     build = loop.build
 
-    def broken_build(*args: Any) -> Parts:
-        parts = build(*args)
+    def broken_build(*args: Any, **how: Any) -> Parts:
+        parts = build(*args, **how)
         let_targets_grow(parts, 4)
         for trouble in troubles:
             trouble.put_into(parts)

@@ -122,9 +122,9 @@ def test_numbers_out_of_range(word):
         check_own(own)
 
 
-def test_without_the_harness_it_names_the_extra(monkeypatch):
+def test_without_the_harness_it_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'megatron_snip\[evaluate\]'"):
+    with pytest.raises(ValueError, match="needs lm-evaluation-harness; pip install lm-eval"):
         load_tasks("piqa", None)
 
 

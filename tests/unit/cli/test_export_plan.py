@@ -314,6 +314,34 @@ def test_transformer_engine_before_2_19_gets_a_recipe_by_name(save, monkeypatch)
     assert found.recipe_of(name("self_attn.o_proj")) is found.recipe_of("lm_head") is None
 
 
+@pytest.mark.parametrize("target", ["megatron", "transformer-engine"])
+def test_our_casts_keep_a_plan_s_formats(target, save, capsys):
+    """All FP4 is left, and the files call our quantizer for it."""
+    path = save("fp8", q="fp4", k="fp4", v="fp4", down="fp4/fp8/fp4")
+    out = export(path, target, "--own-casts")
+    said = capsys.readouterr().err
+    modules = BLOCKS * (4 if target == "transformer-engine" else 2)
+    assert f"note: {modules} modules need megatron_snip where they train" in said
+    assert "stay in FP4" not in said and "become nvfp4" not in said
+    text = (out / ("te_recipes.py" if target == "transformer-engine" else "snip_recipes.py")).read_text()
+    assert "('fp4', 'fp8', 'fp4')" in text and "te_own_quantizer" in text
+    export(path, target)
+    assert "become nvfp4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["torchtitan"], "--own-casts does not go with --to torchtitan"),
+        (["megatron", "--for-version", "2.18"], "--own-casts needs Transformer Engine 2.19 or newer, not 2.18"),
+    ],
+)
+def test_our_casts_are_for_transformer_engine(words, why, save, capsys, tmp_path):
+    assert main([str(save("fp4")), "--own-casts", "--output", str(tmp_path / "out"), "--to", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {why}") and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_version_that_is_not_known_is_refused(target, save, capsys, tmp_path):
     """Of the range's ends, those inside are written for."""

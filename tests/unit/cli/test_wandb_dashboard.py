@@ -43,7 +43,7 @@ def test_without_the_package_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     assert main([*WORDS, "--dry-run"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: wandb-workspaces cannot be used") and "megatron_snip[dashboard]" in said
+    assert said.startswith("error: wandb-workspaces cannot be used") and "pip install wandb-workspaces" in said
 
 
 def test_what_wandb_raises_is_one_line(monkeypatch, capsys):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from megatron_snip.formats import ROLES, Format, Hadamard, format_names, get_format, register
-from megatron_snip.formats.element import E2M1, E4M3
+from megatron_snip.formats.element import E2M1, E4M3, E5M2
 
 #: Formats that this package ships, and their elements; a new one need not be here.
 SHIPPED = {
@@ -15,15 +16,19 @@ SHIPPED = {
     "fp8": "E4M3",
     "fp4": "E2M1",
     "fp8_e5m2": "E5M2",
+    "fp8_hybrid": "E4M3",
     "fp8_pow2": "E4M3",
     "fp4_pow2": "E2M1",
     "mxfp8": "E4M3",
     "mxfp8_e5m2": "E5M2",
+    "mxfp8_dequantized": "E4M3",
     "mxfp8_floor": "E4M3",
     "mxfp6_e2m3": "E2M3",
     "mxfp6_e3m2": "E3M2",
     "mxfp4": "E2M1",
     "mxfp4_floor": "E2M1",
+    "mxfp4_tetrajet": "E2M1",
+    "bf16_dequantized": None,
     "nvfp4_plain": "E2M1",
     "nvfp4": "E2M1",
     "nvfp4_4over6": "E2M1",
@@ -41,7 +46,8 @@ def test_only_fp4_gradients_round_stochastically_by_default():
         fmt = get_format(name)
         rounds = {(role, dim) for role, dim in itertools.product(ROLES, (0, 1)) if fmt.stochastic(role, dim)}
         gradients = {("grad_output", 0), ("grad_output", 1)} if "fp4" in name else set()
-        assert rounds == gradients | ({("input", 0)} if name == "mxfp4" else set()), "wgrad's input is along dim 0"
+        others = {"mxfp4": {("input", 0)}, "mxfp4_tetrajet": {("input", 0), ("weight", 0)}}.get(name, set())
+        assert rounds == gradients | others, "wgrad's input and dgrad's weight are along dim 0"
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
@@ -58,7 +64,7 @@ def test_published_blocks_and_scales(name):
     """OCP MX v1.0, sec. 5: 32 elements under E8M0; NVFP4: 16 under E4M3; else 128 and 128x128 under float32."""
     fmt = get_format(name)
     if name.startswith("mx"):
-        expected = (32, None, "e8m0_ceil" if name in ("mxfp8", "mxfp8_e5m2", "mxfp4") else "e8m0", None)
+        expected = (32, None, "e8m0" if name.endswith("floor") or "fp6" in name else "e8m0_ceil", None)
     elif name.startswith("nv"):
         scale = "e4m3_4over6" if name == "nvfp4_4over6" else "e4m3"
         expected = (16, None, scale, None) if name == "nvfp4_plain" else (16, 16, scale, 16)
@@ -66,6 +72,17 @@ def test_published_blocks_and_scales(name):
         expected = (128, 128, "fp32_pow2" if name.endswith("pow2") else "fp32", None)
     assert (fmt.tile, fmt.weight_block, fmt.scale, fmt.hadamard and fmt.hadamard.length) == expected
     assert fmt.needs_tensor_amax == name.startswith("nv")
+
+
+def test_gradients_have_their_own_element():
+    """Hybrid: but for the name, inputs and weights are those of fp8, and gradients those of fp8_e5m2."""
+    hybrid = get_format("fp8_hybrid")
+    assert hybrid.elements == (E4M3, E5M2) and (hybrid.element_bits, hybrid.bits_per_element) == (8, 8.25)
+    for role, name in (("input", "fp8"), ("weight", "fp8"), ("grad_output", "fp8_e5m2")):
+        one = hybrid.of(role)
+        assert replace(one, name=name) == get_format(name) and one.elements == get_format(name).elements
+        assert one.of("input") is one.of("grad_output") is one
+    assert get_format("fp8").of("grad_output") is get_format("fp8") and get_format("bf16").elements == ()
 
 
 def test_without_weight_blocks_weights_have_tiles():
@@ -110,3 +127,8 @@ def test_bad_arguments_raise():
             Format("x", E2M1, stochastic_roles=frozenset({wrong}))
     with pytest.raises(ValueError, match="tile=0"):
         Format("x", E2M1, tile=0)
+    for element, bits in ((E2M1, 4), (None, 0)):
+        with pytest.raises(
+            ValueError, match=f"x: gradient_element=E5M2 has 8 bits, element {bits}; give one of as many"
+        ):
+            Format("x", element, gradient_element=E5M2)

@@ -24,6 +24,7 @@ def test_one_row_a_format_with_its_numbers():
         "fp32",
         "-",
         "-",
+        "-",
     ]
     assert rows[2].split() == [
         "fp4",
@@ -37,8 +38,10 @@ def test_one_row_a_format_with_its_numbers():
         "fp32",
         "grad_output",
         "-",
+        "-",
     ]
-    transformed = ["E2M1", "4.5", "6", "1", "0.5", "1x16", "16x16", "e4m3", "grad_output", "16", "wgrad"]
+    assert rows[format_names().index("bf16_dequantized")].split()[-2:] == ["input,", "weight"]
+    transformed = ["E2M1", "4.5", "6", "1", "0.5", "1x16", "16x16", "e4m3", "grad_output", "16", "wgrad", "-"]
     assert rows[format_names().index("nvfp4")].split() == ["nvfp4", *transformed]
 
 

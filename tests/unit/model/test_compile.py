@@ -70,7 +70,12 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-PLANS = ["fp8", "fp8,fp4,fp4/fp8/fp4", "mxfp8,nvfp4_plain,nvfp4"]
+PLANS = [
+    "fp8",
+    "fp8,fp4,fp4/fp8/fp4",
+    "mxfp8,nvfp4_plain,nvfp4",
+    "mxfp8_dequantized,mxfp4_tetrajet,fp8/bf16_dequantized/bf16_dequantized",
+]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

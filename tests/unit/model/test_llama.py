@@ -235,6 +235,7 @@ RECOMPUTED = {
     "the first three": Recompute("full", "block", 3),
     "attention": Recompute("selective"),
     "attention and mlp": Recompute("selective", modules=("core_attn", "mlp")),
+    "a plan": Recompute(plan=("selective", "full", "keep", "selective", "full", "keep", "full", "keep")),
 }
 
 
@@ -247,14 +248,29 @@ def test_recomputation_changes_no_bit(precision, how, make):
     assert loss == other_loss and all(torch.equal(grads[name], other[name]) for name in grads)
 
 
+STAGE = range(3, 8)
+
+
 def test_what_runs_again():
     """By Megatron-LM's meanings, of a stage of five blocks."""
     one_by_one = [range(i, i + 1) for i in range(5)]
-    assert Recompute().runs(5) == Recompute("selective").runs(5) == [(block, False) for block in one_by_one]
-    assert Recompute("full").runs(5) == [(block, True) for block in one_by_one]
-    assert Recompute("full", "uniform", 2).runs(5) == [(range(2), True), (range(2, 4), True), (range(4, 5), True)]
-    assert Recompute("full", "block", 2).runs(5) == [(block, block.start < 2) for block in one_by_one]
-    assert Recompute("full", "block", 9).runs(5) == [(block, True) for block in one_by_one]
+    assert Recompute().runs(STAGE) == Recompute("selective").runs(STAGE) == [(block, False) for block in one_by_one]
+    assert Recompute("full").runs(STAGE) == [(block, True) for block in one_by_one]
+    assert Recompute("full", "uniform", 2).runs(STAGE) == [
+        (range(2), True),
+        (range(2, 4), True),
+        (range(4, 5), True),
+    ]
+    assert Recompute("full", "block", 2).runs(STAGE) == [(block, block.start < 2) for block in one_by_one]
+    assert Recompute("full", "block", 9).runs(STAGE) == [(block, True) for block in one_by_one]
+
+
+def test_a_plan_s_choices_are_those_of_the_model_s_blocks():
+    plan = Recompute(plan=("full", "keep", "selective", "full"))
+    assert plan.runs(range(2, 4)) == [(range(1), False), (range(1, 2), True)]
+    parts = [[plan.of_block(i).of_part(part) for part in ("core_attn", "mlp")] for i in range(4)]
+    assert parts == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
+    assert Recompute("selective").of_block(3).of_part("core_attn"), "without a plan, all blocks are alike"
 
 
 def saved_bytes(stage: LlamaStage) -> int:

@@ -7,6 +7,7 @@ Float8BlockScaling's derived parameters among them.
 from __future__ import annotations
 
 import contextlib
+import enum
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+
+
+class Format(enum.Enum):
+    E4M3 = 1
+    HYBRID = 3
 
 
 @dataclass
@@ -26,6 +32,7 @@ class QParams:
 @dataclass
 class Float8BlockScaling:
     use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = field(default_factory=lambda: QParams(power_2_scale=True))
     fp8_quant_fwd_weight: QParams = field(default_factory=lambda: QParams(power_2_scale=True))
     fp8_quant_bwd_grad: QParams = field(default_factory=lambda: QParams(power_2_scale=True))
@@ -91,7 +98,7 @@ def engine(monkeypatch):
     modules["transformer_engine"].__version__ = "2.20.2"
     modules["transformer_engine"].__spec__ = SimpleNamespace()
     recipe, pytorch = modules["transformer_engine.common.recipe"], modules["transformer_engine.pytorch"]
-    for kind in (QParams, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe):
+    for kind in (Format, QParams, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe):
         setattr(recipe, kind.__name__, kind)
     pytorch.Linear, pytorch.autocast = engine.linear(), engine.autocast
     for name, module in modules.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip import quant
-from megatron_snip.formats import format_names, get_format
+from megatron_snip.formats import ROW, format_names, get_format
 from megatron_snip.quant import LinearPrecision, RoundingKey, quantize, quantized_linear
 
 TEXT = (Path(__file__).parents[3] / "docs" / "numerics.md").read_text()
@@ -71,11 +71,17 @@ def test_the_table_is_that_of_the_formats():
     section = TEXT[TEXT.index("## Formats") : TEXT.index("## Blocks and scales")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "| `" in line]
     assert [row[0].strip("`") for row in rows] == format_names()
-    for row in rows[1:]:
+    for row in rows:
         fmt = get_format(row[0].strip("`"))
-        element = fmt.element
-        assert row[1] == element.name
-        numbers = [2.0 ** int(cell[2:]) if cell.startswith("2^") else float(cell) for cell in row[2:6]]
-        assert numbers == [element.max, element.min_normal, element.min_subnormal, fmt.bits_per_element]
-        assert row[6:8] == ["x".join(map(str, fmt.block_shape(role, 1))) for role in ("input", "weight")]
+        if not fmt.quantised:
+            assert [*row[1:5], row[5]] == [*"----", "16"]
+            continue
+        assert row[1] == "/".join(element.name for element in fmt.elements)
+        numbers = [
+            [2.0 ** int(n[2:]) if n.startswith("2^") else float(n) for n in cell.split("/")] for cell in row[2:6]
+        ]
+        columns = [[getattr(one, name) for one in fmt.elements] for name in ("max", "min_normal", "min_subnormal")]
+        assert numbers == [*columns, [fmt.bits_per_element]]
+        shapes = [fmt.block_shape(role, 1) for role in ("input", "weight")]
+        assert row[6:8] == ["row" if ROW in one else "x".join(map(str, one)) for one in shapes]
         assert row[8:] == [fmt.scale, ", ".join(sorted(fmt.stochastic_roles)) or "-"]

@@ -73,7 +73,7 @@ def test_bf16_is_exactly_torchs_linear(dtype, sizes):
 
 
 @DTYPES
-@pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8_e5m2", "e3m2"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "fp8_e5m2", "fp8_hybrid", "e3m2"])
 @pytest.mark.usefixtures("torchs_products")
 def test_every_gemm_multiplies_its_quantised_operands(fmt, dtype):
     x, w, g = (t.detach() for t in tensors(dtype))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import get_format
-from megatron_snip.formats.element import E2M1, E4M3
+from megatron_snip.formats.element import E2M1, E4M3, E5M2
 from megatron_snip.quant import quantize
 from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.casts.grid import encode, round_nearest
@@ -124,17 +124,17 @@ def test_blockwise_fp8_is_that_of_torchao(role, dim, name, cast):
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("role", ["input", "weight"])
-@pytest.mark.parametrize("fmt", ["fp8", "fp8_pow2", "fp8_e5m2"])
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_pow2", "fp8_e5m2", "fp8_hybrid"])
 def test_blockwise_fp8_is_that_of_transformer_engine(fmt, role, name, cast, checkout, monkeypatch):
     """It gives blocks of zeros a scale of 1, we 0."""
     peer = load_transformer_engine_blockwise(checkout("--transformer-engine"), monkeypatch)
     theirs = peer.quantize(
         DATA[name],
-        torch.float8_e5m2 if fmt == "fp8_e5m2" else torch.float8_e4m3fn,
+        torch.float8_e5m2 if get_format(fmt).of(role).element == E5M2 else torch.float8_e4m3fn,
         return_transpose=True,
         pow_2_scales=fmt == "fp8_pow2",
-        quant_tile_shape=(1, 128) if role == "input" else (128, 128),
+        quant_tile_shape=(128, 128) if role == "weight" else (1, 128),
         munge_scale_shapes=False,
     )
     same_but_for_zero_blocks(cast(DATA[name], fmt, role=role, dim=1), theirs.data, theirs.scale)

@@ -13,14 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_snip.formats import Format
+from megatron_snip.formats.element import E4M3, E5M2
 from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey, check_linear, name_stream, quantized_linear
+from megatron_snip.quant.linears.block_scaled import MX
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.matmul import product
 from megatron_snip.quant.linears.scaled_mm import Hopper
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
-REAL = F.scaled_mm
+REAL, BEFORE = F.scaled_mm, torch._scaled_mm
 SIZES = (384, 640, 256)  # tokens, input channels, output channels: 5 blocks make cuBLAS's padding show
 
 
@@ -41,26 +44,41 @@ def multiply(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, use_fa
     return (a @ b).to(output_dtype)
 
 
+def multiply_mixed(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum=False):
+    """E5M2 by E4M3.  Square blocks' scales are [K, N] blocks, contiguous along K and not padded."""
+    assert (a.dtype, b.dtype) == (torch.float8_e5m2, torch.float8_e4m3fn) and not use_fast_accum
+    shape = BEFORE(meta(a), meta(b), meta(scale_a), meta(scale_b), out_dtype=out_dtype)
+    a = a.float() * scale_a.repeat_interleave(128, dim=1)
+    if scale_b.shape[1] == b.shape[1]:
+        assert scale_b.is_contiguous(), "outer-dim-major"
+    else:
+        assert scale_b.stride() == (1, b.shape[0] // 128)
+        scale_b = scale_b.repeat_interleave(128, dim=1)
+    assert scale_a.stride()[0] == 1 and shape.shape == (a.shape[0], b.shape[1])
+    return (a @ (b.float() * scale_b.repeat_interleave(128, dim=0))).to(out_dtype)
+
+
 @pytest.fixture
 def scaled_mm(monkeypatch):
     calls = []
     monkeypatch.setattr(Hopper, "unfit_device", lambda self, device: None)
     monkeypatch.setattr(F, "scaled_mm", lambda *args, **how: calls.append(args) or multiply(*args, **how))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **how: calls.append(args) or multiply_mixed(*args, **how))
     return calls
 
 
-def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(dtype: torch.dtype, sizes: tuple[int, int, int] = SIZES) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    t, k, n = SIZES
+    t, k, n = sizes
     x, w, g = (torch.randn(shape, generator=generator).to(dtype) for shape in ((t, k), (n, k), (t, n)))
     return x.requires_grad_(), w.requires_grad_(), g
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["fp8", "fp4", "fp8_pow2", "fp4_pow2", "e3m2", "fp4/fp8/bf16",
-                                       "bf16/fp4/fp8"])  # fmt: skip
+                                       "bf16/fp4/fp8", "fp8_hybrid", "fp8/fp8/fp8_hybrid"])  # fmt: skip
 def test_the_same_codes_and_scales_as_the_emulation(precision, dtype, scaled_mm):
-    x, w, g = tensors(dtype)
+    x, w, g = tensors(dtype, (384, 640, 512) if "hybrid" in precision else SIZES)
     precision = LinearPrecision.parse(precision)
     emulated = quantized_linear(x, w, precision, key=KEY)
     y = ByGemm(Hopper())(x, w, LinearCall(precision, KEY))
@@ -148,6 +166,20 @@ def test_sizes_that_do_not_fit_the_blocks_are_refused_or_emulated(sizes, scaled_
         ByGemm(Hopper())(x, w, call)
     expected = quantized_linear(x, w, call.precision, key=KEY)
     assert torch.equal(ByGemm(Hopper(), Emulated())(x, w, call), expected) and not scaled_mm
+
+
+def test_hybrid_needs_scales_without_padding(scaled_mm):
+    """torch._scaled_mm does not know cuBLAS's padding of the scales of square blocks to a multiple of 4."""
+    x, w, _ = tensors(torch.float32)
+    call = LinearCall(LinearPrecision.uniform("fp8_hybrid"), KEY)
+    with pytest.raises(ValueError, match="256 output channels are no multiple of 512, which fp8_hybrid's dgrad needs"):
+        ByGemm(Hopper())(x, w, call)
+    expected = quantized_linear(x, w, call.precision, key=KEY)
+    assert torch.equal(ByGemm(Hopper(), Emulated())(x, w, call), expected) and not scaled_mm
+    fmt = Format("mx_hybrid", E4M3, tile=32, weight_block=None, scale="e8m0", gradient_element=E5M2)
+    assert MX().unfit_format(fmt) == "mx_hybrid has E5M2 gradients, which these tensor cores are not given"
+    fmt = Format("backwards", E5M2, gradient_element=E4M3)
+    assert "needs E5M2 for both operands" in str(Hopper().unfit_format(fmt))
 
 
 def test_only_gemms_that_the_tensor_cores_take_go_there(scaled_mm):

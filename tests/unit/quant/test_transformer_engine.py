@@ -35,6 +35,7 @@ from megatron_snip.quant.linears.te_quantizers import quantizer_for
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS, TransformerEngine
 from tests.unit.quant.fake_engine import (
     Float8BlockScaling,
+    Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -73,7 +74,9 @@ def test_the_master_weight_gets_its_gradient_through_a_module_without_weights(en
         ("fp8", Float8BlockScaling, {"use_f32_scales": True, "fp8_quant_fwd_inp": QParams(False, 0.0),
                                      "fp8_quant_fwd_weight": QParams(False, 0.0),
                                      "fp8_quant_bwd_grad": QParams(False, 0.0)}),
-        ("fp8_pow2", Float8BlockScaling, {"use_f32_scales": False, "fp8_quant_fwd_weight": QParams(True, 0.0)}),
+        ("fp8_hybrid", Float8BlockScaling, {"use_f32_scales": True, "fp8_format": Format.HYBRID}),
+        ("fp8_pow2", Float8BlockScaling, {"use_f32_scales": False, "fp8_format": Format.E4M3,
+                                          "fp8_quant_fwd_weight": QParams(True, 0.0)}),
         ("mxfp8", MXFP8BlockScaling, {}),
         ("nvfp4_plain", NVFP4BlockScaling, {"disable_rht": True, "disable_2d_quantization": True}),
         ("nvfp4", NVFP4BlockScaling, {"disable_rht": False, "disable_2d_quantization": False}),
@@ -274,7 +277,7 @@ def test_without_the_package_it_is_auto_s_and_says_why(fmt):
             "formats by GEMM need version 2.19, 2.18 is installed",
         ),
         ("mxfp8/nvfp4_plain/bf16", "2.19.0", (10, 0), "13.0", None),
-        ("fp4", "2.20.2", (10, 0), "13.0", "it has no fp4, only fp8, fp8_pow2, mxfp8, nvfp4_plain, nvfp4"),
+        ("fp4", "2.20.2", (10, 0), "13.0", "it has no fp4, only fp8, fp8_hybrid, fp8_pow2, mxfp8, nvfp4_plain, nvfp4"),
     ],
 )
 def test_gates(fmt, version, capability, cuda, reason, machine):

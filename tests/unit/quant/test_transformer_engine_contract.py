@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from tests.unit.quant.engine_over_stand_in import SIDE
 VERSIONS = ("2.20.2", "2.8.0")
 LAYOUTS = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 KINDS = {
-    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer",
+    "bf16": None, "fp8": "Float8BlockQuantizer", "fp8_pow2": "Float8BlockQuantizer",
+    "fp8_hybrid": "Float8BlockQuantizer",
+    "mxfp8_dequantized": "MXFP8Quantizer", "bf16_dequantized": None, "mxfp8": "MXFP8Quantizer",
     "nvfp4_plain": "NVFP4Quantizer", "nvfp4": "NVFP4Quantizer",
 }  # fmt: skip
 MIXED = [
@@ -34,7 +37,14 @@ MIXED = [
     "nvfp4/mxfp8/nvfp4",
     "bf16/mxfp8/fp8",
     "nvfp4_plain/nvfp4_plain/mxfp8",
+    "fp8/fp8_hybrid/fp8_hybrid",
 ]
+E4M3, E5M2 = 5, 6  # of its DType
+
+OWN = {
+    "10.0": ["fp4", "fp4_pow2", "mxfp4", "mxfp4_floor", "nvfp4_4over6", "mxfp8_floor", "fp8/fp4/fp4", "bf16/bf16/fp4"],
+    "9.0": ["mxfp8", "nvfp4", "fp8/mxfp8/nvfp4", "fp4/fp8_pow2/nvfp4_plain"],
+}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -74,6 +84,7 @@ def check_gemms(steps, formats):
         for operand, is_weight, is_grad in zip(operands, (weight, False), (False, grad), strict=True):
             if fmt.startswith("fp8"):
                 wanted = {"force_pow_2_scales": fmt == "fp8_pow2", "block_scaling_dim": 2 if is_weight else 1}
+                wanted["dtype"] = E5M2 if fmt == "fp8_hybrid" and is_grad else E4M3
             elif fmt.startswith("nvfp4"):
                 rht = fmt == "nvfp4"
                 wanted = {"with_2d_quantization": rht and is_weight, "stochastic_rounding": is_grad}
@@ -86,7 +97,7 @@ def check_gemms(steps, formats):
 
 def test_one_format_runs_by_its_recipe(ask):
     """Every format in one place: GEMMs, gradients, and the weight cast once for two microbatches."""
-    formats = {"9.0": ["fp8", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
+    formats = {"9.0": ["fp8", "fp8_hybrid", "fp8_pow2"], "10.0": ["mxfp8", "nvfp4_plain", "nvfp4"]}
     for capability, names in formats.items():
         answers = ask(capability, linears=names)
         assert answers["version"] == ask.version
@@ -115,6 +126,37 @@ def test_formats_by_gemm_run_by_a_custom_recipe(ask):
             check_weight_casts(answer["passes"])
 
 
+def test_our_quantizer_gives_our_bits(ask):
+    """Formats that the package does not have, on any GPU, and those of Blackwell on Hopper; its own run the rest."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    for capability, precisions in OWN.items():
+        for precision, answer in ask(capability, own=precisions)["own"].items():
+            assert answer["equal"] == dict.fromkeys((*LAYOUTS.values(), "bias"), True), (capability, precision)
+            parsed = LinearPrecision.parse(precision)
+            for fmt, found in zip((parsed.fprop, parsed.dgrad, parsed.wgrad), answer["kinds"], strict=True):
+                theirs = fmt in KINDS and (capability == "10.0" or fmt.startswith("fp8"))
+                assert found == [KINDS[fmt] if theirs else None] * 2, (capability, precision)
+
+
+def test_our_quantizer_adds_to_the_main_gradient(ask):
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    assert 0 < ask(accumulated=True)["accumulated"] < 4e-3  # ours rounds each microbatch's gradient to bf16
+
+
+@pytest.mark.parametrize("precision", ["fp4", "fp8/fp4/fp4", "fp4/bf16/fp8"])
+def test_our_quantizer_under_tensor_parallelism(ask, precision, tmp_path):
+    """Two ranks, column and row parallel, with and without sequence parallelism."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    requests = [{"rank": rank, "store": str(tmp_path / "store"), "precision": precision} for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(lambda request: ask("9.0", tensor_parallel=request)["tensor_parallel"], requests)
+    for equal in answers:
+        assert len(equal) == 12 and all(equal.values()), equal
+
+
 def test_what_we_ask_for_is_supported(ask):
     """Where our table says that a format runs, the package does not refuse its recipe."""
     for capability in ("9.0", "10.0", "10.3"):
@@ -124,18 +166,40 @@ def test_what_we_ask_for_is_supported(ask):
         assert supported == dict.fromkeys(ours, True), capability
 
 
+def written(ask, folder, precisions, capability="10.0", *words):
+    """Kind of a linear -> casts and GEMMs of its te.Linear under the recipe that a plan of one block is written as."""
+    shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
+    linears = {shape.name: LinearPrecision.parse(precisions[shape.kind]) for shape in shapes}
+    Plan.by_hand(linears, shapes).save(folder / "plan.json")
+    told = [str(folder / "plan.json"), "--to", "transformer-engine", "--output", str(folder), "--for-version"]
+    assert main([*told, ask.version, *words]) == 0
+    names = {shape.kind: f"model.{shape.name}" for shape in shapes} | {"lm_head": "lm_head"}
+    found = ask(capability, module=str(folder / "te_recipes.py"), names=[*names.values()])["module"]
+    return {kind: found[name] for kind, name in names.items()}
+
+
 def test_a_written_plan_is_the_recipe_of_a_whole_model(ask, tmp_path):
     if ask.version == "2.8.0":
         pytest.skip("formats by GEMM need 2.19")
-    shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
-    by_kind = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
-    linears = {shape.name: LinearPrecision.parse(by_kind[shape.kind]) for shape in shapes}
-    Plan.by_hand(linears, shapes).save(tmp_path / "plan.json")
-    words = [str(tmp_path / "plan.json"), "--to", "transformer-engine", "--output", str(tmp_path), "--for-version"]
-    assert main([*words, ask.version]) == 0
-    names = [*(f"model.{name}" for name in linears), "lm_head"]
-    found = ask(module=str(tmp_path / "te_recipes.py"), names=names)["module"]
+    precisions = dict(zip("qkvo", MIXED, strict=False)) | {"gate": "bf16", "up": "mxfp8", "down": "nvfp4_plain"}
+    precisions |= {"v": "mxfp8_dequantized", "o": "mxfp8/bf16_dequantized/bf16_dequantized"}
+    found = written(ask, tmp_path, precisions)
     check_gemms(found.pop("lm_head"), ["bf16"] * 3)
-    for name, precision in linears.items():
-        check_gemms(found.pop(f"model.{name}"), [precision.fprop, precision.dgrad, precision.wgrad])
+    for kind, precision in precisions.items():
+        parsed, steps = LinearPrecision.parse(precision), found.pop(kind)
+        check_gemms(steps, [parsed.fprop, parsed.dgrad, parsed.wgrad])
+        assert sum("dequantised" in step for step in steps) == len(parsed.sources), "columnwise from rowwise data"
     assert not found
+
+
+def test_a_plan_written_with_our_casts_keeps_its_formats(ask, tmp_path):
+    """On Hopper: its own FP8, and ours for the rest."""
+    if ask.version == "2.8.0":
+        pytest.skip("quantizers of Python need 2.19")
+    precisions = dict.fromkeys("qkvo", "fp8") | {"gate": "fp4", "up": "fp8/fp4/fp4", "down": "nvfp4"}
+    found = written(ask, tmp_path, precisions, "9.0", "--own-casts")
+    run = {"fp8": ["fp8"] * 3, "fp8/fp4/fp4": ["fp8", "bf16", "bf16"]}  # a dequantised operand has no quantizer
+    for kind, precision in precisions.items():
+        check_gemms(found[kind], run.get(precision, ["bf16"] * 3))
+    text = (tmp_path / "te_recipes.py").read_text()
+    assert "mlp.gate_proj': ('fp4', 'fp4', 'fp4')" in text and "'fp8', 'fp4', 'fp4'" in text

@@ -290,8 +290,8 @@ def break_steps(monkeypatch, bad: set[int], *, loss: float = math.nan) -> None:
     """Make the loss of some iterations what it is not, on the way into the step."""
     build_parts = loop.build
 
-    def build(*args):
-        parts = build_parts(*args)
+    def build(*args, **how):
+        parts = build_parts(*args, **how)
         gradients = parts.stepper.gradients
 
         def broken(batch, iteration, *context, **how):
@@ -335,8 +335,8 @@ def test_too_many_in_a_row_end_the_run(train_here, tmp_path, monkeypatch):
 def test_a_validation_loss_that_is_not_finite_is_null(train_here, tmp_path, monkeypatch):
     build_parts = loop.build
 
-    def build(*args):
-        parts = build_parts(*args)
+    def build(*args, **how):
+        parts = build_parts(*args, **how)
         parts.stepper.evaluate = lambda batch, iteration: math.nan
         return parts
 
@@ -358,7 +358,7 @@ def test_leaving_saves_and_a_restart_goes_on(train_here, tmp_path):
 
 def test_the_start_counts_as_a_jobs_time(train_here, monkeypatch):
     build_parts = loop.build
-    monkeypatch.setattr(loop, "build", lambda *args: (time.sleep(0.7), build_parts(*args))[1])
+    monkeypatch.setattr(loop, "build", lambda *args, **how: (time.sleep(0.7), build_parts(*args, **how))[1])
     assert len(train_here(train_iters=3, exit_duration_in_mins=0.01)) == 1
 
 

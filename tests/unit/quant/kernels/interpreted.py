@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megatron_snip.formats import Element, Format, Hadamard, format_names, get_format
+from megatron_snip.formats import ROW, Element, Format, Hadamard, format_names, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.casts.cast import (
@@ -90,7 +90,7 @@ def every_format() -> Iterator[Case]:
     turn = itertools.count()
     names = [name for name in format_names() if get_format(name).quantised] + ["e3m4", "e6m1"]
     for (number, name), (role, dim) in itertools.product(enumerate(names), SIDES):
-        if not triton_cast._natural(plain(name, role, dim).block):
+        if not triton_cast._natural(plain(name, role, dim).part):
             continue  # cast.py's
         stochastic = number % 2 == (role == "input") ^ dim
         forms = [plain(name, role, dim, key) for key in ((None, KEY) if stochastic else (None,))]
@@ -144,6 +144,29 @@ def of_two_pieces() -> Iterator[Case]:
         key = RoundingKey(7, 3, 9, 2**32 - 3 * piece, 3, rows=rows)
         forms = [plain(name, "grad_output", dim, key) for dim in (1, 0)]
         yield Case(operands((2 * piece * sequences, 40), torch.bfloat16)[0], forms, ["codes", "operand"], fp8=True)
+
+
+def of_rows() -> Iterator[Case]:
+    """Scales of whole rows: both dims at once, special values, products, ragged tiles, a million numbers."""
+    key = RoundingKey(7, 3, 9, 5, 3)
+    for number, (shape, dtype, keys) in enumerate(
+        [
+            ((131, 300), torch.bfloat16, (None, None)),
+            ((128, 256), torch.float32, (key, None)),
+            ((3, 5), None, (key, key)),
+        ]
+    ):
+        forms = [plain("fp8_rowwise", "input", dim, keys[1 - dim]) for dim in (1, 0)]
+        for outputs in (["operand", "operand"], ["values", "codes"], ["codes", "values"]):
+            x = operands(shape, dtype or torch.float32)[1]
+            yield Case(x, forms, outputs, number % 2 == 0, torch.bfloat16 if dtype is None else None)
+    gate, up = (operands((35, 136), torch.bfloat16)[1] for _ in range(2))
+    yield Case(gate, [*forms[:1], plain("fp8", "input", 0)], ["codes", "operand"], True, up=up.flip(0))
+    wide = Format("rows", get_format("fp4").element, tile=ROW, weight_block=None)
+    mixed = [Form(wide, "weight", 0), plain("fp8", "weight", 1), Form(wide, "weight", 1), plain("mxfp8", "weight", 0)]
+    yield Case(operands((130, 140), torch.bfloat16)[4], mixed, ["codes"] * 4, True)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).repeat(16).view(1024, 1024)
+    yield Case(every, [plain("fp8_rowwise", "input", dim) for dim in (1, 0)], ["codes", "operand"], True)
 
 
 def swizzled() -> Iterator[Case]:
@@ -237,8 +260,9 @@ def cast_differences(case: Case) -> list[str]:
 
 def dequantised() -> Iterator[str]:
     """Where dequantisation differs: every byte as a code, in codes by rows and by columns."""
-    for name in ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4_plain", "e6m1"):
-        form = plain(name, "input", 0)
+    names = ("fp8", "fp4", "fp8_e5m2", "mxfp6_e3m2", "nvfp4_plain", "e6m1", "fp8_rowwise")
+    for name, dim in [*((name, 0) for name in names), ("fp8_rowwise", 1)]:
+        form = plain(name, "input", dim)
         x = operands((256, 6), torch.float32)[4]
         made = reference(x, [form.held("codes")], finite_amax(x))[0]
         codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 6)
@@ -333,7 +357,7 @@ def main() -> int:
     count, problems = 0, []
     with as_instructions_round():
         for case in itertools.chain(
-            every_format(), pairs(), weights(), of_two_pieces(), swizzled(), products(), odd_ones()
+            every_format(), pairs(), weights(), of_two_pieces(), swizzled(), products(), of_rows(), odd_ones()
         ):
             count += 1
             problems += cast_differences(case)

@@ -69,3 +69,21 @@ def test_changes_of_some_rows(rows, by_hand):
     expected = [float(plain.square().sum()), *(float((u(grad + e)[rows] - plain).square().sum()) for e in errors)]
     found = updates.changes(NAME, [e[rows] for e in errors], 0.5, rows)
     assert list(map(float, found)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_v_may_have_a_low_part_and_everything_be_bf16(by_hand):
+    """As of --optimizer-precision collage-plus: v is the sum of its parts."""
+    updates, grad, _, errors = by_hand
+    m, v = updates.optimizer.moments(f"{NAME}.weight")
+    m, v, grad = m.bfloat16(), v.bfloat16(), grad.bfloat16()
+    low = v * 0.5  # far more than a low part has, so that it shows
+    optimizer = SimpleNamespace(steps=2, moments=lambda _: (m, v, low), gradient=lambda _: grad)
+
+    def u(g: torch.Tensor) -> torch.Tensor:
+        return adam_update(0.5 * g, m.float(), v.float() + low.float(), 3, updates.adam).double()
+
+    g = grad.float()
+    expected = [float(u(g).square().sum()), *(float((u(g + e) - u(g)).square().sum()) for e in errors)]
+    assert list(map(float, Updates(optimizer, updates.adam).changes(NAME, errors, 0.5))) == pytest.approx(
+        expected, rel=1e-4
+    )

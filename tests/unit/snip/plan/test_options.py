@@ -347,3 +347,19 @@ def test_recipes_are_options_by_gemm():
 def test_recipes_follow_the_statistics():
     assert measured_options("recipes", ["mxfp8", "nvfp4"]) == "recipes:blackwell"
     assert measured_options("recipes", ["fp8"]) == "recipes:hopper" and measured_options("fp4", ["fp8"]) == "fp4"
+
+
+@pytest.mark.parametrize("how", [{"snip_weight": 1.0}, {"snip_objective": "rel_err"}])
+def test_what_no_probe_measures_is_refused(how):
+    """A probe measures each format alone, and wgrad's errors depend on fprop's format if its input is cast again."""
+    mixed = SnipConfig(
+        snip_options="mxfp8_dequantized,nvfp4_plain/mxfp8_dequantized/mxfp8_dequantized", snip_target=0.2
+    )
+    check_choices(mixed, SHAPES)
+    check_choices(dataclasses.replace(mixed, snip_options="mxfp8_dequantized,nvfp4_plain", **how), SHAPES)
+    with pytest.raises(
+        ValueError,
+        match="in nvfp4_plain/mxfp8_dequantized/mxfp8_dequantized, mxfp8_dequantized makes dgrad's weight of what "
+        "fprop multiplies in another format, whose errors no probe measures; give fprop the same, or --snip-weight 0",
+    ):
+        check_choices(dataclasses.replace(mixed, **how), SHAPES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_snip.config import Config
-from megatron_snip.train.dry_run import measure
+from megatron_snip.train.dry_run import command, measure
 from megatron_snip.train.dry_run.counts import KINDS, Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.output import as_text, trial_passes
 
@@ -28,7 +28,7 @@ def made_up(rank: int, mib: int) -> Measured:
         ("count", "tp", "all-gather"): 5, ("bytes", "tp", "all-gather"): 2**30, ("read",): 1,
     })  # fmt: skip
     peak = {**dict.fromkeys(KINDS, 0), "parameters": mib * MIB // 4, "activations": mib * MIB * 3 // 4}
-    return Measured(rank, rank // 2, 10**9, (Stretch("iteration, fp4", peak, counts, 3 * MIB),))
+    return Measured(rank, rank // 2, 10**9, (Stretch("iteration, fp4", peak, counts, 3 * MIB),), 16 * 10**9)
 
 
 @pytest.fixture
@@ -88,11 +88,14 @@ def test_gemms_flops_and_launches() -> None:
 
 def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    measure.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
+    command.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
     text = capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
-    assert "a plan: 28 linears x 2 options" in text and "rank 2, pipeline stage 1, holds 1.000e9 parameters" in text
+    assert (
+        "a plan: 28 linears x 2 options" in text
+        and "rank 2, pipeline stage 1, holds 1.000e9 parameters, 16 bytes each" in text
+    )
     lines = [line.split("|") for line in text.splitlines()]
     rows = {line[1].strip(): line[2].strip() for line in lines[:25] if len(line) > 2}
     assert rows["peak, GiB"] == "1.00" and rows["activations, GiB"] == "0.75" and rows["TFLOP"] == "1"
@@ -105,10 +108,10 @@ def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_the_last_line_says_whether_it_fits(peaks, capsys) -> None:
-    measure.dry_run(Config().replace(**OPTIONS, memory_gib=80.0))
+    command.dry_run(Config().replace(**OPTIONS, memory_gib=80.0))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "fits in 80 GiB with 79.0 to spare: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4)"
-    measure.dry_run(Config().replace(**OPTIONS))
+    command.dry_run(Config().replace(**OPTIONS))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == ("rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); --memory-gib GIB says whether that fits")
 
@@ -118,7 +121,7 @@ def test_probes_and_trials_are_told_in_plain_iterations() -> None:
     peak, sent = dict.fromkeys(KINDS, 0), {("count", "tp", "all-gather"): 1, ("bytes", "tp", "all-gather"): 2**30}
     flops = {"iteration, bf16": 4e12, "iteration, plan": 4e12, "probe": 10e12, "pass of a trial": 8e12}
     stretches = [Stretch(name, peak, Counter({("flops",): int(n), **sent}), 0) for name, n in flops.items()]
-    one = Measured(0, 0, 10**9, tuple(stretches))
+    one = Measured(0, 0, 10**9, tuple(stretches), 0)
     config = Config().replace(**OPTIONS, precision="snip", snip_interval=100, snip_trials=10)
     config = config.replace(snip_trial_tokens=64 * 512)
     cost = 10 * 2 * (65 / 64) / (5 / 4)
@@ -131,7 +134,7 @@ def test_probes_and_trials_are_told_in_plain_iterations() -> None:
     )
     assert "16.25 plain iterations, 10.00 GiB in collectives; 16.250% of a run at --snip-interval 100" in text
     untried = config.replace(snip_trials=0)
-    assert "a trial" not in as_text(untried, 4, [Measured(0, 0, 10**9, tuple(stretches[:3]))])
+    assert "a trial" not in as_text(untried, 4, [Measured(0, 0, 10**9, tuple(stretches[:3]), 0)])
     assert trial_passes(untried) == trial_passes(config.replace(snip_objective="layer_id")) == 0
     assert trial_passes(config) == 10 and trial_passes(config.replace(precision="fp8")) == 0
 
@@ -139,7 +142,7 @@ def test_probes_and_trials_are_told_in_plain_iterations() -> None:
 def test_what_would_make_it_fit_is_named(peaks) -> None:
     peaks |= {"full 1 2": 400, "none 2 2": 600, "none 1 4": 500, "optim_grads_params": 300}
     with pytest.raises(ValueError) as info:
-        measure.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
+        command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
     assert str(info.value) == (
         "--memory-gib 0.5: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); it fits with "
         "--recompute-granularity full (0.4 GiB) or --data-parallel-sharding-strategy optim_grads_params (0.3 GiB) or "
@@ -150,7 +153,7 @@ def test_what_would_make_it_fit_is_named(peaks) -> None:
 def test_what_does_not_help_alone_is_named_too(peaks) -> None:
     peaks |= {"full 1 2": 700}
     with pytest.raises(ValueError, match="no single change makes it fit: --recompute-granularity full \\(0.7 GiB\\), "):
-        measure.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
+        command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_what_does_not_help_alone_is_named_too(peaks) -> None:
 )
 def test_bad_options(options, said, peaks, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        measure.dry_run(Config().replace(**{**OPTIONS, **options}))
+        command.dry_run(Config().replace(**{**OPTIONS, **options}))
 
 
 @pytest.mark.parametrize(

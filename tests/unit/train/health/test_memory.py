@@ -30,7 +30,7 @@ def test_it_is_told_before_anything_is_built(train_here, monkeypatch, caplog):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     seen = []
     build = loop.build
-    monkeypatch.setattr(loop, "build", lambda *words: seen.append("cannot hold" in caplog.text) or build(*words))
+    monkeypatch.setattr(loop, "build", lambda *a, **how: seen.append("cannot hold" in caplog.text) or build(*a, **how))
     train_here(train_iters=1)
     assert seen == [True]
 
@@ -39,7 +39,7 @@ def test_what_a_process_holds(train_here, monkeypatch):
     """Sixteen bytes a parameter, of the parts that a real run has."""
     made = []
     build = loop.build
-    monkeypatch.setattr(loop, "build", lambda *words: made.append(build(*words)) or made[-1])
+    monkeypatch.setattr(loop, "build", lambda *a, **how: made.append(build(*a, **how)) or made[-1])
     train_here(train_iters=1)
     (parts,) = made
     assert held(Config().replace(**TINY), 1) == 16 * sum(

@@ -161,7 +161,7 @@ def test_each_field_is_checked(path, value, said):
 
 
 def test_every_field_of_the_state_is_needed():
-    for name in STATE.keys() - {"version"}:
+    for name in STATE.keys() - {"version", "memory_plan"}:  # checkpoints from before memory plans have none
         with pytest.raises(JsonFileError, match=f"^field {name} is missing"):
             state_of(with_value(name, DELETE))
 

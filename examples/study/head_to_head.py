@@ -1,0 +1,229 @@
+"""Train on under each arm of a schedule, and judge what the weights have become.
+
+    python -m examples.study.head_to_head examples/study/schedules/smollm2.toml
+
+Every arm is a run of `megatron-snip train` that continues from the same iterations in BF16 with the same data.  When it
+has ended, its weights are exported and judged on held-out text by `judge.py`, which shares no code with the trainer:
+with the forward of the arm's formats, and unrounded.  DIR/NAME/SEED/ARM/ keeps metrics, plans, the report and
+result.json; the checkpoints go.
+
+You can kill the command at any time and start it again: an arm goes on from its last checkpoint.  Several of these
+commands share the work: each takes the next arm that no other one is at.  `--table` prints what is known so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.study import real_model
+from examples.study.head_to_head_table import table
+from examples.study.judge import TEXTS, formats_of, in_formats, linears_of, losses, sequences_of
+from examples.study.pieces import write_json
+from examples.study.real_text import write_texts
+from examples.study.schedule import BASE, BY_HAND, Schedule, read_schedule
+from megatron_snip import runtime
+from megatron_snip.errors import UserError
+from megatron_snip.quant import LinearPrecision
+from megatron_snip.train.run.metrics import read_metrics
+from megatron_snip.train.schedule import final_switch
+
+RESULT = "result.json"
+#: Metrics in seconds of what planning adds to training.
+OVERHEADS = ("snip/probe_seconds", "snip/trial_seconds", "snip/wait_seconds", "snip/apply_seconds")
+PLAN = ("iteration", "hash", "achieved", "target", "trial")  # what a result keeps of a plan
+TRAIN = ("probe", *TEXTS)  # texts that become datasets; the first is trained on
+
+
+def run(words: Sequence[str], log: Path) -> None:
+    """`megatron-snip` with these words in a process of its own.  UserError with its last line if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with log.open("a") as file:
+        command = [sys.executable, "-m", "megatron_snip.cli", *words]
+        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+    if ended:
+        last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(f"megatron-snip {words[0]} ended with status {ended}: {last}; {log} has all of it")
+
+
+@contextmanager
+def alone(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether no other process is at this folder; wait: until none is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+class HeadToHead:
+    """The runs of a schedule in a folder."""
+
+    def __init__(self, schedule: Schedule, folder: Path, model: Path, device: str) -> None:
+        self.schedule, self.folder, self.model, self.device = schedule, folder, model, device
+
+    def say(self, text: str) -> None:
+        """One line to the terminal."""
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    def prepare(self) -> None:
+        """The model's folder, its texts, and their tokens."""
+        with alone(self.folder, wait=True):
+            real_model.made(self.model)
+            if not all((self.model / file).is_file() for file in TEXTS.values()):
+                write_texts(self.model)
+            for text in TRAIN:
+                prefix = self.folder / "tokens" / text
+                if not prefix.with_name(f"{text}_text_document.idx").is_file():
+                    prefix.parent.mkdir(exist_ok=True)
+                    self.say(f"tokenises {text}")
+                    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.model)]
+                    source = str(self.model / TEXTS.get(text, f"{text}.txt"))
+                    run(["preprocess", "--input", source, "--output-prefix", str(prefix), *words],
+                        self.folder / "log.txt")  # fmt: skip
+
+    def train(self, seed: int, name: str, load: Path, words: Sequence[str]) -> Path:
+        """A run up to its end, from its own checkpoints if it has any; its folder."""
+        folder = self.folder / str(seed) / name
+        saved = folder / "checkpoints"
+        mine = saved if (saved / "latest_checkpointed_iteration.txt").is_file() else load
+        tokens = [str(self.folder / "tokens" / f"{text}_text_document") for text in TRAIN]
+        common = self.schedule.words(
+            seed=seed, device=self.device, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.model,
+            train_data_path=tokens[0], valid_data_path=[w for each in tokens[1:] for w in ("1", each)],
+            run_dir=folder, save=saved, load=mine, keep_last=1,
+        )  # fmt: skip
+        run(["train", *common, *words], folder / "log.txt")
+        return folder
+
+    def prefix(self, seed: int) -> Path:
+        """Checkpoints of the iterations in BF16 that a seed's arms share."""
+        folder = self.folder / str(seed) / "prefix"
+        with alone(folder, wait=True):
+            if not (folder / RESULT).is_file():
+                self.say(f"seed {seed}: {self.schedule.prefix} iterations in BF16 before all arms")
+                self.train(seed, "prefix", self.model, ["--exit-interval", str(self.schedule.prefix)])
+                write_json(folder / RESULT, {})
+        return folder / "checkpoints"
+
+    def arm(self, seed: int, name: str) -> None:
+        """Train and judge an arm, unless it is done or another process is at it."""
+        folder = self.folder / str(seed) / name
+        with alone(folder) as free:
+            if not free or (folder / RESULT).is_file():
+                return
+            began, plan = time.perf_counter(), folder / "by_hand.json"
+            if BY_HAND in self.schedule.arms[name] and not plan.is_file():
+                self.schedule.plan(self.schedule.arms[name]).save(plan)
+            self.say(f"seed {seed}, {name}: trains")
+            self.train(seed, name, self.prefix(seed), self.schedule.words_of(name, plan))
+            exported = folder / "exported"
+            words = ["--load", str(folder / "checkpoints"), "--hf", str(exported)]
+            run(["convert", "export", *words], folder / "log.txt")
+            self.say(f"seed {seed}, {name}: is judged")
+            found = {"arm": name, "seed": seed, **self.facts(name, folder), **self.judged(name, folder, exported)}
+            write_json(folder / RESULT, found)
+            shutil.rmtree(folder / "checkpoints")
+            shutil.rmtree(exported)
+            self.say(f"seed {seed}, {name}: done in {(time.perf_counter() - began) / 60:.0f} minutes")
+
+    def facts(self, name: str, folder: Path) -> dict[str, Any]:
+        """What the run's metrics tell: losses on the way, plans, and planning's time in plain iterations."""
+        rows = read_metrics(folder / "metrics.jsonl")
+        seconds = sorted(row["iteration-time"] for row in rows if "iteration-time" in row)
+        spent = sum(row.get(key, 0.0) for row in rows for key in OVERHEADS)
+        plans = [json.loads(path.read_text()) for path in sorted((folder / "plans").glob("*.json"))]
+        return {
+            "options": self.schedule.arms[name],
+            "training loss": [row["lm loss"] for row in rows if "lm loss" in row],
+            "validation": {row["iteration"]: row[key] for row in rows if (key := "lm loss validation") in row},
+            "plans": [{key: plan[key] for key in PLAN} for plan in plans],
+            "saved": [row["snip/saved"] for row in rows if "snip/saved" in row],
+            "seconds an iteration": seconds[len(seconds) // 2],
+            "planning, in iterations": spent / seconds[len(seconds) // 2],
+        }  # fmt: skip
+
+    def formats(self, name: str, folder: Path, names: Sequence[str]) -> dict[str, str]:
+        """The format of each linear's fprop at the end of an arm."""
+        final = final_switch(self.schedule.config(self.schedule.arms[name]))
+        plans = sorted((folder / "plans").glob("*.json")) or [*folder.glob("by_hand.json")]
+        found = formats_of(str(plans[-1]) if plans else self.schedule.arms[name]["precision"], names)
+        if final is not None:
+            found = {each: final.of(LinearPrecision.uniform(fmt)).fprop for each, fmt in found.items()}
+        return found
+
+    @torch.no_grad()
+    def judged(self, name: str, folder: Path, exported: Path) -> dict[str, Any]:
+        """Mean loss of each held-out sequence, by text: with the arm's forward, and unrounded."""
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, local_files_only=True).eval()
+        chosen = self.formats(name, folder, list(linears_of(model)))
+        length = self.schedule.options["seq-length"]
+        texts = {
+            text: sequences_of(self.model, file, self.schedule.judged * length, length) for text, file in TEXTS.items()
+        }
+        found: dict[str, Any] = {
+            "unrounded": {text: losses(model, each).mean(1).tolist() for text, each in texts.items()}
+        }
+        rounded = set(chosen.values()) != {BASE}
+        with in_formats(model, chosen):
+            found["losses"] = {
+                text: losses(model, each).mean(1).tolist() if rounded else found["unrounded"][text]
+                for text, each in texts.items()
+            }
+        return found
+
+    def results(self) -> list[dict[str, Any]]:
+        """Of every arm that has ended, in the schedule's order."""
+        paths = (self.folder / str(seed) / name / RESULT for seed in self.schedule.seeds for name in self.schedule.arms)
+        return [json.loads(path.read_text()) for path in paths if path.is_file()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("runs/head_to_head"), help="folder of all schedules")
+    parser.add_argument("--model", type=Path, default=real_model.DEFAULT, help="Hugging Face folder of the model")
+    parser.add_argument("--device", default="cpu", help="of training (default: cpu)")
+    parser.add_argument("--arms", help="these alone, comma-separated")
+    parser.add_argument("--table", action="store_true", help="print what is known so far, and train nothing")
+    parser.add_argument("--json", type=Path, help="also write all results to a file, a line each")
+    own = parser.parse_args(arguments)
+    schedule = read_schedule(own.schedule)
+    arms = own.arms.split(",") if own.arms else list(schedule.arms)
+    if unknown := [name for name in arms if name not in schedule.arms]:
+        raise UserError(f"--arms: {own.schedule} has no arm {unknown[0]}; it has {', '.join(schedule.arms)}")
+    work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, own.model, own.device)
+    if not own.table:
+        work.prepare()
+        for seed in schedule.seeds:
+            for name in arms:
+                work.arm(seed, name)
+    found = work.results()
+    if own.json is not None:
+        own.json.write_text("".join(json.dumps(each) + "\n" for each in found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    with runtime.report_errors():
+        main()

@@ -1,0 +1,193 @@
+"""`--memory-plan auto`: dry runs with each choice, a program for each pipeline rank, and a dry run of the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.model.recompute import CHOICES
+from megatron_snip.model.stages import is_interleaved, stage_blocks
+from megatron_snip.runtime import Runtime
+from megatron_snip.train.dry_run.counts import Measured
+from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
+from megatron_snip.train.health.memory import free_memory
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for
+from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, peaks_of, solve
+from megatron_snip.train.memory_plan.rates import Rates, rates_of
+
+LOGGER = logging.getLogger("megatron_snip")
+_MOST_PROCESSES = 8
+#: How often the budget is lowered by what a dry run of the answer needs beyond it.
+_TRIES = 4
+
+
+def held_blocks(config: Config) -> list[tuple[int, ...]]:
+    """The blocks of each pipeline rank by global index, in order."""
+    pp, stages = config.parallel.pipeline_model_parallel_size, stage_blocks(config.model.num_layers, config.parallel)
+    return [tuple(block for stage in stages[rank::pp] for block in stage) for rank in range(pp)]
+
+
+def measured_ranks(config: Config) -> list[int]:
+    """Pipeline ranks whose runs are measured.  Those between the ends are alike but for the microbatches in flight."""
+    pp = config.parallel.pipeline_model_parallel_size
+    if pp <= 3 or is_interleaved(config.model.num_layers, config.parallel):
+        return list(range(pp))
+    return [0, 1, pp - 1]
+
+
+def choices_of(config: Config) -> tuple[str, ...]:
+    """The choices that a run may make."""
+    return tuple(choice for choice in CHOICES if not (choice == "selective" and config.training.compile))
+
+
+def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> list[Runs]:
+    """The runs of each pipeline rank, measured or derived from the rank before it."""
+    blocks, measured, choices = held_blocks(config), measured_ranks(config), choices_of(config)
+    each, of_run = world_size // len(blocks), made_for(config, world_size)
+    jobs = {
+        (rank, choice): pool.submit(
+            measure_phases, config, world_size, rank * each, MemoryPlan((choice,) * config.model.num_layers, of_run)
+        )
+        for rank in measured
+        for choice in choices
+    }
+    found: list[Runs] = []
+    for rank in range(len(blocks)):
+        if rank in measured:
+            by_choice = {choice: jobs[rank, choice].result() for choice in choices}
+            found.append(Runs(rank, blocks[rank], by_choice))
+        else:
+            found.append(dataclasses.replace(found[1], stage=rank, microbatches_less=rank - 1))
+    return found
+
+
+def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.float64]:
+    """[B, O]: modelled seconds of an iteration that a block takes under each choice."""
+    stretch = 1 if config.precision.precision == "snip" else 0  # most iterations run under a plan
+    table = np.zeros((len(runs.blocks), len(runs.choices)))
+    for column, of_choice in enumerate(runs.by_choice.values()):
+        phases = of_choice[stretch][1]
+        for row, block in enumerate(runs.blocks):
+            times = config.num_microbatches(dp) / phases.forwards
+            table[row, column] = rates.seconds(phases.counts[block]) * times
+    return table
+
+
+class Planner:
+    """The measurements of a run's ranks, from which it makes plans for any budget."""
+
+    def __init__(self, config: Config, world_size: int, pool: ProcessPoolExecutor) -> None:
+        self.config, self.world_size = config, world_size
+        self.rates, dp = rates_of(config), config.data_parallel_size(world_size)
+        self.runs = measure_runs(config, world_size, pool)
+        self.peaks: list[Peaks] = [peaks_of(runs) for runs in self.runs]
+        self.seconds = [seconds_of(runs, config, dp, self.rates) for runs in self.runs]
+
+    def plan(self, gib: float, short: float = 0.0) -> MemoryPlan:
+        """The fastest plan whose peaks stay within ``gib`` less ``short`` on every rank.  Raises UserError if none."""
+        choices, blocks = choices_of(self.config), held_blocks(self.config)
+        budget = int((gib - short) * GIB)
+        solved: dict[bytes, Chosen] = {}
+        chosen, found = ["keep"] * self.config.model.num_layers, []
+        for runs, peaks, seconds in zip(self.runs, self.peaks, self.seconds, strict=True):
+            key = peaks.values.tobytes() + peaks.base.tobytes() + seconds.tobytes()
+            if key not in solved:
+                what = f"pipeline rank {runs.stage}"
+                solved[key] = solve(peaks, seconds, budget, what)
+            found.append(solved[key])
+            for block, choice in zip(blocks[runs.stage], solved[key].choice, strict=True):
+                chosen[block] = choices[choice]
+        ranks = tuple(RankCost(rank, one.peak, one.seconds) for rank, one in enumerate(found))
+        of_run = made_for(self.config, self.world_size)
+        status = "optimal" if all(one.status == "optimal" for one in found) else "limit"
+        return MemoryPlan(tuple(chosen), of_run, gib, ranks, self.rates.name, status, max(one.gap for one in found))
+
+
+def make_plan(config: Config, world_size: int, gib: float) -> tuple[MemoryPlan, list[Measured]]:
+    """The plan for ``gib`` GiB a rank, and the dry run under it.  Raises UserError if no plan fits."""
+    workers = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    with processes(workers) as pool:
+        planner = Planner(config, world_size, pool)
+        short = 0.0
+        for _ in range(_TRIES):
+            plan = planner.plan(gib, short)
+            ends = end_ranks(config, world_size)
+            jobs = [pool.submit(measure, config, world_size, rank, plan) for rank in ends]
+            measured = [job.result() for job in jobs]
+            over = max(one.worst.total for one in measured) / GIB - gib
+            if over <= 0:
+                break
+            short += over
+    return plan, measured
+
+
+def budget_of(config: Config, device: torch.device | None) -> float:
+    """GiB of --memory-gib, or what is free on this GPU.  Raises UserError without either."""
+    if config.dry_run.memory_gib is not None:
+        return config.dry_run.memory_gib
+    if device is None or device.type != "cuda":
+        raise UserError("--memory-plan auto needs the memory of a rank, and there is no GPU here; give --memory-gib")
+    free = free_memory(device)
+    assert free is not None
+    return free / GIB
+
+
+def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
+    """The plan of --memory-plan auto, which rank 0 makes; None for other values.  Every rank must call it.
+
+    Raises UserError on all ranks.
+    """
+    if config.training.memory_plan != "auto":
+        return None
+    told: list[tuple[str, object]] = [("", None)]
+    if here.rank == 0:
+        told = [_plan_or_error(lambda: make_plan(config, here.world_size, budget_of(config, here.device))[0])]
+    dist.broadcast_object_list(told, src=0)
+    error, values = told[0]
+    if error:
+        raise UserError(error)
+    assert isinstance(values, dict)
+    plan = MemoryPlan.from_dict(values)
+    LOGGER.info(f"memory plan {plan.hash} for {plan.memory_gib:.4g} GiB: {plan.told}")
+    return plan
+
+
+def _plan_or_error(make: Callable[[], MemoryPlan]) -> tuple[str, object]:
+    try:
+        return "", make().to_dict()
+    except UserError as error:
+        return str(error), None
+
+
+def as_lines(plan: MemoryPlan) -> list[str]:
+    """The plan for display: the choices by pipeline rank, predicted peaks and modelled seconds."""
+    pp = len(plan.ranks)
+    lines = [f"memory plan {plan.hash} for {plan.memory_gib:g} GiB ({plan.status}, gap {plan.gap:.2g}): {plan.told}"]
+    for rank in plan.ranks:
+        lines.append(
+            f"  pipeline rank {rank.stage} of {pp}: predicted peak {rank.peak / GIB:.2f} GiB, blocks take "
+            f"{rank.seconds:.4g} s an iteration by {plan.rates} rates"
+        )
+    return [*lines, *(f"  {line}" for line in _spans(plan.blocks))]
+
+
+def _spans(blocks: Sequence[str]) -> list[str]:
+    """Stretches of blocks of one choice."""
+    spans: list[tuple[int, int, str]] = []
+    for index, choice in enumerate(blocks):
+        if spans and spans[-1][2] == choice:
+            spans[-1] = (spans[-1][0], index, choice)
+        else:
+            spans.append((index, index, choice))
+    words = [f"{a}: {choice}" if a == b else f"{a}-{b}: {choice}" for a, b, choice in spans]
+    return [f"blocks {', '.join(words)}"]

@@ -1,0 +1,213 @@
+"""A memory plan: what each block keeps for its backward, and its JSON file.
+
+    {"version": 1, "blocks": ["full", "selective", "keep", "keep"], "memory_gib": 80.0,
+     "made_for": {"num_layers": 4, "hidden_size": 4096, ..., "data_parallel_size": 8},
+     "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41}, ...],
+     "rates": "nominal", "status": "optimal", "gap": 0.0, "hash": "0123456789abcdef"}
+
+    keep       keeps all activations
+    selective  recomputes the attention and the MLP, as --recompute-modules core_attn mlp does
+    full       keeps only its input, and runs again in backward
+
+ranks: of each pipeline rank, the predicted bytes at the peak, and the modelled seconds of an iteration without the
+pipeline's bubble.
+made_for: the options that decide what activations take.  A run with others refuses the plan, because its memory would
+be another.
+The hash is the first 16 hex digits of the SHA-256 of the canonical JSON of blocks and made_for.  Ranks must agree on
+these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_snip.config import Config
+from megatron_snip.errors import UserError
+from megatron_snip.files.io import shown
+from megatron_snip.files.json import (
+    Count,
+    Finite,
+    JsonFileError,
+    PlanHash,
+    Text,
+    check_version,
+    checked,
+    read_json,
+    write_atomic,
+)
+
+VERSION = 1
+#: Name of a run's plan in its folder.
+FILE = "memory_plan.json"
+_WAY_OUT = "use a plan that a run wrote, or make a new one (--memory-plan auto)"
+_OF_MODEL = ("model_name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
+_OF_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "sequence_parallel", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances",
+)  # fmt: skip
+
+
+class _Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`RankCost` in a file."""
+
+    stage: Count
+    peak: Count
+    seconds: Finite
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A memory plan's file; see the module's docstring."""
+
+    version: Count
+    blocks: Annotated[list[Literal["keep", "selective", "full"]], Meta(min_length=1)]
+    memory_gib: Finite | None
+    made_for: dict[Text, Any]
+    ranks: list[_Rank]
+    rates: Text
+    status: Text
+    gap: Finite
+    hash: PlanHash
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """Prediction for pipeline rank ``stage``: bytes at the peak, and modelled seconds of an iteration."""
+
+    stage: int
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The choice of each block, by global index.  See the module's docstring for the fields."""
+
+    blocks: tuple[str, ...]
+    made_for: Mapping[str, Any]
+    memory_gib: float | None = None
+    ranks: tuple[RankCost, ...] = ()
+    rates: str = "nominal"
+    status: str = "none"
+    gap: float = 0.0
+
+    @classmethod
+    def by_hand(cls, blocks: Sequence[str], config: Config, world_size: int) -> MemoryPlan:
+        """A plan of these choices for a run with these options."""
+        return cls(tuple(blocks), made_for(config, world_size))
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over blocks and made_for."""
+        content = {"blocks": list(self.blocks), "made_for": dict(self.made_for)}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def told(self) -> str:
+        """The choices in words: of 32 blocks, 20 keep, 12 full."""
+        counts = Counter(self.blocks)
+        return f"of {len(self.blocks)} blocks, {', '.join(f'{n} {choice}' for choice, n in sorted(counts.items()))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object in the module's docstring."""
+        return {
+            "version": VERSION,
+            "blocks": list(self.blocks),
+            "memory_gib": self.memory_gib,
+            "made_for": dict(self.made_for),
+            "ranks": [vars(rank) for rank in self.ranks],
+            "rates": self.rates,
+            "status": self.status,
+            "gap": self.gap,
+            "hash": self.hash,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "memory plan") -> MemoryPlan:
+        """The plan from ``to_dict``.  Raises UserError with ``source``, the field and the way out."""
+        try:
+            if "linears" in values:
+                raise JsonFileError("this is a plan of precisions, not a memory plan")
+            check_version(values, VERSION)
+            found = checked(values, _File)
+            ranks = tuple(RankCost(one.stage, one.peak, one.seconds) for one in found.ranks)
+            plan = cls(
+                tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap
+            )
+            if plan.hash != found.hash:
+                raise JsonFileError(
+                    f"field hash is {found.hash!r}, but blocks and made_for give {plan.hash!r}: "
+                    "the file was changed by hand or is damaged"
+                )
+        except JsonFileError as error:
+            raise UserError(f"{source}: {error}; {_WAY_OUT}") from None
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, atomically; creates missing folders."""
+        write_atomic(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> MemoryPlan:
+        """Read a file from ``save``.  Raises UserError with the file, the field and the way out."""
+        return cls.from_dict(read_json(path, "memory plan", _WAY_OUT), str(path))
+
+    def check(self, config: Config, world_size: int, source: str) -> None:
+        """Raise UserError with ``source`` and the option unless the plan is for this model and layout."""
+        wanted = made_for(config, world_size)
+        for name in dict.fromkeys([*wanted, *self.made_for]):
+            here, there = wanted.get(name), self.made_for.get(name)
+            if here != there:
+                raise UserError(
+                    f"{source}: this memory plan is for {_option(name)} {shown(there)}, and the run has {here}; "
+                    "give a plan of this model and layout, or --memory-plan auto"
+                )
+        if len(self.blocks) != config.model.num_layers:
+            raise UserError(
+                f"{source}: field blocks has {len(self.blocks)} choices for {config.model.num_layers} blocks; "
+                f"{_WAY_OUT}"
+            )
+        if config.training.compile and "selective" in self.blocks:
+            raise UserError(
+                f"{source}: block {self.blocks.index('selective')} is selective, which does not go with --compile; "
+                "drop --compile, or give another plan"
+            )
+
+
+def made_for(config: Config, world_size: int) -> dict[str, Any]:
+    """The options that decide what activations take, and the number of data-parallel ranks."""
+    m = config.model
+    return {
+        **{name: getattr(m, name) for name in _OF_MODEL},
+        "num_query_groups": m.query_groups,
+        "kv_channels": m.head_dim,
+        **{name: getattr(config.parallel, name) for name in _OF_LAYOUT},
+        "micro_batch_size": config.training.micro_batch_size,
+        "data_parallel_size": config.data_parallel_size(world_size),
+    }
+
+
+def _option(name: str) -> str:
+    return "data parallel" if name == "data_parallel_size" else f"--{name.replace('_', '-')}"
+
+
+def read_memory_plan(config: Config, world_size: int) -> MemoryPlan | None:
+    """The plan of --memory-plan FILE; None without a file.  Raises UserError if it is not for this run."""
+    path = config.training.memory_plan
+    if path in ("none", "auto"):
+        return None
+    plan = MemoryPlan.load(path)
+    plan.check(config, world_size, path)
+    return plan

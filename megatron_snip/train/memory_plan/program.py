@@ -1,0 +1,165 @@
+"""The integer program of a pipeline rank: a choice for each block that fits the memory and takes the least time.
+
+A dry run with the same choice c everywhere gives, for each phase p (see `dry_run.phases`), the bytes at its peak
+P[c, p], and the bytes K[c, p, b] that block b keeps meanwhile for later backwards.  A plan x mixes them: in a phase of
+block b(p),
+
+    peak[p] = P[x_b(p), p] - sum_b K[x_b(p), p, b] + sum_b K[x_b, p, b]
+
+This is linear in one-hot columns, so each phase is a row: peak[p] <= the memory.  Outside of blocks the first two terms
+do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.
+
+Ranks do not share memory, and a rank's time depends on its own blocks alone.  So each rank is a program of its own, and
+the plan that is fastest on each rank has the least time on the slowest one, too.
+Convention: B blocks of the rank, O choices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_snip.errors import UserError
+from megatron_snip.snip.plan.milp import Answer, Effort, Model, Row, run_highs
+from megatron_snip.snip.plan.program import Ints
+from megatron_snip.train.dry_run.counts import Stretch
+from megatron_snip.train.dry_run.phases import OUTSIDE, Phases
+
+Bytes = NDArray[np.int64]
+GIB = 2**30
+_NODES, _SECONDS = 20_000, 30.0
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Dry runs of one pipeline rank, one for each choice, and the rank's blocks by global index.
+
+    microbatches_less: how many microbatches fewer are in flight than in these runs, for a later rank that is otherwise
+    the same.
+    """
+
+    stage: int
+    blocks: tuple[int, ...]
+    by_choice: Mapping[str, Sequence[tuple[Stretch, Phases]]]
+    microbatches_less: int = 0
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The choices, in the order of columns."""
+        return tuple(self.by_choice)
+
+
+@dataclass(frozen=True, eq=False)
+class Peaks:
+    """Bytes of each phase: base [P] + sum_b values[p, b, x_b], values [P, B, O]; and the stretch of each, [P]."""
+
+    base: Bytes
+    values: Bytes
+    stretch: tuple[str, ...]
+
+    def of(self, choice: Sequence[int] | Ints) -> tuple[int, str]:
+        """Bytes at the highest peak of a plan [B], and its stretch."""
+        totals = self.base + self.values[:, np.arange(len(choice)), list(choice)].sum(axis=1)
+        at = int(totals.argmax())
+        return int(totals[at]), self.stretch[at]
+
+
+def peaks_of(runs: Runs) -> Peaks:
+    """The peaks of all phases of all stretches; those that others dominate are left out."""
+    bases, values, names = [], [], []
+    stretches = zip(*runs.by_choice.values(), strict=True)
+    for of_choices in stretches:
+        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
+            block, less = alike[0].block, runs.microbatches_less
+            assert all(phase.block == block for phase in alike), "dry runs differ in their phases"
+            if min(phase.whole for phase in alike) < less:
+                continue  # of a later rank's first microbatches, which keep less than the phases that follow
+            kept = np.array(
+                [
+                    [phase.kept.get(b, 0) - less * phases.each.get(b, 0) for b in runs.blocks]
+                    for phase, (_, phases) in zip(alike, of_choices, strict=True)
+                ]
+            ).reshape(len(alike), len(runs.blocks))
+            others = np.array([phase.peak for phase in alike]) - [sum(phase.kept.values()) for phase in alike]
+            of_phase = kept.T.copy()
+            if block == OUTSIDE:
+                bases.append(int(others.max()))
+            else:
+                of_phase[runs.blocks.index(block)] += others
+                bases.append(0)
+            values.append(of_phase)
+            names.append(of_choices[0][0].name)
+    return _undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
+
+
+def _undominated(peaks: Peaks) -> Peaks:
+    """Without phases that another exceeds in every plan, comparing entry by entry."""
+    flat = np.column_stack([peaks.base, peaks.values.reshape(len(peaks.base), -1)])
+    flat, first = np.unique(flat, axis=0, return_index=True)
+    order = np.argsort(-flat.sum(axis=1), kind="stable")
+    left: list[int] = []
+    for row in order:
+        if not left or not (flat[left] >= flat[row]).all(axis=1).any():
+            left.append(int(row))
+    kept = np.sort(first[left])
+    return Peaks(peaks.base[kept], peaks.values[kept], tuple(peaks.stretch[i] for i in kept))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan of one rank [B], its peak in bytes, the seconds of its blocks, HiGHS's status and relative gap."""
+
+    choice: tuple[int, ...]
+    peak: int
+    seconds: float
+    status: str
+    gap: float
+
+
+def solve(peaks: Peaks, seconds: NDArray[np.float64], budget: int, what: str) -> Chosen:
+    """The plan that fits ``budget`` bytes in the least time.  seconds [B, O].
+
+    what: the rank in messages.  Raises UserError with what is missing if no plan fits.
+    """
+    if not peaks.values.shape[1]:  # only the embedding or the output layer
+        choice: tuple[int, ...] = ()
+        if peaks.of(choice)[0] > budget:
+            raise _short(peaks, choice, budget, what)
+        return Chosen(choice, peaks.of(choice)[0], 0.0, "optimal", 0.0)
+    cost = seconds - seconds.min(axis=1, keepdims=True)
+    unit = float(np.abs(peaks.values).max())
+    rows = [Row(v / unit, (budget - base) / unit) for v, base in zip(peaks.values, peaks.base, strict=True)]
+    answer = run_highs(Model(cost, rows), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
+    if answer is None or peaks.of(answer.choice)[0] > budget + unit * 1e-8:
+        raise _short(peaks, least(peaks, cost), budget, what)
+    return _chosen(answer, peaks, seconds)
+
+
+def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64]) -> Chosen:
+    choice = tuple(int(one) for one in answer.choice)
+    taken = float(seconds[np.arange(len(choice)), list(choice)].sum())
+    gap = (answer.cost - answer.bound) / answer.cost if answer.cost > 0 else 0.0
+    return Chosen(choice, peaks.of(choice)[0], taken, answer.status, max(0.0, gap))
+
+
+def least(peaks: Peaks, cost: NDArray[np.float64]) -> tuple[int, ...]:
+    """The plan with the lowest peak."""
+    unit = float(np.abs(peaks.values).max())
+    rows = [Row(v / unit, -base / unit, z=1.0) for v, base in zip(peaks.values, peaks.base, strict=True)]
+    answer = run_highs(
+        Model(np.zeros_like(cost), rows, longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter())
+    )
+    assert answer is not None, "some plan has the lowest peak"
+    return tuple(int(one) for one in answer.choice)
+
+
+def _short(peaks: Peaks, choice: Sequence[int], budget: int, what: str) -> UserError:
+    need, stretch = peaks.of(choice)
+    return UserError(
+        f"--memory-plan auto: {what} needs at least {need / GIB:.2f} GiB ({stretch}), and --memory-gib is "
+        f"{budget / GIB:.2f}, {(need - budget) / GIB:.2f} GiB short; raise it, shard more, or lower --micro-batch-size"
+    )

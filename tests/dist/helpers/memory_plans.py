@@ -1,0 +1,56 @@
+"""What tests of memory plans run on every rank; importable, so that forked ranks find it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.config import Config
+from megatron_snip.train.dry_run.counts import Tracker
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
+from tests.dist.helpers.runs import TINY, make
+
+ITERATIONS = 3
+
+
+def write_plan(path: Path, blocks: tuple[str, ...], options: dict[str, Any], world: int) -> dict[str, Any]:
+    """The options of a run with a plan of these choices, whose file this writes."""
+    MemoryPlan.by_hand(blocks, Config().replace(**{**TINY, **options}), world).save(path)
+    return {**options, "memory_plan": str(path)}
+
+
+def losses_of_each(variants: list[dict[str, Any]]) -> list[tuple[list[float], list[float], list[str]]]:
+    """Losses and gradient norms of three iterations, and what runs again, of each variant of a run."""
+    return [_trained(options) for options in variants]
+
+
+def _trained(options: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    config, parts = make(options)
+    size, results = config.training.global_batch_size, []
+    for i in range(1, ITERATIONS + 1):
+        results.append(parts.stepper.step(parts.train_loader.batch((i - 1) * size), i))
+    parts.train_loader.close()
+    done = []
+    for stage in parts.stages.values():
+        whole = [again for _, again in stage.build.recompute.runs(stage.held)]
+        for again, block in zip(whole, stage.blocks().values(), strict=True):
+            part = block._recompute_mlp and block.self_attn.recompute
+            done.append("full" if again else "selective" if part else "keep")
+    return [one.loss for one in results], [one.grad_norm for one in results], done
+
+
+def real_peaks(variants: list[dict[str, Any]]) -> list[int]:
+    """The most bytes that a rank holds at once in an iteration of each variant of a run, on real tensors."""
+    found = []
+    for options in variants:
+        with Tracker() as tracker:
+            _, parts = make(options)
+            parts.train_loader.close()
+            batch = parts.train_loader.make(0)
+            tracker.begin()
+            parts.stepper.step(batch, 1)
+            found.append(sum(tracker.memory.peak().values()))
+            del parts, batch
+        gc.collect()
+    return found

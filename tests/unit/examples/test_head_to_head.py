@@ -1,0 +1,171 @@
+"""The head-to-head runs on a toy: arms go on from one prefix, are judged by code of their own, and are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.study import head_to_head
+from examples.study.head_to_head_table import difference, table
+from examples.study.schedule import read_schedule
+from megatron_snip.errors import UserError
+
+SCHEDULES = sorted((Path(head_to_head.__file__).parent / "schedules").glob("*.toml"))
+TOY = """
+name = "toy"
+model = "smollm2"
+prefix = 1
+seeds = [5]
+judged = 2
+
+[options]
+num-layers = 2
+hidden-size = 64
+ffn-hidden-size = 64
+num-attention-heads = 2
+seq-length = 128
+global-batch-size = 2
+train-iters = 3
+eval-interval = 3
+eval-iters = 1
+snip-start = 2
+snip-probe-tokens = 256
+snip-trial-tokens = 256
+
+[arms.bf16]
+precision = "bf16"
+
+[arms.fixed]
+by-hand = "nvfp4, last 50% bf16"
+
+[arms.recipes]
+precision = "snip"
+snip-options = "recipes:blackwell"
+gemm-times = "published:b300"
+same-time-as = "fixed"
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Hugging Face folder with a small model, its tokenizer and texts."""
+    folder, words = tmp_path / "model", {f"w{i}": i for i in range(99)} | {"<|endoftext|>": 99}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=128, eos_token_id=99,
+        rms_norm_eps=1e-5,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    draw = np.random.default_rng(0)
+    for name in ("probe", "held_out_prose", "held_out_code"):
+        (folder / f"{name}.txt").write_text(" ".join(f"w{i}" for i in draw.integers(0, 99, 1500)))
+    return folder
+
+
+def test_arms_are_trained_judged_and_compared(model, tmp_path, capsys):
+    schedule, out = tmp_path / "toy.toml", tmp_path / "out"
+    schedule.write_text(TOY)
+    words = [str(schedule), "--output", str(out), "--model", str(model), "--json", str(tmp_path / "all.jsonl")]
+    head_to_head.main(words)
+    rows = {row["arm"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
+    assert list(rows) == ["bf16", "fixed", "recipes"]
+    losses = {name: row["training loss"] for name, row in rows.items()}
+    assert all(len(each) == 2 for each in losses.values())  # after the prefix's iteration
+    assert losses["bf16"][0] == losses["recipes"][0] != losses["fixed"][0]
+    assert rows["bf16"]["losses"] == rows["bf16"]["unrounded"] != rows["fixed"]["unrounded"]
+    assert rows["fixed"]["losses"] != rows["fixed"]["unrounded"]
+    assert rows["recipes"]["plans"] and rows["recipes"]["saved"][-1] >= rows["recipes"]["plans"][-1]["target"] > 0.1
+    assert rows["recipes"]["planning, in iterations"] > 0 == rows["bf16"]["planning, in iterations"]
+    assert not [*out.rglob("*.safetensors")] and not (out / "toy/5/fixed/checkpoints").exists()
+    said = capsys.readouterr().out
+    assert "| bf16 | 0.0 ± 0.0 |" in said and "recipes: done" in said
+    head_to_head.main(words)  # nothing is made again
+    assert "trains" not in capsys.readouterr().out
+
+
+def test_the_judge_rounds_as_an_arm_ends(tmp_path):
+    late = (
+        '[arms.late]\nby-hand = "nvfp4, last 50% bf16"\nsnip-final-precision = "bf16/plan/plan"\nsnip-final-iters = 1'
+    )
+    (path := tmp_path / "toy.toml").write_text(f"{TOY}\n{late}")
+    schedule = read_schedule(path)
+    work = head_to_head.HeadToHead(schedule, tmp_path, tmp_path, "cpu")
+    names = [shape.name for shape in schedule.shapes()]
+    for name in ("fixed", "late"):
+        schedule.plan(schedule.arms[name]).save(tmp_path / "by_hand.json")
+        at_end = {each: "nvfp4" if name == "fixed" and "layers.0" in each else "bf16" for each in names}
+        assert work.formats(name, tmp_path, names) == at_end
+    (tmp_path / "by_hand.json").unlink()
+    assert set(work.formats("bf16", tmp_path, names).values()) == {"bf16"}
+
+
+def of(arm, seed, values):
+    return {
+        "arm": arm, "seed": seed, "losses": {"prose": values[:2], "code": values[2:]}, "unrounded": {"all": values},
+        "saved": [], "plans": [], "planning, in iterations": 0.0,
+    }  # fmt: skip
+
+
+def test_differences_are_paired_and_their_error_is_the_larger_one():
+    base = {1: np.array([1.0, 2.0, 3.0, 4.0]), 2: np.array([2.0, 2.0, 2.0, 2.0])}
+    arm = {1: base[1] + 0.1, 2: base[2] + 0.3, 3: base[2]}
+    mean, error, seeds = difference(arm, base)
+    assert (mean, seeds) == (pytest.approx(0.2), 2)
+    assert error == pytest.approx(0.1)  # seeds differ more than sequences
+    assert difference({1: base[1] + [0.1, 0.3, 0.1, 0.3]}, base)[1] == pytest.approx(0.2 / 12**0.5)
+    rows = [of(name, seed, list(each)) for name, seeds in (("bf16", base), ("x", arm)) for seed, each in seeds.items()]
+    assert "| x | 200.0 ± 100.0 |" in table(rows)
+    assert "nothing to compare with" in table(rows[2:])
+
+
+@pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
+def test_schedules_are_sound(path):
+    schedule = read_schedule(path)
+    assert schedule.prefix < schedule.options["snip-start"] <= schedule.options["train-iters"]
+    assert schedule.judged * schedule.options["seq-length"] >= 16384
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("[arms.bf16]", "[arms.base]"), r"no arm bf16, which all are compared with; add \[arms.bf16\]"),
+        (("prefix = 1", "prefixed = 1"), "unknown prefixed; known: name, model"),
+        (("prefix = 1", ""), "prefix missing"),
+        (("last 50% bf16", "and bf16"), 'by-hand is "?\'nvfp4, and bf16\'; give "FORMAT, last N% FORMAT"'),
+        (("same-time-as = \"fixed\"", "same-time-as = \"late_\""), "same-time-as is 'late_'; give the name of an arm"),
+        (("snip-start", "snip-begin"), "snip-begin"),
+        (("recipes:blackwell", "fp8,fp4"), "GEMM times of published:b300 have no format fp"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_run_is_named(tmp_path, change, said):
+    (path := tmp_path / "bad.toml").write_text(TOY.replace(*change))
+    with pytest.raises(UserError, match=said) as found:
+        read_schedule(path)
+    assert str(path) in str(found.value)
+
+
+def test_an_unknown_arm_and_a_failed_command_are_named(tmp_path):
+    (schedule := tmp_path / "toy.toml").write_text(TOY)
+    with pytest.raises(UserError, match=r"has no arm fp5; it has bf16, fixed"):
+        head_to_head.main([str(schedule), "--output", str(tmp_path), "--arms", "fp5"])
+    with pytest.raises(UserError, match=r"megatron-snip show ended with status 2: .*no.json.*log.txt has all of it"):
+        head_to_head.run(["show", str(tmp_path / "no.json")], tmp_path / "log.txt")
+
+
+def test_two_commands_never_work_at_one_arm(tmp_path):
+    with head_to_head.alone(tmp_path) as first, head_to_head.alone(tmp_path) as second:
+        assert first and not second
+    with head_to_head.alone(tmp_path) as again:
+        assert again

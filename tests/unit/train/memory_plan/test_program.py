@@ -1,0 +1,97 @@
+"""The program's answer is the best of all plans, and it says by how much memory is short."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_snip.errors import UserError
+from megatron_snip.train.dry_run.counts import Stretch
+from megatron_snip.train.dry_run.phases import OUTSIDE, Phase, Phases
+from megatron_snip.train.memory_plan.program import GIB, Peaks, Runs, peaks_of, solve
+
+PLAIN = Stretch("iteration, bf16", {}, {}, 0)
+
+
+def made_up(blocks: int, seed: int, flight: int = 3) -> tuple[Peaks, np.ndarray]:
+    """A rank whose blocks keep and take what is drawn."""
+    draw = np.random.default_rng(seed)
+    kept = np.sort(draw.integers(1, 1000, (blocks, 3)), axis=1)[:, ::-1]
+    inside = np.sort(draw.integers(1, 800, (blocks, 3)), axis=1)
+    seconds = np.cumsum(draw.random((blocks, 3)), axis=1)
+    return peaks_of(runs_of(kept, inside, flight)), seconds
+
+
+def runs_of(kept: np.ndarray, inside: np.ndarray, flight: int, less: int = 0) -> Runs:
+    """Dry runs of a last microbatch's backward, with ``flight`` - 1 others in flight."""
+    blocks = tuple(range(len(kept)))
+    by_choice = {}
+    for choice, name in enumerate(("keep", "selective", "full")):
+        order = [Phase(OUTSIDE, 5000 + flight * int(kept[:, choice].sum()), held(kept[:, choice], flight), flight)]
+        for b in reversed(blocks):
+            now = {i: int(kept[i, choice]) * (flight - (i >= b)) for i in blocks}
+            own = int(kept[b, choice]) + int(inside[b, choice])
+            order.append(Phase(b, 4000 + 100 * b + own + sum(now.values()), now, flight - 1))
+        each = {b: int(kept[b, choice]) for b in blocks}
+        by_choice[name] = [(PLAIN, Phases(tuple(order), {}, each))]
+    return Runs(0, blocks, by_choice, less)
+
+
+def held(kept: np.ndarray, times: int) -> dict[int, int]:
+    return {b: int(size) * times for b, size in enumerate(kept)}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_the_best_of_all_plans(blocks, seed):
+    peaks, seconds = made_up(blocks, seed)
+    plans = list(product(range(3), repeat=blocks))
+    totals = np.array([peaks.of(plan)[0] for plan in plans])
+    times = np.array([seconds[np.arange(blocks), plan].sum() for plan in plans])
+    for share in (0.0, 0.2, 0.5, 0.9, 1.0):
+        budget = int(totals.min() + share * (totals.max() - totals.min()))
+        found = solve(peaks, seconds, budget, "pipeline rank 0")
+        assert found.seconds == pytest.approx(times[totals <= budget].min(), abs=1e-9)
+        assert found.peak == peaks.of(found.choice)[0] <= budget and found.status == "optimal" and found.gap < 1e-9
+
+
+def test_peaks_of_a_mixture_are_those_of_its_blocks():
+    kept, inside = np.array([[500, 200, 10], [700, 300, 20]]), np.array([[50, 90, 600], [60, 80, 900]])
+    peaks = peaks_of(runs_of(kept, inside, 2))
+    plan = (2, 0)
+    outside = 5000 + 2 * (10 + 700)
+    last = 4100 + (2 * 10) + (700 + 700 + 60)
+    first = 4000 + (10 + 600 + 10) + 700
+    assert peaks.of(plan)[0] == max(outside, last, first)
+    full = (2, 2)
+    assert peaks.of(full)[0] == max(5000 + 60, 4100 + 20 + 20 + 20 + 900, 4000 + 10 + 600 + 10 + 20)
+
+
+def test_a_later_rank_has_fewer_microbatches_in_flight():
+    kept, inside = np.array([[500, 200, 10], [700, 300, 20]]), np.array([[50, 90, 600], [60, 80, 900]])
+    less, fewer = peaks_of(runs_of(kept, inside, 3, less=1)), peaks_of(runs_of(kept, inside, 2))
+    for plan in product(range(3), repeat=2):
+        assert less.of(plan)[0] == fewer.of(plan)[0]
+
+
+def test_what_is_short_is_told():
+    peaks, seconds = made_up(4, 1)
+    least = min(peaks.of(plan)[0] for plan in product(range(3), repeat=4))
+    with pytest.raises(UserError) as info:
+        solve(peaks, seconds, least - 1, "pipeline rank 3")
+    assert "pipeline rank 3 needs at least" in str(info.value) and "iteration, bf16" in str(info.value)
+    scaled = Peaks(peaks.base * GIB, peaks.values * GIB, peaks.stretch)
+    with pytest.raises(UserError) as info:
+        solve(scaled, seconds, (least - 7) * GIB, "pipeline rank 3")
+    need, short = re.search(r"at least ([\d.]+) GiB .* ([\d.]+) GiB short", str(info.value)).groups()
+    assert float(need) == least and float(short) == 7.0
+
+
+def test_a_rank_without_blocks():
+    peaks = Peaks(np.array([900, 800]), np.zeros((2, 0, 3), dtype=np.int64), ("a", "b"))
+    assert solve(peaks, np.zeros((0, 3)), 900, "it").peak == 900
+    with pytest.raises(UserError, match="it needs at least"):
+        solve(peaks, np.zeros((0, 3)), 899, "it")
