@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.train.dry_run.measure import processes
 from megatron_snip.train.memory_plan.auto import Planner
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
+from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.dry_runs import options_of
 from tests.dist.helpers.harness import run_ranks
-from tests.dist.helpers.memory_plans import losses_of_each, real_peaks, write_plan
+from tests.dist.helpers.memory_plans import losses_of_each, real_peaks, trained, write_plan
 from tests.dist.helpers.runs import LAYOUTS
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "bf16": True, "precision": "fp4"}
@@ -40,6 +43,30 @@ def test_losses_are_those_without_a_plan(case, tmp_path):
             done[i] += other[2]
     for i, plan in enumerate(PLANS):
         assert set(done[i]) == set(plan)
+
+
+def test_auto_trains_under_a_plan_that_fits(tmp_path):
+    """Rank 0 plans for both; the run folder and the checkpoint have the plan, and losses are those without it."""
+    options = {
+        "bf16": True, "precision": "fp8", "seq_length": 256, "pipeline_model_parallel_size": 2, "train_iters": 2,
+        "distributed_backend": "gloo",
+    }  # fmt: skip
+    with processes(2) as pool:
+        peaks = Planner(options_of(options), 2, pool).peaks
+    all_keep, all_full = (max(one.of([choice] * 2)[0] for one in peaks) for choice in (0, CHOICES.index("full")))
+    gib = (all_keep + all_full) / 2 / 2**30
+    auto = {**options, "memory_plan": "auto", "memory_gib": gib}
+    for name, each in (("plain", options), ("auto", auto)):
+        run_ranks(trained, 2, {**each, "run_dir": str(tmp_path / name)}, seconds=200.0)
+    plan = MemoryPlan.load(tmp_path / "auto/memory_plan.json")
+    assert {"keep"} < set(plan.blocks) and plan.status == "optimal" and plan.memory_gib == pytest.approx(gib)
+    assert all(rank.peak <= gib * 2**30 for rank in plan.ranks)
+    (state,) = (json.loads(path.read_text()) for path in (tmp_path / "auto").rglob("iter_0000002/state.json"))
+    assert MemoryPlan.from_dict(state["memory_plan"]) == plan
+    losses = [[row["lm loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("plain", "auto")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    with pytest.raises(AssertionError, match=r"--memory-plan auto: pipeline rank 0 needs at least .* GiB short"):
+        run_ranks(trained, 2, {**auto, "memory_gib": all_full / 2**31, "run_dir": str(tmp_path / "none")})
 
 
 def test_predicted_peaks_are_those_of_a_run(tmp_path):

@@ -126,9 +126,12 @@ def make_plan(config: Config, world_size: int, gib: float) -> tuple[MemoryPlan, 
             measured = [job.result() for job in jobs]
             over = max(one.worst.total for one in measured) / GIB - gib
             if over <= 0:
-                break
+                return plan, measured
             short += over
-    return plan, measured
+    raise UserError(
+        f"--memory-plan auto: after {_TRIES} plans, dry runs still need {over:.2f} GiB more than the {gib:.2f} of "
+        "--memory-gib; raise it, shard more, or lower --micro-batch-size"
+    )
 
 
 def budget_of(config: Config, device: torch.device | None) -> float:

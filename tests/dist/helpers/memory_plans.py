@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import Config
+from megatron_snip.train import loop
 from megatron_snip.train.dry_run.counts import Tracker
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from tests.dist.helpers.runs import TINY, make
@@ -38,6 +40,12 @@ def _trained(options: dict[str, Any]) -> tuple[list[float], list[float], list[st
             part = block._recompute_mlp and block.self_attn.recompute
             done.append("full" if again else "selective" if part else "keep")
     return [one.loss for one in results], [one.grad_norm for one in results], done
+
+
+def trained(options: dict[str, Any]) -> None:
+    """The program.  The harness starts ranks as daemons, which may have no children; torchrun does not."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    loop.train(Config().replace(**{**TINY, **options}))
 
 
 def real_peaks(variants: list[dict[str, Any]]) -> list[int]:
