@@ -1,6 +1,6 @@
-"""--optimizer-precision: the time of an update on a CPU, and what short runs of the quickstart's model end at.
+"""--optimizer-precision: the time of an update, and what short runs of the quickstart's model end at.
 
-    python benchmarks/optimizer_precision.py steps [--threads 2]
+    python benchmarks/optimizer_precision.py steps [--threads 2] [--device cuda]
     python benchmarks/optimizer_precision.py runs --data data/quickstart --json FILE
 
 `steps` times one update of 16 million parameters, against torch's fused AdamW on as many float32 parameters in turn.
@@ -37,16 +37,15 @@ SHAPE = (2048, 2048)
 VALIDATIONS = 32
 
 
-def optimizer_of(precision: str, tensors: int) -> Optimizer:
+def optimizer_of(precision: str, tensors: int, device: str) -> Optimizer:
     """An optimiser of some matrices that have gradients."""
     draw, model = torch.Generator().manual_seed(0), nn.Module()
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     for i in range(tensors):
         part = nn.Module()
-        add_parameter(
-            part, "weight", nn.Parameter(torch.randn(SHAPE, generator=draw).mul(0.02).to(dtype)), Tags("linear")
-        )
-        part.weight.grad = torch.randn(SHAPE, generator=draw).mul(1e-3).to(dtype)
+        weight, grad = (torch.randn(SHAPE, generator=draw).mul(size).to(device, dtype) for size in (0.02, 1e-3))
+        add_parameter(part, "weight", nn.Parameter(weight), Tags("linear"))
+        part.weight.grad = grad
         model.add_module(str(i), part)
     return Optimizer([model], TrainingConfig(optimizer_precision=precision, adam_beta2=0.95, weight_decay=0.1))
 
@@ -54,15 +53,15 @@ def optimizer_of(precision: str, tensors: int) -> Optimizer:
 def steps(args: argparse.Namespace) -> None:
     """Time of an update."""
     torch.set_num_threads(args.threads)
-    optimizers = {name: optimizer_of(name, args.tensors) for name in PRECISIONS}
+    optimizers = {name: optimizer_of(name, args.tensors, args.device) for name in PRECISIONS}
     cases = {name: lambda one=one: one.step(1e-4, 1.0) for name, one in optimizers.items()}
-    seconds = interleaved(cases, "cpu", repeats=args.repeats)
+    seconds = interleaved(cases, args.device, repeats=args.repeats)
     elements = args.tensors * SHAPE[0] * SHAPE[1]
     rows = [
         [name, f"{taken / elements * 1e9:.3f}", f"{taken / seconds['fp32']:.2f}"] for name, taken in seconds.items()
     ]
-    about = machine("cpu")
-    print(report("An update on a CPU", ["precision", "ns/parameter", "against torch's fused AdamW"], rows, about))
+    about = machine(args.device)
+    print(report("An update", ["precision", "ns/parameter", "against torch's fused AdamW"], rows, about))
     save(args.json, about, seconds)
 
 
@@ -149,7 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("steps")
-    one.add_argument("--threads", type=int, default=1)
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    one.add_argument("--threads", type=int, default=1, help="CPU threads")
     one.add_argument("--tensors", type=int, default=4)
     one.add_argument("--repeats", type=int, default=15)
     one.add_argument("--json")

@@ -174,11 +174,13 @@ class HeadToHead:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, local_files_only=True)
+        model = model.eval().to(self.device)
         chosen = self.formats(name, folder, list(linears_of(model)))
         length = self.schedule.options["seq-length"]
         texts = {
-            text: sequences_of(self.model, file, self.schedule.judged * length, length) for text, file in TEXTS.items()
+            text: sequences_of(self.model, file, self.schedule.judged * length, length).to(self.device)
+            for text, file in TEXTS.items()
         }
         found: dict[str, Any] = {
             "unrounded": {text: losses(model, each).mean(1).tolist() for text, each in texts.items()}
@@ -203,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("schedule", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/head_to_head"), help="folder of all schedules")
     parser.add_argument("--model", type=Path, default=real_model.DEFAULT, help="Hugging Face folder of the model")
-    parser.add_argument("--device", default="cpu", help="of training (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="of training and judging (default: cpu)")
     parser.add_argument("--arms", help="these alone, comma-separated")
+    parser.add_argument("--seeds", help="these alone, in this order, comma-separated")
     parser.add_argument("--table", action="store_true", help="print what is known so far, and train nothing")
     parser.add_argument("--json", type=Path, help="also write all results to a file, a line each")
     own = parser.parse_args(arguments)
@@ -212,10 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arms = own.arms.split(",") if own.arms else list(schedule.arms)
     if unknown := [name for name in arms if name not in schedule.arms]:
         raise UserError(f"--arms: {own.schedule} has no arm {unknown[0]}; it has {', '.join(schedule.arms)}")
+    seeds = [int(seed) for seed in own.seeds.split(",")] if own.seeds else schedule.seeds
     work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, own.model, own.device)
     if not own.table:
         work.prepare()
-        for seed in schedule.seeds:
+        for seed in seeds:
             for name in arms:
                 work.arm(seed, name)
     found = work.results()

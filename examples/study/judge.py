@@ -77,6 +77,11 @@ def to_nvfp4(blocks: Tensor, wanted: Tensor, whole: Tensor) -> tuple[Tensor, Ten
 
 def rounded(x: Tensor, fmt: str, role: str) -> Tensor:
     """x [R, C] of an fprop, rounded to a format along C, in x's dtype; role is "input" or "weight"."""
+    with x.device:  # of the constants
+        return _rounded(x, fmt, role)
+
+
+def _rounded(x: Tensor, fmt: str, role: str) -> Tensor:
     rows, cols = BLOCKS[fmt][role == "weight"]
     blocks = blocked(x.float(), rows, cols)
     amax = blocks.abs().amax((1, 3), keepdim=True)

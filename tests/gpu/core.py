@@ -25,7 +25,7 @@ import torch
 from megatron_snip.formats import Hadamard, get_format
 from megatron_snip.model import rotary
 from megatron_snip.quant import RoundingKey
-from megatron_snip.quant.casts.cast import Form, Operand, Output, finite_amax, reference, swiglu_product
+from megatron_snip.quant.casts.cast import Form, Operand, Output, as_read, finite_amax, reference, swiglu_product
 from megatron_snip.quant.casts.hadamard import hadamard
 from megatron_snip.quant.kernels import triton_cast
 from tests.unit.quant.kernels.operands import bits, held, operands
@@ -42,7 +42,7 @@ SHAPES = {False: ((2048, 4096), (1031, 2571)), True: ((128, 256), (131, 75))}
 class Case(NamedTuple):
     """Forms of one read; ragged: of a tensor with edges, NaN, infinities and subnormal numbers.
 
-    product: of SwiGLU's product of two such tensors.
+    product: of SwiGLU's product of two such tensors.  rounded: float32 is rounded to bfloat16 as it is read.
     """
 
     forms: tuple[Form, ...]
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = True
     product: bool = False
+    rounded: bool = False
 
     @property
     def name(self) -> str:
@@ -58,7 +59,11 @@ class Case(NamedTuple):
             f"{form.fmt.name} {form.role} {form.dim} {output}{' stochastic' if form.key else ''}"
             for form, output in zip(self.forms, self.outputs, strict=True)
         )
-        marks = f"{', ragged' if self.ragged else ''}{', of SwiGLU' if self.product else ''}"
+        marks = "".join(
+            f", {word}"
+            for word, holds in (("ragged", self.ragged), ("of SwiGLU", self.product), ("rounded", self.rounded))
+            if holds
+        )
         return f"{each}, {str(self.dtype).removeprefix('torch.')}{marks}"
 
 
@@ -95,6 +100,10 @@ def _each() -> Iterator[Case]:
     for fmt, ragged in itertools.product(FORMATS[:2], (False, True)):
         pair = (_form(fmt, "input", 1), _form(fmt, "input", 0))
         yield Case(pair, ("operand", "operand"), ragged=ragged, product=True)
+    for fmt, rounded, ragged in itertools.product(FORMATS[:2], (False, True), (False, True)):
+        pair = (_form(fmt, "weight", 1), _form(fmt, "weight", 0))  # one cast, stored twice
+        dtype = torch.float32 if rounded else torch.bfloat16
+        yield Case(pair, ("operand", "operand"), dtype, ragged, rounded=rounded)
     for fmt in ("mxfp8", "nvfp4_plain"):
         yield Case((_form(fmt, "input", 1), _form(fmt, "input", 0)), ("codes", "codes"), product=True)
     for fmt in SWIZZLED:
@@ -118,13 +127,14 @@ def run(number: int, *, rehearse: bool) -> str:
     case, device = cases()[number], "cpu" if rehearse else "cuda"
     x = operands(SHAPES[rehearse][case.ragged], case.dtype, device)[1 if case.ragged else 0]
     up = x.flip(0) if case.product else None
-    read = x if up is None else swiglu_product(x, up)
+    dtype = torch.bfloat16 if case.rounded else None
+    read = as_read(x, dtype, up)
     amax = finite_amax(read)
     try:
         with _on_the_cpu() if rehearse else nullcontext():
             forms = held(case.forms, case.outputs)
             assert rehearse or triton_cast.takes(x, forms, up), "the kernels do not take it"
-            made = triton_cast.run(x, forms, amax, up=up)
+            made = triton_cast.run(x, forms, amax, dtype, up=up)
         found = []
         for ours, form in zip(made, forms, strict=True):
             for where in {device, "cpu"}:  # the specification on either device, of the product that x's device makes

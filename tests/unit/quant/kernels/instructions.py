@@ -3,7 +3,7 @@
 The interpreter (3.6 and 3.9) rounds conversions to bf16 and FP8 with ties away from zero, and truncates subnormal
 results, so that here torch converts, as the instructions do: to nearest even, FP8 saturating.  It has no function of
 CUDA's library, so that the exponential is numpy's, and a sum that is rounded up is made of sums rounded to nearest.
-It has no instructions of the machine either: pairs of E2M1 are encoded as elsewhere.
+It has no instructions of the machine either: here torch gives FP8 codes, and pairs of E2M1 are encoded as elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
-from megatron_snip.quant.kernels import triton_stores
-from megatron_snip.quant.kernels.triton_steps import encode_nearest
+from megatron_snip.quant.kernels import triton_steps, triton_stores
+from megatron_snip.quant.kernels.triton_steps import E4M3_OF_FLOATS, encode_nearest
 
 _convert = interpreter._convert_float
 
@@ -72,6 +72,11 @@ def pairs_of_e2m1(low: Any, high: Any) -> Any:
     return (codes[0] | (codes[1] << 4)).to(tl.uint8)
 
 
+def fp8_codes(x: Any, instruction: Any) -> Any:
+    """In the place of the instructions of ``triton_steps``."""
+    return x.to(tl.float8e4nv if instruction is E4M3_OF_FLOATS else tl.float8e5).to(tl.uint8, bitcast=True)
+
+
 @contextmanager
 def as_instructions_round() -> Iterator[None]:
     """Inside, the interpreter converts and exponentiates as this file's head says, and wastes less time.
@@ -89,6 +94,7 @@ def as_instructions_round() -> Iterator[None]:
         mock.patch.object(libdevice, "exp", exp),
         mock.patch.object(libdevice, "add_ru", add_ru),
         mock.patch.object(triton_stores, "pairs_of_e2m1", pairs_of_e2m1),
+        mock.patch.object(triton_steps, "fp8_codes", fp8_codes),
     ):
         try:
             yield
