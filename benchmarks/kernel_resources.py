@@ -237,7 +237,7 @@ def devices(launch: Launch) -> tuple[int, ...]:
 
 
 def sweep(launch: Launch) -> list[Tiling]:
-    """The tilings to try: SWEEP or SWEEP_OF_16, and for a product that of a whole block at once."""
+    """The tilings to try: SWEEP or SWEEP_OF_16, and that which is launched."""
     launched = launch.tiling
     tilings = SWEEP_OF_16 if max(max(form.block) for form in launch.forms) == 16 else SWEEP
     return tilings if launched in tilings else [*tilings, launched]

@@ -41,21 +41,22 @@ class Tiling(NamedTuple):
         return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
-#: By the longest side of a block.  Chosen without a GPU, by counts of the compiled code: of the tilings that leave an
-#: SM 16 warps on Hopper and Blackwell, one that issues few instructions per element (benchmarks/kernel_resources.py
-#: --sweep).  benchmarks/gpu.py measures them all.
+#: By the longest side of a block.  That of 128 was the fastest of eight on an H200, for codes along either dim and for
+#: both (benchmarks/results/2026-11-26-gpu-h200.md).  The others were chosen without a GPU, by counts of the compiled
+#: code: of the tilings that leave an SM 16 warps, one that issues few instructions per element.
 TILINGS = {
-    128: Tiling(16, 4),
+    128: Tiling(32, 4),
     32: Tiling(32, 8),
     16: Tiling(16, 4, 64),  # with 16 rows only, a program would spend a fifth of its work on finding its place
 }
 ANY = Tiling(32, 4)  # for other blocks
+STOCHASTIC = Tiling(16, 4)  # for blocks of 128; random bits take registers
 # For swizzled operands in blocks of 32, rounded to nearest.
 SWIZZLED = Tiling(32, 4)
 # For four over six, whose two candidates take registers.
 FOUR_OVER_SIX = Tiling(16, 8)
-# For SwiGLU's product in blocks of 128, rounded to nearest: with whole blocks, the product is computed once.
-WHOLE = Tiling(128, 16)
+# For SwiGLU's product in blocks of 128, rounded to nearest.
+PRODUCT = Tiling(32, 8)
 
 #: Elements to which an instruction converts float32: from compute capability 8.9, and from 10.0.
 FP8, FP8_AND_FP4 = (E4M3, E5M2), (E4M3, E5M2, E2M1)
@@ -122,10 +123,10 @@ def tiling(kinds: Sequence[Kind], product: bool = False) -> Tiling:
     blocks = [kind.form.part for kind in kinds]
     side, stochastic = max(map(max, blocks)), any(kind.phase >= 0 for kind in kinds)
     if product and side == MAX_BLOCK and not stochastic:
-        return WHOLE
+        return PRODUCT
     if _swizzled(kinds) and side == 32 and not stochastic:
         return SWIZZLED
-    chosen = TILINGS.get(side, ANY)
+    chosen = STOCHASTIC if side == MAX_BLOCK and stochastic else TILINGS.get(side, ANY)
     if any(kind.form.fmt.scale == "e4m3_4over6" for kind in kinds):
         chosen = FOUR_OVER_SIX
     high = any(chosen.chunk < rows <= ANY.chunk for rows, _ in blocks)
